@@ -11,12 +11,8 @@ from gspo_megatron.data.quoting import Controls, Span, touches
 def has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Controls) -> bool:
     """Whether a control token of `encoded` has a character of the data in `text`."""
     columns = zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
-    for number, start, end in columns if quoted else ():
-        if (name := controls.names.get(number)) is not None:
-            at = text.find(name, start, end)  # a token may have spaces around its text
-            if at >= 0 and touches((at, at + len(name)), quoted):
-                return True
-    return False
+    places = (controls.place(n, text, (start, end)) for n, start, end in columns if quoted)
+    return any(place is not None and touches(place, quoted) for place in places)
 
 
 def spelled(
@@ -26,8 +22,7 @@ def spelled(
     the ids of a letter."""
     found = Encoded([], [], [])
     for number, start, end in zip(encoded.ids, encoded.starts, encoded.ends, strict=True):
-        name = controls.names.get(number)
-        if name is None or name not in text[start:end]:
+        if controls.place(number, text, (start, end)) is None:
             parts = [(number, start, end)]
         else:
             parts = [(n, at, at + 1) for at in range(start, end) for n in letter(text[at])]

@@ -50,6 +50,7 @@ class Controls:
     # Those that take the spaces before or after them into their token.
     strips_before: frozenset[str] = frozenset()
     strips_after: frozenset[str] = frozenset()
+    unknown: int | None = None  # the one that stands for unknown characters, too
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -60,9 +61,18 @@ class Controls:
         longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # never
 
-    def among(self, ids: Iterable[int], unk_id: int | None) -> bool:
-        """Whether `ids` have a control token; the unknown one stands for unknown characters."""
-        return any(each != unk_id for each in self.names.keys() & set(ids))
+    def among(self, ids: Iterable[int]) -> bool:
+        """Whether `ids` have a control token, but for unknown characters."""
+        return any(each != self.unknown for each in self.names.keys() & set(ids))
+
+    def place(self, number: int, text: str, span: Span) -> Span | None:
+        """Where a token spells a control token; None where it is another one. Its span of `text`
+        may hold spaces around it, or what the tokenizer takes for the same spelling."""
+        if (name := self.names.get(number)) is None:
+            return None
+        if (at := text.find(name, *span)) >= 0:
+            return at, at + len(name)
+        return None if number == self.unknown else span
 
     def quotations(self, text: str) -> list[Span]:
         """All places of `text` that spell a control token, also where they overlap."""
@@ -126,10 +136,10 @@ def trace(
     text, answers = render(messages, tools)
     words, looked_for = _looks(template)
     texts = [*_strings(messages, words), *_strings(tools, words)]
-    letters = sorted(map(ord, set().union(*texts)))
+    letters = set(map(ord, set().union(*texts)))
     free = (n for n in _PRIVATE if n not in letters)
     # In the order of the letters, so that sorted data stays sorted.
-    table = dict(zip((n for n in letters if n not in _PRIVATE), free))
+    table = dict(zip(sorted(n for n in letters if n not in _PRIVATE), free))
     back = {other: n for n, other in table.items()}
 
     def shade_all(part: str) -> str:

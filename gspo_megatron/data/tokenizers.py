@@ -106,7 +106,7 @@ class SentencePieceTokenizer:
     def _controls_with(self, template: str | None) -> Controls:
         ids = {mark: self.symbol_id(mark) for mark in written_marks(template)}
         marks = {mark: number for mark, number in ids.items() if number is not None}
-        return Controls({**self.special_tokens, **marks})
+        return Controls({**self.special_tokens, **marks}, unknown=self.unk_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens: text that spells one stays text."""
@@ -124,7 +124,7 @@ class SentencePieceTokenizer:
     def _has_marks(self, ids: Sequence[int]) -> bool:
         """Whether text became a mark of the template; the library keeps others from it."""
         controls = self.controls
-        return len(controls.ids) > len(self.special_tokens) and controls.among(ids, self.unk_id)
+        return len(controls.ids) > len(self.special_tokens) and controls.among(ids)
 
     def _as_text(self, text: str) -> Encoded:
         mapping = self._processor.encode(text, return_type="offset_mapping")
@@ -245,6 +245,7 @@ class HuggingFaceTokenizer:
             marks,
             frozenset(text for text in marks if self._added[text][1].lstrip),
             frozenset(text for text in marks if self._added[text][1].rstrip),
+            self._tokenizer.unk_token_id,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -267,7 +268,7 @@ class HuggingFaceTokenizer:
         )["input_ids"]
 
     def _has_controls(self, ids: Sequence[int]) -> bool:
-        return self.controls.among(ids, self._tokenizer.unk_token_id)
+        return self.controls.among(ids)
 
     def _encoded(self, text: str, as_text: bool) -> Encoded:
         encoding = self._tokenizer(

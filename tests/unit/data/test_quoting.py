@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
@@ -227,6 +227,28 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
             assert found == known
             found = controls(tokenizer, tokenizer.encode(text))
             assert set(found) <= {"<unk>"}
+
+
+def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
+    """The tokenizer finds its special tokens in small letters; they take the spaces around them."""
+    letters = sorted({*pre_tokenizers.ByteLevel.alphabet()})
+    library = Library(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
+    library.normalizer, library.decoder = normalizers.Lowercase(), decoders.ByteLevel()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    strips = {"lstrip": True, "rstrip": True, "normalized": True, "special": True}
+    library.add_special_tokens([AddedToken(each, **strips) for each in ("<s>", "</s>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = (
+        "{%- for message in messages -%}{{- '<s> ' + message['content'] + ' </s>' -}}{%- endfor -%}"
+    )
+    fast.save_pretrained(tmp_path / "t")
+    tokenizer = load_tokenizer(tmp_path / "t")
+    assert encoded(tokenizer, chat("ab", "c", "d"))[-2:] == [*tokenizer.encode("d"), 257]
+    for text in (" </S> ", "a </s>", "<S>b</s>"):
+        ids = encoded(tokenizer, chat(text, "c", "d"))
+        assert controls(tokenizer, ids) == ["<s>", "</s>"] * 3
+        assert controls(tokenizer, tokenizer.encode(text)) == []
+        assert tokenizer.decode(tokenizer.encode(text)) == text.lower()
 
 
 def metaspace(folder: Path, scheme: str) -> Path:
