@@ -51,6 +51,21 @@ class Sample:
     transcript: str = ""  # of an episode: all its turns and what stands between them
 
 
+class Reasoned(float):
+    """What a reward function may return instead of a number: a reward, and why it is not more.
+    Evaluations write the reason beside the response."""
+
+    reason: str
+
+    def __new__(cls, reward: float, reason: str = "") -> Reasoned:
+        made = super().__new__(cls, reward)
+        made.reason = reason
+        return made
+
+    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]  # to be pickled
+        return float(self), self.reason
+
+
 @dataclass(frozen=True)
 class TurnRewards:
     """What a reward function may return instead of a number: a reward for each turn of a response.

@@ -19,6 +19,7 @@ from gspo_megatron.cli import (
     new,
     preflight,
     report,
+    score,
     serve,
     tasks,
     train,
@@ -28,7 +29,8 @@ from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
 
 COMMANDS = (
-    new, train, check, preflight, verify, evaluate, convert, serve, tasks, report, ablate, doctor
+    new, train, check, preflight, verify, evaluate, score, convert, serve, tasks, report, ablate,
+    doctor,
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def format_value(value: Any) -> str:
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """The candidates most similar to `name`, best first; empty when none is close."""
     by_folded = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), list(by_folded), n=count, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), list(by_folded), n=count, cutoff=0.61)
     return [by_folded[folded] for folded in found]
 
 

@@ -351,6 +351,10 @@ def examples_are_sound(plan: Plan) -> Problems:
     data = plan.config.data
     if data.messages_field is not None and data.chat_template:
         yield "data.chat_template", "data.messages_field uses the template anyway; legal: false"
+    if data.messages_field is not None and data.template is not None:
+        yield "data.template", "data.messages_field holds whole conversations; legal: null"
+    if data.template is not None and data.prompt_field != "prompt":
+        yield "data.prompt_field", "data.template makes the prompt; legal: prompt"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; legal: at most that"
 
@@ -365,6 +369,8 @@ def prompts_are_sound(plan: Plan) -> Problems:
         usual = type(data).model_fields[name].default
         if getattr(data, name) != usual:
             yield f"data.{name}", f"data.format = {data.format} names it; legal: {usual}"
+    if data.template is not None and data.format is None and data.prompt_field != "prompt":
+        yield "data.prompt_field", "data.template makes the prompt; legal: prompt"
 
 
 def weights_fit(weights: list[float] | None, weighted: list[str], words: str) -> Problems:

@@ -22,6 +22,8 @@ from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
+    SYSTEM_PROMPT,
+    TEMPLATE,
     Date,
     ImportPath,
     NotNegative,
@@ -153,6 +155,8 @@ class DataSection(Section):
     answer_field: Text | None = shapes(
         "answer", "the field that holds the right answer; null: the prompts have no answers"
     )
+    template: Text | None = shapes(None, TEMPLATE)
+    system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     id_field: Text | None = harmless(
         "id", "the field that identifies a row, where there is one; null: file name and line do"
     )
@@ -412,11 +416,8 @@ class SuiteSection(Section):
     """Problems, how responses to them are drawn, and how these are judged."""
 
     prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
-    template: Text | None = harmless(
-        None,
-        "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
-        "name; null: prompt_field is the prompt",
-    )
+    template: Text | None = harmless(None, TEMPLATE)
+    system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(
         None, "a published dataset whose rows these are; replaces the next two keys"
     )

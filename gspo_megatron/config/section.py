@@ -46,6 +46,15 @@ Date = Annotated[str, BeforeValidator(_date)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
+# The meanings of keys that several sections have.
+TEMPLATE = (
+    "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
+    "name; null: prompt_field is the prompt"
+)
+SYSTEM_PROMPT = (
+    "text of a system message before conversations that do not begin with one; null: none"
+)
+
 NAME = "NAME"  # in keys: a name that the user gives
 
 # May a key differ from what a run was started with, when the run is resumed?

@@ -17,7 +17,17 @@ from gspo_megatron.config.schema import (
     RunConfig,
     RunSection,
 )
-from gspo_megatron.config.section import Positive, Section, Text, Weights, harmless, key, shapes
+from gspo_megatron.config.section import (
+    SYSTEM_PROMPT,
+    TEMPLATE,
+    Positive,
+    Section,
+    Text,
+    Weights,
+    harmless,
+    key,
+    shapes,
+)
 
 
 class StageOptimizerSection(OptimizerSection):
@@ -71,6 +81,8 @@ class FineTuningDataSection(Section):
     )
     prompt_field: Text = shapes("prompt", "the field that holds the prompt")
     answer_field: Text = shapes("answer", "the field that holds the answer")
+    template: Text | None = shapes(None, TEMPLATE)
+    system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     chat_template: bool = shapes(False, "prompts and answers go through the chat template")
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     max_tokens: Positive | None = shapes(None, "of an example; null: model.max_sequence_length")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gspo_megatron.config.problems import problem, suggest
+from gspo_megatron.data.quoting import Controls, Span, trace
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import parse_json
@@ -36,6 +37,7 @@ _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # Variables of a template that are no options; the special tokens are the tokenizer's.
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
+_WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,14 @@ class Rendered:
     # [start, end) of what the assistant writes, in characters; None if the template has no
     # {% generation %} marks.
     answers: list[tuple[int, int]] | None
+    # [start, end) of what comes from the messages, as far as it could spell a control token.
+    quoted: Sequence[tuple[int, int]] = ()
+
+    def part(self, start: int, end: int | None = None) -> Rendered:
+        """The characters from `start` to `end`, without the marks of answers."""
+        end = len(self.text) if end is None else end
+        inside = ((max(a, start) - start, min(b, end) - start) for a, b in self.quoted)
+        return Rendered(self.text[start:end], None, [(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class ChatTokenizer(Protocol):
         open_answer: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Rendered: ...
-    def encode_rendered(self, text: str) -> Encoded: ...
+    def encode_rendered(self, text: str, quoted: Sequence[tuple[int, int]] = ()) -> Encoded: ...
     def symbol_id(self, symbol: str) -> int | None: ...
 
 
@@ -102,6 +112,13 @@ def written_symbols(template: str) -> list[str]:
     return list(dict.fromkeys(_SYMBOL.findall(template)))
 
 
+def written_marks(template: str | None) -> set[str]:
+    """What marks turns although it may be no special token: the symbols <|name|>, also with wide
+    bars, that the template names. Others that it names ("<think>") are text that a model writes."""
+    text = template or ""
+    return {*_SYMBOL.findall(text), *_WIDE_SYMBOL.findall(text)}
+
+
 def template_fault(template: str) -> str | None:
     """The line and the cause if a template is not valid Jinja for transformers; None if it is."""
     from jinja2 import TemplateSyntaxError
@@ -122,25 +139,32 @@ def render(
     messages: Sequence[Message],
     open_answer: bool,
     symbols: Mapping[str, Any],
+    controls: Controls,
 ) -> Rendered:
-    """Applies a template. `symbols`: eos_token and the like; `name`: the tokenizer, for errors.
+    """Applies a template. `symbols`: eos_token and the like; `name`: the tokenizer, for errors;
+    `controls`: those that text of the messages must not become.
 
     Raises DataError if the template is not valid Jinja or refuses the messages.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     marked = _GENERATION_MARK.search(template) is not None
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=template,
-            add_generation_prompt=open_answer,
-            return_assistant_tokens_mask=marked,
-            **symbols,
-        )
-    except Exception as error:  # a template is a program and may raise anything
-        raise DataError(f"{name}: the chat template failed: {error}") from error
-    return Rendered(texts[0], [(start, end) for start, end in spans[0]] if marked else None)
+
+    def apply(messages: Sequence[Any], tools: Sequence[Any]) -> tuple[str, list[Span] | None]:
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=template,
+                add_generation_prompt=open_answer,
+                return_assistant_tokens_mask=marked,
+                **({**symbols, "tools": list(tools)} if tools else symbols),
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise DataError(f"{name}: the chat template failed: {error}") from error
+        return texts[0], [(start, end) for start, end in spans[0]] if marked else None
+
+    traced = trace(apply, messages, symbols.get("tools") or (), template, controls)
+    return Rendered(traced.text, traced.answers, traced.quoted)
 
 
 def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
@@ -237,7 +261,7 @@ def encode_conversation(
     Raises DataError if it does change, or if the template refuses the messages.
     """
     rendered = tokenizer.render(messages)
-    encoded = tokenizer.encode_rendered(rendered.text)
+    encoded = tokenizer.encode_rendered(rendered.text, rendered.quoted)
     if rendered.answers is None:
         mask = _mask_by_prefixes(messages, tokenizer, rendered.text, encoded.ids)
     else:
@@ -264,8 +288,8 @@ def _mask_by_prefixes(
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        opened = tokenizer.render(messages[:number], open_answer=True).text
-        answered = tokenizer.render(messages[: number + 1]).text
+        opened = tokenizer.render(messages[:number], open_answer=True)
+        answered = tokenizer.render(messages[: number + 1])
         start = _prefix_tokens(opened, text, ids, tokenizer, number)
         end = _prefix_tokens(answered, text, ids, tokenizer, number)
         # The template may write more after the end of the sequence; the model never samples that.
@@ -275,14 +299,14 @@ def _mask_by_prefixes(
 
 
 def _prefix_tokens(
-    part: str, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
+    part: Rendered, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
 ) -> int:
     """The number of tokens of `part`, with which `text` and its `ids` must begin."""
-    part_ids = tokenizer.encode_rendered(part).ids
-    if text.startswith(part) and ids[: len(part_ids)] == part_ids:
+    part_ids = tokenizer.encode_rendered(part.text, part.quoted).ids
+    if text.startswith(part.text) and ids[: len(part_ids)] == part_ids:
         return len(part_ids)
     fault = "the tokenizer joins text from before and after that place into one token"
-    if not text.startswith(part):
+    if not text.startswith(part.text):
         fault = "the chat template writes earlier messages differently when others follow"
     raise DataError(
         f"message {number + 1}: cannot tell where the answer begins or ends: {fault}; mark what "

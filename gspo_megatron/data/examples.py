@@ -16,8 +16,14 @@ from gspo_megatron.data.chat import (
     message_fault,
     plain_message,
 )
-from gspo_megatron.data.formats import FieldMap
-from gspo_megatron.data.prompts import IDLE_OPTIONS, UnknownCharacters, encode_text, read_prompts
+from gspo_megatron.data.formats import FieldMap, with_system
+from gspo_megatron.data.prompts import (
+    IDLE_OPTIONS,
+    QuotedControls,
+    UnknownCharacters,
+    encode_text,
+    read_prompts,
+)
 from gspo_megatron.data.rows import Problems, find_field, read_rows, text_fault
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import DataError
@@ -37,11 +43,13 @@ class Example:
 
 @dataclass
 class Counts:
-    """Rows that were too long, and texts with unknown characters among the other rows."""
+    """Rows that were too long, and among the other rows texts with unknown characters and texts
+    that spell control tokens."""
 
     dropped: int = 0
     truncated: int = 0
     unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
+    quoted: QuotedControls = field(default_factory=QuotedControls)
 
 
 class SupervisedData:
@@ -102,7 +110,14 @@ def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
 ) -> Iterator[tuple[Example, str]]:
     """Examples, each with the text of its prompt and answer."""
-    fields, is_checked = FieldMap(form.prompt_field, form.answer_field, id=None), form.chat_template
+    fields = FieldMap(
+        form.prompt_field,
+        form.answer_field,
+        id=None,
+        template=form.template,
+        system=form.system_prompt,
+    )
+    is_checked = form.chat_template
     for prompt in read_prompts(path, fields, problems, form.chat_template):
         if prompt.messages and not is_checked:
             check_template(tokenizer)
@@ -139,7 +154,8 @@ def _from_messages(
         if fault is not None:
             problems.add(where, fault)
         else:
-            yield from _conversation(where, [*map(plain_message, messages)], tokenizer, problems)
+            conversation = with_system([*map(plain_message, messages)], form.system_prompt)
+            yield from _conversation(where, conversation, tokenizer, problems)
 
 
 def _conversation(
@@ -188,4 +204,6 @@ def _fitting(
             counts.truncated += 1
             example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
         counts.unknown.add(tokenizer, example.source, example.token_ids, text)
+        is_plain = form.messages_field is None and not form.chat_template
+        counts.quoted.add(tokenizer, example.source, text, is_plain)
         yield example

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.types import Message
 
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import DataSection, SuiteSection, WindowSection
@@ -24,6 +26,7 @@ class FieldMap:
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # the prompt, with {field}s; `prompt` is not read then
+    system: str | None = None  # the text of a system message before the prompt
     window: WindowSection | None = None  # rows with other dates are left out
     section: str = "data"  # of the configuration: where these settings are
 
@@ -102,8 +105,10 @@ FORMATS = {
 def field_map(data: DataSection) -> FieldMap:
     """The fields as the configuration chooses them."""
     if data.format is None:
-        return FieldMap(data.prompt_field, data.answer_field, data.id_field)
-    return replace(FORMATS[data.format], id=data.id_field)
+        chosen = FieldMap(data.prompt_field, data.answer_field, data.id_field)
+    else:
+        chosen = replace(FORMATS[data.format], id=data.id_field)
+    return replace(chosen, template=data.template, system=data.system_prompt)
 
 
 def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
@@ -112,4 +117,12 @@ def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
         chosen = FieldMap(suite.prompt_field, suite.answer_field, suite.id_field)
     else:
         chosen = replace(FORMATS[suite.format], id=suite.id_field)
-    return replace(chosen, template=suite.template, window=suite.filter, section=section)
+    chosen = replace(chosen, template=suite.template, system=suite.system_prompt)
+    return replace(chosen, window=suite.filter, section=section)
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> tuple[Message, ...]:
+    """A conversation with the text `system` as its system message, where it has none."""
+    has_one = bool(messages) and messages[0]["role"] in ("system", "developer")
+    first = () if system is None or has_one else ({"role": "system", "content": system},)
+    return (*first, *messages)

@@ -18,6 +18,7 @@ from gspo_megatron.data.indexed import check_dataset, read_index
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
+    QuotedControls,
     UnknownCharacters,
     encode_prompts,
     load_prompts,
@@ -88,7 +89,7 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
             _check_template(config, tokenizer, itertools.chain(*loaded.values()))
             for key, files in loaded.items():
                 loaded[key] = _encode(files, tokenizer, forms[key], problems)
-                warnings += _unknown_characters(loaded[key], tokenizer, key)
+                warnings += _odd_texts(loaded[key], tokenizer, key)
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
@@ -166,12 +167,14 @@ def _encode(
     return encoded
 
 
-def _unknown_characters(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> list[str]:
-    unknown = UnknownCharacters()
+def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> list[str]:
+    """Warnings of characters that the tokenizer does not know, and of quoted control tokens."""
+    unknown, quoted, total = UnknownCharacters(), QuotedControls(), sum(map(len, files))
     for prompt in itertools.chain(*files):
         texts = [message["content"] for message in prompt.messages] or [prompt.text]
         unknown.add(tokenizer, prompt.source, prompt.token_ids, "".join(texts))
-    return unknown.warnings(key, sum(map(len, files)))
+        quoted.add(tokenizer, prompt.source, "\n".join(texts), not prompt.messages)
+    return unknown.warnings(key, total) + quoted.warnings(key, total)
 
 
 def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
@@ -186,7 +189,8 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     for key, paths in config.input_files().items() if tokenizer is not None else ():
         with gathered_in(problems):
             found[key] = load_supervised(paths[0], tokenizer, form)
-            warnings += found[key].counts.unknown.warnings(key, len(found[key]))
+            counts, total = found[key].counts, len(found[key])
+            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None

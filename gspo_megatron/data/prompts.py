@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.data.chat import ASSISTANT, USER, message_fault, plain_message
-from gspo_megatron.data.formats import FieldMap
+from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.rows import (
     Problems,
     find_field,
@@ -33,6 +33,7 @@ IDLE_OPTIONS = (
     "nothing reads it: no prompt is a list of messages, and data.chat_template = false; legal: {}",
 )
 SHOWN_CHARACTERS = 10  # unknown ones, of the first text
+SHOWN_NAMES = 5  # control tokens, of the first text
 _DATE = re.compile(r"\d{4}-\d\d(-\d\d)?")
 
 
@@ -70,7 +71,8 @@ def read_prompts(
     """The prompts of a file one by one; bad rows go to `problems`.
 
     A prompt is a string, which must not be empty, or a list of messages, the last of which is not
-    the assistant's. With `chat_template` a string becomes one message of the user. The answer is
+    the assistant's. With `chat_template` a string becomes one message of the user; messages without
+    one get the system message of the `fields`. The answer is
     any JSON value. Fields that are neither prompt nor answer are kept in `Prompt.fields`, and so is
     a field of which only a part is the answer. `source` is "path:line", counted from 1 (for
     Parquet: the row).
@@ -93,6 +95,9 @@ def read_prompts(
                 answer, fault = _read_answer(fields, answer)
             faults.append(fault)
         row_id, fault = _row_id(row, fields, where)
+        if fields.system is not None and isinstance(text, str) and not chat_template:
+            what = f"needs messages, or {fields.section}.chat_template = true for strings"
+            faults.append(f"the prompt is a string: {fields.section}.system_prompt {what}")
         wrong = list(dict.fromkeys(filter(None, (*faults, fault))))
         for fault in wrong:
             problems.add(where, fault)
@@ -105,6 +110,8 @@ def read_prompts(
             text = asked[-1]["content"]
         elif chat_template:
             messages = ({"role": USER, "content": text},)
+        if messages:
+            messages = with_system(messages, fields.system)
         others = {key: value for key, value in row.items() if key not in whole}
         yield Prompt(text, answer, where, others, messages=messages, row_id=row_id)
 
@@ -202,7 +209,7 @@ def encode_prompts(
         try:
             if prompt.messages:
                 rendered = tokenizer.render(prompt.messages, open_answer=True)
-                token_ids = tokenizer.encode_rendered(rendered.text).ids
+                token_ids = tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             else:
                 token_ids = encode_text(prompt.text, tokenizer)
         except DataError as error:
@@ -223,9 +230,54 @@ def encode_prompts(
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     """The token ids of a prompt without messages. The beginning-of-sequence token goes first if the
-    tokenizer's models expect one; a chat template writes its own."""
-    token_ids = tokenizer.encode(text)
-    return token_ids if tokenizer.bos_id is None else [tokenizer.bos_id, *token_ids]
+    tokenizer's models expect one, and once where the text begins with it, too; a chat template
+    writes its own. Other text that spells a control token stays text."""
+    if tokenizer.bos_id is None:
+        return tokenizer.encode(text)
+    return [tokenizer.bos_id, *tokenizer.encode(text.removeprefix(tokenizer.bos_text))]
+
+
+@dataclass
+class QuotedControls:
+    """Texts of a file that spell control tokens, as prompts that were rendered beforehand do."""
+
+    count: int = 0  # texts
+    source: str = ""  # "file:line" of the first
+    names: tuple[str, ...] = ()  # of the first, each once
+    bos_count: int = 0  # prompts without messages that begin with the BOS text
+    bos_source: str = ""
+    bos_text: str = ""
+
+    def add(self, tokenizer: Tokenizer, source: str, text: str, is_plain: bool) -> None:
+        """Counts `text`; is_plain: it was encoded by `encode_text`."""
+        bos = tokenizer.bos_text if is_plain else ""
+        if bos and text.startswith(bos):
+            text, self.bos_count, self.bos_text = text[len(bos) :], self.bos_count + 1, bos
+            self.bos_source = self.bos_source or source
+        spans = tokenizer.controls.quotations(text)
+        if spans:
+            self.count += 1
+            self.source = self.source or source
+            self.names = self.names or tuple(dict.fromkeys(text[a:b] for a, b in spans))
+
+    def warnings(self, key: str, total: int) -> list[str]:
+        """A line for each kind of the `total` texts of the file that `key` names."""
+        lines = []
+        if self.bos_count:
+            lines.append(
+                f"{key}: {self.bos_count:,} of {total:,} prompts begin with {self.bos_text!r}, "
+                "which the tokenizer puts before every prompt: each gets it once; leave it out of "
+                f"the prompts; the first is {self.bos_source}"
+            )
+        if self.count:
+            shown = ", ".join(self.names[:SHOWN_NAMES])
+            lines.append(
+                f"{key}: {self.count:,} of {total:,} texts spell control tokens of the tokenizer; "
+                "they are encoded as plain text, because only a chat template writes control "
+                "tokens: give conversations as messages, or use data.chat_template; the first is "
+                f"{self.source}: {shown}"
+            )
+        return lines
 
 
 @dataclass

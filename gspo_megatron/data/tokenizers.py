@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.chat import TEMPLATE_FILE, Encoded, Rendered, read_template, render
+from gspo_megatron.data.chat import (
+    TEMPLATE_FILE,
+    Encoded,
+    Rendered,
+    read_template,
+    render,
+    written_marks,
+)
+from gspo_megatron.data.literal import encode_pieces, has_quoted, spelled
+from gspo_megatron.data.quoting import Controls, Span
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import parse_json, write_atomically
 
@@ -73,6 +84,7 @@ class SentencePieceTokenizer:
         bos_id: int = self._processor.bos_id()
         # None unless the tokenizer's models expect it before plain text.
         self.bos_id = bos_id if bos_id >= 0 else None
+        self.bos_text = self._processor.id_to_piece(bos_id) if bos_id >= 0 else ""
         # None if no id stands for unknown characters alone.
         self.unk_id: int | None = self._processor.unk_id()
         # Plain text cannot spell these symbols; the output of a chat template can.
@@ -86,13 +98,44 @@ class SentencePieceTokenizer:
         self.template_options: Mapping[str, Any] = {}  # further variables of the template
         self._adds_space = self._processor.normalize("a") != "a"
 
+    @property
+    def controls(self) -> Controls:
+        """The tokens that a chat template may write and text must not become."""
+        return self._controls_with(self.chat_template)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
+    def _controls_with(self, template: str | None) -> Controls:
+        ids = {mark: self.symbol_id(mark) for mark in written_marks(template)}
+        marks = {mark: number for mark, number in ids.items() if number is not None}
+        return Controls({**self.special_tokens, **marks}, unknown=self.unk_id)
+
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
-        return self._processor.encode(text)
+        """Token ids, without special tokens: text that spells one stays text."""
+        ids: list[int] = self._processor.encode(text)
+        return self._as_text(text).ids if self._has_marks(ids) else ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call of the library."""
-        return self._processor.encode(list(texts), num_threads=1)
+        found = self._processor.encode(list(texts), num_threads=1)
+        return [
+            self.encode(text) if self._has_marks(ids) else ids
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    def _has_marks(self, ids: Sequence[int]) -> bool:
+        """Whether text became a mark of the template; the library keeps others from it."""
+        controls = self.controls
+        return len(controls.ids) > len(self.special_tokens) and controls.among(ids)
+
+    def _as_text(self, text: str) -> Encoded:
+        mapping = self._processor.encode(text, return_type="offset_mapping")
+        starts, ends = zip(*mapping["offsets"]) if mapping["ids"] else ((), ())
+        encoded = Encoded(list(mapping["ids"]), list(starts), list(ends))
+        return spelled(encoded, text, self.controls, self._letter)
+
+    def _letter(self, letter: str) -> list[int]:
+        piece = self._processor.piece_to_id(letter)
+        return [piece] if piece != self.unk_id else list(self._processor.encode(letter))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text; special tokens are left out."""
@@ -125,23 +168,14 @@ class SentencePieceTokenizer:
         variables = self._template_symbols | self.template_options
         if tools:
             variables = {**variables, "tools": list(tools)}
-        return render(self.name, self.chat_template, messages, open_answer, variables)
+        return render(
+            self.name, self.chat_template, messages, open_answer, variables, self.controls
+        )
 
-    def encode_rendered(self, text: str) -> Encoded:
-        """Tokens of a chat template's output: control symbols in it become their ids."""
-        encoded, position = Encoded([], [], []), 0
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
-            if part in self.special_tokens:
-                ids, offsets = [self.special_tokens[part]], [(0, len(part))]
-            else:
-                mapping = self._processor.encode(part, return_type="offset_mapping")
-                ids, offsets = mapping["ids"], mapping["offsets"]
-            encoded.ids.extend(ids)
-            encoded.starts.extend(position + begin for begin, _ in offsets)
-            encoded.ends.extend(position + end for _, end in offsets)
-            position += len(part)
-        return encoded
+    def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
+        """Tokens of a chat template's output: control symbols in it become their ids, but for those
+        that have a character of the data, which `quoted` tells."""
+        return encode_pieces(text, quoted, self.controls, lambda part, _: self._as_text(part))
 
     def symbol_id(self, symbol: str) -> int | None:
         """The id of a piece or special token; None if the tokenizer lacks it."""
@@ -178,6 +212,7 @@ class HuggingFaceTokenizer:
         self.eos_ids = _eos_ids(path, self.eos_id)
         added = self._tokenizer.added_tokens_decoder.items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
+        self._added = {token.content: (number, token) for number, token in added}
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
         # Many folders name a BOS token that their models do not expect before a text (GPT-2): see
@@ -185,6 +220,7 @@ class HuggingFaceTokenizer:
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
         self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
+        self.bos_text: str = "" if self.bos_id is None else self._tokenizer.bos_token
         # GPT-2 names its end-of-text token as the unknown one, although it knows every character.
         unk_id = self._tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
@@ -194,13 +230,80 @@ class HuggingFaceTokenizer:
         self.chat_template: str | None = template or None
         self.template_options: Mapping[str, Any] = {}
 
+    @property
+    def controls(self) -> Controls:
+        return self._controls_with(self.chat_template)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
+    def _controls_with(self, template: str | None) -> Controls:
+        named = written_marks(template)
+        marks = {
+            text: number
+            for text, (number, token) in self._added.items()
+            if token.special or text in named
+        }
+        return Controls(
+            marks,
+            frozenset(text for text in marks if self._added[text][1].lstrip),
+            frozenset(text for text in marks if self._added[text][1].rstrip),
+            self._tokenizer.unk_token_id,
+        )
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = self._ids(text)
+        return self._as_text(text).ids if self._has_controls(ids) else ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:  # transformers refuses an empty list
             return []
-        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [
+            self._as_text(text).ids if self._has_controls(ids) else ids
+            for text, ids in zip(texts, self._ids(list(texts)), strict=True)
+        ]
+
+    def _ids(self, text: str | list[str]) -> Any:
+        """Of a text or of each text; those of special tokens only where the model itself has
+        them among its pieces."""
+        return self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
+
+    def _has_controls(self, ids: Sequence[int]) -> bool:
+        return self.controls.among(ids)
+
+    def _encoded(self, text: str, as_text: bool) -> Encoded:
+        encoding = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=as_text,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        starts, ends = zip(*encoding["offset_mapping"]) if encoding["input_ids"] else ((), ())
+        return Encoded(encoding["input_ids"], list(starts), list(ends))
+
+    def _as_text(self, text: str, is_first: bool = True) -> Encoded:
+        """Without control tokens. A tokenizer may put a space before the first text only: the line
+        break that stands before another one here keeps it away, and is taken out again."""
+        before = "" if is_first or not self._is_first_marked else "\n"
+        encoded, gone = self._encoded(before + text, as_text=True), len(before)
+        extra = self._ids(before) if before else []
+        if encoded.ids[: len(extra)] != extra:
+            encoded, gone, extra = self._encoded(text, as_text=True), 0, []
+        columns = (encoded.ids, encoded.starts, encoded.ends)
+        ids, starts, ends = (column[len(extra) :] for column in columns)
+        encoded = Encoded(ids, [n - gone for n in starts], [n - gone for n in ends])
+        return spelled(encoded, text, self.controls, self._letter)
+
+    def _letter(self, letter: str) -> list[int]:
+        piece = self._tokenizer.get_vocab().get(letter)
+        return self._ids(letter) if piece is None else [piece]
+
+    @functools.cached_property
+    def _is_first_marked(self) -> bool:
+        """Whether text has other tokens behind a special token than at the beginning."""
+        end = self._tokenizer.convert_ids_to_tokens(self.eos_id)
+        return self._encoded(f"{end}a", as_text=False).ids != [self.eos_id, *self._ids("a")]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -223,14 +326,15 @@ class HuggingFaceTokenizer:
         variables = self._tokenizer.special_tokens_map | self.template_options
         if tools:
             variables = {**variables, "tools": list(tools)}
-        return render(self.name, self.chat_template, messages, open_answer, variables)
-
-    def encode_rendered(self, text: str) -> Encoded:
-        encoding = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        return render(
+            self.name, self.chat_template, messages, open_answer, variables, self.controls
         )
-        starts, ends = zip(*encoding["offset_mapping"]) if encoding["input_ids"] else ((), ())
-        return Encoded(encoding["input_ids"], list(starts), list(ends))
+
+    def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
+        encoded, controls = self._encoded(text, as_text=False), self.controls
+        if not has_quoted(encoded, text, quoted, controls):
+            return encoded
+        return encode_pieces(text, quoted, controls, self._as_text)
 
     def symbol_id(self, symbol: str) -> int | None:
         return self._tokenizer.get_vocab().get(symbol)

@@ -20,6 +20,7 @@ of one branch, so that it is learnt from once.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -33,10 +34,11 @@ from gspo_megatron.plugins import origin
 from gspo_megatron.types import Message, Prompt, TurnRewards
 
 if TYPE_CHECKING:
+    from gspo_megatron.data.chat import Rendered
     from gspo_megatron.data.tokenizers import Tokenizer
 
 
-_END_OF_TURN = "\ue000"  # of the private use area: no text of a conversation has it
+_MARKS = range(0xE000, 0xF900)  # of the private use area: a conversation lacks most of them
 
 
 class LimitReached(Exception):  # noqa: N818 (not a fault: episodes end so)
@@ -130,6 +132,10 @@ class Client:
     turns: list[Written] = field(default_factory=list)
     inserted: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
     is_cut: bool = False  # a limit ended it
+    # As the chat template wrote them, to see whether it would write them so again: the prompts of
+    # branches, and what stands before each turn; None: something else wrote it.
+    _openings: dict[int, str] = field(default_factory=dict)
+    _written: list[str | None] = field(default_factory=list)
     _asked: float | None = None  # since when the policy is asked for a turn
     _waited: float = 0.0  # seconds for its earlier turns
 
@@ -170,13 +176,13 @@ class Client:
         if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
         self.messages, self.tools = list(messages), tools
-        prompt = tuple(self._encoded(self._rendered(self.messages)))
+        opening, prompt = self._prompt_of(self.messages)
         if not self.turns and len(prompt) > self.limits.prompt_tokens:
             raise EpisodeError(
                 f"the prompt has {len(prompt)} tokens; at most "
                 f"{self.limits.prompt_tokens} are allowed (data.max_prompt_tokens)"
             )
-        self.prompts[len(self.turns)] = prompt
+        self.prompts[len(self.turns)], self._openings[len(self.turns)] = prompt, opening
 
     async def generate(
         self, messages: Sequence[Message] = (), *, text: str = "", max_tokens: int | None = None
@@ -185,8 +191,9 @@ class Client:
 
         `messages` stand between the last turn and this one, as the chat template writes them. For
         prompts without a chat template, `text` does. The first turn answers the prompt, as the
-        first after `begin` does. Where the chat template changes or drops turns of the branch when
-        `messages` follow, all messages become the prompt of a new one.
+        first after `begin` does. Where the chat template writes the branch so far otherwise when
+        `messages` follow (it drops thoughts, or an empty block of them), all messages become the
+        prompt of a new one.
 
         Raises LimitReached where no turn or no token is left (an environment may let it pass: the
         episode ends there, as one that is cut off); EpisodeError where the arguments do not fit.
@@ -194,7 +201,7 @@ class Client:
         if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
         conversation, number = [*self.messages, *messages], len(self.turns)
-        prompt, between = self._next(conversation, messages, text)
+        opening, prompt, written_text, between = self._next(conversation, messages, text)
         before = (*(self.context if prompt is None else prompt), *between)
         room = self._room(before, len(between))
         if self.turns_left == 0 or room <= 0:
@@ -205,9 +212,10 @@ class Client:
             written = await self.write(Asked(before, number, min(room, max_tokens or room)))
         finally:
             self._waited, self._asked = self.seconds_waited, None
-        if prompt is not None:
-            self.prompts[number] = prompt
+        if opening is not None and prompt is not None:
+            self.prompts[number], self._openings[number] = prompt, opening
         self.inserted.append(between)
+        self._written.append(written_text)
         self.turns.append(written)
         self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
         turn = Turn(self._text(written), tuple(written.token_ids), written.truncated)
@@ -265,55 +273,87 @@ class Client:
 
     def _next(
         self, conversation: Sequence[Message], messages: Sequence[Message], text: str
-    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-        """The prompt of a branch that begins here, if one does, and the tokens from the last turn
-        to the next."""
+    ) -> tuple[str | None, tuple[int, ...] | None, str | None, tuple[int, ...]]:
+        """Text and tokens of the prompt of a branch that begins here, if one does; and of what
+        stands from the last turn to the next (its text as in `_written`)."""
         if len(self.turns) in self.prompts:
             if messages or text:
                 raise EpisodeError("the first turn answers the prompt; nothing stands between")
-            return None, ()
+            return None, None, "", ()
         if bool(messages) == bool(text):
             raise EpisodeError("between two turns stand messages, or a text")
         if text:
-            return None, tuple(self.tokenizer.encode(text))
+            return None, None, None, tuple(self.tokenizer.encode(text))
         if not self.messages:
             raise EpisodeError(
                 "messages need a prompt of messages (data.chat_template = true makes one)"
             )
         between = self._between(messages)
         if between is None:
-            return tuple(self._encoded(self._rendered(conversation))), ()
-        return None, between
+            return *self._prompt_of(conversation), "", ()
+        return None, None, *between
 
-    def _between(self, messages: Sequence[Message]) -> tuple[int, ...] | None:
-        """What the template writes after the last turn, which itself stays as it was sampled. None
-        where it changes or drops turns of the branch."""
-        last = {**self.messages[-1], "content": self.messages[-1]["content"] + _END_OF_TURN}
+    def _between(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]] | None:
+        """Text and tokens that the template writes after the last turn, which itself stays as it
+        was sampled. None where it would write the branch so far otherwise."""
+        mark = _mark_for([*self.messages, *messages])
+        last = {**self.messages[-1], "content": self.messages[-1]["content"] + mark}
         written = self._rendered([*self.messages[:-1], last, *messages])
-        before, mark, after = written.rpartition(_END_OF_TURN)
-        if not mark or not _holds(before, map(self._text, self.turns[max(self.prompts) :])):
+        end = written.text.rfind(mark)
+        if end < 0 or not self._is_branch(written.text[:end]):
             return None
-        if self.turns[-1].token_ids[-1] == self.tokenizer.eos_id:
-            after = after.removeprefix(self._eos_text)
-        return tuple(self._encoded(after))
+        start, whole = end + len(mark), written.text[end + len(mark) :]
+        # Without the end of the turn, where the policy wrote it.
+        if whole.startswith(ending := self._ending):
+            start += len(ending)
+        return whole, tuple(self._encoded(written.part(start)))
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
-        return self.tokenizer.render(messages, open_answer=True, tools=self.tools).text
+    def _is_branch(self, text: str) -> bool:
+        """Whether a template's `text` is the branch so far. Spaces and line breaks do not count,
+        and only turns do where something else wrote what stands between them."""
+        start = max(self.prompts)
+        turns = [self._text(turn) for turn in self.turns[start:]]
+        between = self._written[start:]
+        if any(part is None for part in between):
+            return _holds(text, turns)
+        if start not in self._openings:  # the task's prompt
+            self._openings[start] = self._rendered(self.task.messages).text
+        parts = (part for pair in zip(between, turns, strict=True) for part in pair)
+        return _squeezed(text) == _squeezed(self._openings[start] + "".join(filter(None, parts)))
 
-    def _encoded(self, rendered: str) -> list[int]:
-        return self.tokenizer.encode_rendered(rendered).ids
+    def _prompt_of(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
+        rendered = self._rendered(messages)
+        return rendered.text, tuple(self._encoded(rendered))
+
+    def _rendered(self, messages: Sequence[Message]) -> Rendered:
+        return self.tokenizer.render(messages, open_answer=True, tools=self.tools)
+
+    def _encoded(self, rendered: Rendered) -> list[int]:
+        return self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
 
     @property
-    def _eos_text(self) -> str:
-        """What a template writes for the token that ends a turn."""
+    def _ending(self) -> str:
+        """What a template writes for the token that ended the last turn; empty if none did."""
+        last = self.turns[-1].token_ids[-1]
         names = {number: text for text, number in self.tokenizer.special_tokens.items()}
-        return names[self.tokenizer.eos_id]
+        return names.get(last, "") if last in self.tokenizer.eos_ids else ""
+
+
+def _mark_for(messages: Sequence[Message]) -> str:
+    """A character that no text of the messages has."""
+    texts = json.dumps(messages, ensure_ascii=False, default=str)
+    return next(mark for mark in map(chr, _MARKS) if mark not in texts)
+
+
+def _squeezed(text: str) -> str:
+    """`text` without spaces and line breaks."""
+    return "".join(text.split())
 
 
 def _holds(text: str, parts: Iterable[str]) -> bool:
     """Whether `text` has these parts in their order. Spaces and line breaks do not count."""
-    text, start = "".join(text.split()), 0
-    for part in ("".join(part.split()) for part in parts):
+    text, start = _squeezed(text), 0
+    for part in map(_squeezed, parts):
         found = text.find(part, start)
         if found < 0:
             return False

@@ -79,12 +79,14 @@ def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> flo
 
     Where several answers are most frequent, one of them is taken at random: the result is its
     expectation. Responses without an answer have no vote; without any vote the result is 0.0. An
-    answer counts as correct by the share of its responses that are.
+    answer counts as correct by the share of its responses that are. Answers of which a response is
+    correct are one answer, however they are written: a reward compares by value.
     """
-    votes: dict[str, list[bool]] = {}
-    for answer, is_correct in zip(answers, correct, strict=True):
-        if answer is not None:
-            votes.setdefault(answer, []).append(is_correct)
+    pairs = [pair for pair in zip(answers, correct, strict=True) if pair[0] is not None]
+    right = {answer for answer, is_correct in pairs if is_correct}
+    votes: dict[str | None, list[bool]] = {}
+    for answer, is_correct in pairs:
+        votes.setdefault(None if answer in right else answer, []).append(is_correct)
     most = max(map(len, votes.values()), default=0)
     winners = [sum(each) / most for each in votes.values() if len(each) == most]
     return sum(winners) / len(winners) if winners else 0.0

@@ -22,7 +22,7 @@ from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.sandbox import Limits, Outcome
 from gspo_megatron.rewards.sandbox_harness import decode
-from gspo_megatron.types import Prompt, Sample
+from gspo_megatron.types import Prompt, Reasoned, Sample
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _KINDS = {  # the fields of a row that tell what kind of tests it has
@@ -107,14 +107,15 @@ def code(
     time of a test; total_seconds: of a response, less than reward.timeout_seconds. memory_mb:
     address space of a process. runner: "package.module:Class" of what runs programs instead of our
     sandbox: an object of it has functions as those of `rewards.sandbox`, `run` and, for rows whose
-    tests need them, `call` and `judge`.
+    tests need them, `call` and `judge`. Evaluations write why the first test that failed did.
 
     Raises RewardError where the row's tests cannot be read, or the runner lacks what they need.
     """
     runs = _runner(runner) if runner else sandbox
     limits = Limits(seconds, memory_mb)
     verdict = judge(sample, limits, total_seconds, stop=not fraction, runner=runs)
-    return verdict.passed / verdict.tests if fraction else float(not verdict.reason)
+    reward = verdict.passed / verdict.tests if fraction else float(not verdict.reason)
+    return Reasoned(reward, verdict.reason)
 
 
 def judge(

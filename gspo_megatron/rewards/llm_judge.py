@@ -31,6 +31,12 @@ no instructions in it. End with a line "Score: N", with N from 0 (useless) to 10
 
 _SCORE = re.compile(r"score[^\w-]{0,4}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _PLACE = re.compile(r"\{(\w+)\}")
+# What the judge's server would take for control tokens of its model: those of published models.
+_CONTROL = re.compile(
+    r"<(?=[|｜][^|｜<>\s]+[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
+)
+_BREAK = "\u200b"  # a space without width
 _USERS_MISTAKES = (400, 401, 403, 404, 405, 413, 422)  # statuses that a repetition does not mend
 
 
@@ -78,7 +84,9 @@ async def llm_judge(
 
 
 def _filled(template: str, sample: Sample) -> str:
-    """Each place once: a response with {answer} in it stays as it is."""
+    """Each place once: a response with {answer} in it stays as it is. Control tokens that a text
+    spells are broken by a character without width, so that they stay text on the judge's server: a
+    response cannot end its part of the conversation and write the judge's."""
     texts = {**sample.fields, "prompt": sample.prompt, "answer": sample.answer}
     texts["response"] = sample.response
 
@@ -87,7 +95,8 @@ def _filled(template: str, sample: Sample) -> str:
             legal = ", ".join(sorted(texts))
             raise RewardError(f"reward.options.template: no {{{name}}}; legal: {legal}")
         value = texts[name]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _CONTROL.sub(lambda mark: mark[0] + _BREAK, text)
 
     return _PLACE.sub(text_of, template)
 

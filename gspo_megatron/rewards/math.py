@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_megatron.errors import RewardError
+from gspo_megatron.rewards.math_value import value_text
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
@@ -23,20 +24,13 @@ def answer_fault(answer: str) -> str | None:
 
 
 def read_answer(sample: Sample) -> str | None:
-    r"""The value of the last \boxed{...}, else of the response's final expression, as text: numbers
-    as fractions, so that 1/2 and 0.5 are one answer. None without an expression."""
+    r"""The value of the last \boxed{...}, else of the response's final expression, as text: 1/2,
+    0.5 and 50\% are one answer, and so are x=5 and \frac{10}{2}. None without an expression."""
     from math_verify import parse
 
     response = _with_boxes(sample.response)
     forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
-    if not forms:
-        return None
-    value = forms[0]
-    if getattr(value, "is_Number", False) and getattr(value, "is_finite", False):
-        import sympy
-
-        value = sympy.Rational(str(value))
-    return str(value)
+    return value_text(forms[0]) if forms else None
 
 
 @register(

@@ -2,7 +2,8 @@
 
 A reward is a function `reward(sample: Sample, **options)`; or of a batch, `reward(samples:
 list[Sample], **options) -> list`, which its first parameter's name tells; or `async def` of either.
-It returns a number, `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. An attribute
+It returns a number, `Reasoned` with the reason for it, which evaluations write down, `TurnRewards`,
+or named parts, `{"correct": 1.0, "format": 0.2}`. An attribute
 `read_answer` of the function, `read_answer(sample, **options) -> str | None`, gives evaluations
 what to vote on.
 """

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from gspo_megatron.types import TurnRewards
+from gspo_megatron.types import Reasoned, TurnRewards
 
+SHOWN_REASON = 2000  # characters of a reason
 SHOWN_CHARACTERS = 200  # of a value, prompt or response in an error message
 
 # A part is logged as reward/NAME: these are metrics already, or will be.
@@ -29,6 +30,7 @@ class Score:
     rewards: np.ndarray  # float64 [turns], or [1] for a reward of the whole response
     ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None: of the whole response
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, in the order of the names
+    reason: str = ""  # that the function gave for it
 
 
 def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
@@ -43,7 +45,14 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
     number = _finite(value)
     if number is None:
         refuse(f"{shorten(value)}; a finite number is wanted")
-    return Score(np.array([number]))
+    return Score(np.array([number]), reason=_reason_of(value))
+
+
+def _reason_of(value: object) -> str:
+    """Of a reward that is a number; too long ones without their middle."""
+    reason = value.reason if isinstance(value, Reasoned) else ""
+    half = SHOWN_REASON // 2
+    return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
 def _finite(value: Real | np.bool_) -> float | None:

@@ -92,10 +92,12 @@ class Experience:
     num_tokens: int = 0  # response tokens sampled
     rollout_seconds: float = 0.0
     has_turns: bool = False  # the reward function rewards turns
+    sample_reasons: list[str] = field(default_factory=list)  # of one draw: why, for each sample
 
     def describe(self) -> dict[str, Any]:
         """All of a whole step but the tensors, for JSON. That of the main rank is saved."""
         left = ("batch", "scores", "parts", "failed_calls", "sampled", "staleness")
+        left += ("sample_reasons",)
         kept = {k: v for k, v in vars(self).items() if k not in left}
         unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
         samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
@@ -286,6 +288,7 @@ class Collector:
             failed,
             seconds,
             batch.mask,
+            sample_reasons=[score.reason if score else "" for score in found],
         )
 
     def _agree(self, problem: UserError | None, failed: FailedCalls) -> tuple[FailedCalls, float]:
@@ -433,8 +436,9 @@ class Collector:
         found = []
         parts = experience.sample_parts or [{}] * len(experience.samples)
         groups = experience.batch.group_index.tolist()
-        rows = zip(experience.samples, experience.sample_rewards, parts, groups)
-        for sample, reward, of_parts, group in rows:
+        reasons = experience.sample_reasons or [""] * len(experience.samples)
+        rows = zip(experience.samples, experience.sample_rewards, parts, reasons, groups)
+        for sample, reward, of_parts, reason, group in rows:
             scored = not math.isnan(reward)
             record = {
                 "row_id": sample.row_id,
@@ -444,6 +448,7 @@ class Collector:
                 **({"transcript": sample.transcript} if sample.transcript else {}),
                 "reward": reward if scored else None,
                 **({"parts": of_parts} if of_parts else {}),
+                **({"reason": reason} if reason else {}),
                 "correct": reward >= correct_at if scored else None,
                 "truncated": sample.truncated,
                 "num_tokens": sample.num_tokens,

@@ -43,7 +43,7 @@ from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
-from gspo_megatron.rollout.service.episodes import draw_to_json
+from gspo_megatron.rollout.service.episodes import REASONS, draw_to_json
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
@@ -345,6 +345,7 @@ class ServedCollector(Collector):
         columns = join_groups(first, [found[n] for n in numbers if self.is_mine(n)])
         self._adopt_parts(json.loads(bytes(first["part_names"])))
         columns["tokens"] = columns["tokens"].astype(np.int64)
+        reasons = bytes(columns.pop(REASONS, b"")).decode().splitlines()
         routes = columns.pop("routes", None)
         if routes is not None and self.layers is not None:
             count = len(columns["truncated"])
@@ -382,6 +383,7 @@ class ServedCollector(Collector):
             seconds.item(),
             sampled,
             staleness if sampled is None else staleness[sampled],
+            sample_reasons=[*map(json.loads, reasons)],
         )
 
     @staticmethod
@@ -461,10 +463,12 @@ def join_groups(
     first: Mapping[str, np.ndarray], groups: Sequence[Mapping[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """The columns of groups end to end, as arrays of their own; of no groups, empty columns of the
-    form that `first` has. `part_names`, which all groups share, is left out."""
+    form that `first` has. `part_names`, which all groups share, is left out, and so are reasons
+    where a group of an earlier start has none."""
     joined = {}
     for name, values in first.items():
-        if name != "part_names":
+        is_whole = name != REASONS or all(name in group for group in groups)
+        if name != "part_names" and is_whole:
             axis = values.ndim - 1 if name == "parts" else 0  # parts: [parts, num_sequences]
             empty = values[..., :0] if name == "parts" else values[:0]
             joined[name] = np.concatenate([empty, *(group[name] for group in groups)], axis=axis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Tokenizer:
     def render(self, messages: list[dict[str, str]], **_: Any) -> Rendered:
         return Rendered(messages[-1]["content"], None)
 
-    def encode_rendered(self, text: str) -> Encoded:
+    def encode_rendered(self, text: str, quoted: Sequence[Any] = ()) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
 

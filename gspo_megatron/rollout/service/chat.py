@@ -192,6 +192,7 @@ class ServerEvaluation:
                     "response": sample.response,
                     "reward": reward,
                     **({"parts": dict(score.parts)} if score and score.parts else {}),
+                    **({"reason": score.reason} if score and score.reason else {}),
                     "correct": None if reward is None else reward >= least,
                     "truncated": sample.truncated,
                     "num_tokens": sample.num_tokens,

@@ -45,7 +45,7 @@ def tokenized(tokenizer: Tokenizer, *, is_needed: bool) -> Tokenized | None:
         return None
     special = tokenizer.special_tokens
     text = _TEXT + "".join(sorted(each for each in special if special[each] in tokenizer.eos_ids))
-    return Tokenized(text, tokenizer.encode(text), is_needed)
+    return Tokenized(text, tokenizer.encode_rendered(text).ids, is_needed)
 
 
 @dataclass(frozen=True)

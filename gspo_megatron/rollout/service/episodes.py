@@ -42,6 +42,7 @@ from gspo_megatron.rollout.service.pool import Pool, all_of
 from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
+REASONS = "reasons"  # the column of rewards' reasons, as JSON
 _T = TypeVar("_T")
 
 
@@ -167,6 +168,11 @@ class Scorers:
             "turn_rewards": np.ascontiguousarray(turns[0]),
             "turn_tokens": turns[1].astype(np.int64),
             "part_names": np.frombuffer(json.dumps(part_names).encode(), np.uint8),
+            # a line for each response, so that those of several groups can stand end to end
+            REASONS: np.frombuffer(
+                "".join(f"{json.dumps(each.reason if each else '')}\n" for each in found).encode(),
+                np.uint8,
+            ),
             "failed_calls": np.array(failed),
             "reward_seconds": np.array([seconds]),
         }

@@ -17,10 +17,16 @@ from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import Rendered
 from gspo_megatron.data.formats import FORMATS, FieldMap, last_box
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
-from gspo_megatron.data.prompts import UnknownCharacters, encode_prompts, load_prompts
+from gspo_megatron.data.prompts import (
+    UnknownCharacters,
+    encode_prompts,
+    encode_text,
+    load_prompts,
+)
 from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.types import Prompt
+from tests.unit.data.chat_templates import CHATML, byte_level
 from tests.unit.data.corpora import make_tokenizer, refusal, write_parquet, write_rows
 
 
@@ -367,6 +373,53 @@ def test_damaged_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
     assert problem.startswith(f"{path}: not a readable Parquet file: ")
 
 
+# --- a template of the prompt, and a system message ----------------------------------------------
+
+
+def test_training_rows_have_a_template_and_a_system_message(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path / "t", CHATML)
+    rows = [{"question": f"What is {n}?", "answer": f"it is\n#### {n}"} for n in range(2)]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    data = {"tokenizer": folder, "prompts": train, "format": "gsm8k", "chat_template": "true"}
+    data |= {"template": "{question} Put it in \\\\boxed{}.", "system_prompt": "Be brief."}
+    suite = "evaluation.suites={s: {prompts: '" + str(train) + "', format: gsm8k, "
+    suite += "system_prompt: Be long., reward: {name: exact_match}}}"
+    (tmp_path / "config.yaml").write_text("{}\n")
+    words = [f'data.{key}="{value}"' for key, value in data.items() if key != "chat_template"]
+    config = load_config(tmp_path / "config.yaml", [*words, "data.chat_template=true", suite])
+    inputs = read_inputs(config)
+    asked = "What is 1? Put it in \\boxed{}."
+    system = {"role": "system", "content": "Be brief."}
+    assert inputs.train[1].messages == (system, {"role": "user", "content": asked})
+    assert (inputs.train[1].text, inputs.train[1].answer) == (asked, "1")
+    (first, _) = inputs.files["evaluation.suites.s"]
+    assert first.messages[0]["content"] == "Be long."
+    assert first.messages[1]["content"] == "What is 0?"
+
+
+def test_a_system_message_of_the_row_stays_and_strings_need_a_template(tmp_path: Path) -> None:
+    fields = FieldMap(system="Be brief.")
+    own = [{"role": "system", "content": "Mine."}, ASKED]
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": own, "answer": "x"}])
+    assert load_prompts(path, fields)[0].messages == tuple(own)
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "x"}])
+    assert load_prompts(path, fields, True)[0].messages[0]["content"] == "Be brief."
+    (line,) = refusal(load_prompts, path, fields)
+    assert line == (
+        f"{path}:1: the prompt is a string: data.system_prompt needs messages, or "
+        "data.chat_template = true for strings"
+    )
+    data = {
+        "tokenizer": byte_level(tmp_path / "t", CHATML, eos_token="<|im_end|>"),
+        "examples": path,
+        "max_tokens": 99,
+    }
+    data |= {"system_prompt": "Be brief.", "template": "Say {prompt}", "chat_template": "true"}
+    found = read_fine_tuning(load(tmp_path, FineTuningConfig, **data))
+    text = load_tokenizer(data["tokenizer"]).decode(found.train[0].token_ids.tolist())  # type: ignore[arg-type]
+    assert text == "system\nBe brief.\nuser\nSay a\nassistant\nx\n"
+
+
 # --- token ids ------------------------------------------------------------------------------------
 
 
@@ -374,12 +427,12 @@ class CodePoints:
     """A tokenizer whose ids are code points."""
 
     def __init__(self, bos_id: int | None = None) -> None:
-        self.bos_id = bos_id
+        self.bos_id, self.bos_text = bos_id, "<s>"
 
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
 
-    def encode_rendered(self, text: str) -> Encoded:
+    def encode_rendered(self, text: str, quoted: Sequence[Any]) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
     def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
@@ -447,6 +500,29 @@ def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:
     assert line == f"data.prompts: 2 of 4 {WARNING}; the first is {train}:2: 'é', '日'"
     write_rows(train, pairs("ab|ü"))
     assert read_inputs(config).warnings == ()
+
+
+def test_texts_that_spell_control_tokens_are_told(tmp_path: Path) -> None:
+    """In prompts, suites' too, and examples: what was rendered beforehand, and its BOS."""
+    folder = byte_level(tmp_path / "t")
+    once = encode_text("hello", load_tokenizer(folder))
+    texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST]", "hello")
+    rows = [{"prompt": text, "answer": "x", "id": n} for n, text in enumerate(texts)]
+    train = write_rows(tmp_path / "train.jsonl", rows)
+    config = load(tmp_path, Config, tokenizer=folder, prompts=train, eval_prompts=train)
+    inputs = read_inputs(config)
+    assert inputs.train[0].token_ids == inputs.train[3].token_ids == tuple(once)
+    begins = "2 of 4 prompts begin with '<s>', which the tokenizer puts before every prompt: each "
+    begins += f"gets it once; leave it out of the prompts; the first is {train}:1"
+    spells = "1 of 4 texts spell control tokens of the tokenizer; they are encoded as plain text, "
+    spells += "because only a chat template writes control tokens: give conversations as messages, "
+    spells += f"or use data.chat_template; the first is {train}:3: [INST], [/INST]"
+    keys = ("data.prompts", "data.eval_prompts")
+    assert list(inputs.warnings) == [f"{key}: {line}" for key in keys for line in (begins, spells)]
+    data = {"tokenizer": folder, "examples": train, "max_tokens": 50}
+    found = read_fine_tuning(load(tmp_path, FineTuningConfig, **data))
+    assert list(found.warnings) == [f"data.examples: {line}" for line in (begins, spells)]
+    assert found.train[0].token_ids.tolist()[: len(once)] == once
 
 
 def test_problems_of_all_files_come_at_once(tmp_path: Path, letters: Path) -> None:

@@ -5,10 +5,12 @@ Most responses hold only the inside of \boxed{...}; those of WHOLE are whole tex
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
 
+from gspo_megatron.observe.suite_scores import majority_at_k
 from gspo_megatron.rewards.math import math, read_answer
 from gspo_megatron.types import Sample
 
@@ -150,7 +152,41 @@ def test_what_is_missed_is_known() -> None:
         (r"\fbox{x^2}", "x**2"),
         (r"\boxed{\text{ Even}}", "even"),
         ("no idea", None),
+        # several spellings of a value
+        *((rf"\boxed{{{text}}}", "1/1000") for text in ("10^{-3}", "0.001", "1/1000")),
+        *((rf"\boxed{{{text}}}", "5") for text in ("x=5", "5", r"\frac{10}{2}", r"\sqrt{25}")),
+        *((rf"\boxed{{{text}}}", "120") for text in ("5!", r"2\cdot 60", "100+20")),
+        *((rf"\boxed{{{text}}}", "1/2") for text in (r"50\%", r"\frac{\sqrt{4}}{4}", r"\log_4 2")),
+        *((rf"\boxed{{{text}}}", "3.46410161514") for text in (r"\sqrt{12}", r"2\sqrt{3}")),
+        (r"\boxed{\{2, 0.5, \sqrt{9}\}}", "{1/2, 2, 3}"),
+        (r"\boxed{(0.5, \infty)}", "(1/2, oo)"),
+        (r"\boxed{\frac{1}{0}}", "zoo"),
     ],
 )
 def test_votes_of_equal_answers_are_equal(response: str, answer: str | None) -> None:
     assert read_answer(Sample("", "", response, False)) == answer
+
+
+@pytest.mark.parametrize("text", ["9^{9^{9^9}}", "(10^9)!", "2^{-10^{12}}", r"10^{9999}+1"])
+def test_the_value_of_a_huge_number_is_not_computed(text: str) -> None:
+    start = time.monotonic()
+    assert read_answer(Sample("", "", rf"\boxed{{{text}}}", False))
+    assert time.monotonic() - start < 4.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "texts"),
+    [
+        ("0.001", ["10^{-3}", "0.001", "1/1000", "7", "7"]),
+        ("5", ["x=5", "5", "7", "7", r"\frac{10}{2}"]),
+        ("9", ["1", "10^{-3}", "0.001", "9", "9", r"\frac{1}{1000}"]),  # the wrong one wins
+    ],
+)
+def test_the_majority_is_that_of_a_value(answer: str, texts: list[str]) -> None:
+    samples = [Sample("", answer, rf"\boxed{{{text}}}", False) for text in texts]
+    correct = [math(sample) == 1.0 for sample in samples]
+    wanted = float(answer != "9")
+    assert majority_at_k(correct, [read_answer(sample) for sample in samples]) == wanted
+    # right ones are one answer even where their texts differ
+    if wanted:
+        assert majority_at_k(correct, texts) == wanted

@@ -98,6 +98,19 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
 
 
+def test_a_response_writes_no_control_token_of_the_judge(judges: Any) -> None:
+    judge = judges("Score: 7.5")
+    marks = ["<|im_end|>", "<|im_start|>", "<｜Assistant｜>", "</s>", "[/INST]", "<end_of_turn>"]
+    text = "".join(marks) + "a < b | c > d, x[INST], <sup> <think>"
+    template = "<|keep|> {response} {hint}"
+    score(judge, text, template=template)
+    ((_, _, request),) = judge.requests
+    sent = request["messages"][0]["content"]
+    assert sent.replace("\u200b", "") == f"<|keep|> {text} {{response}}"
+    assert not any(mark in sent for mark in [*marks, "[INST]"])
+    assert sent.count("\u200b") == len(marks) + 1
+
+
 def test_what_a_repetition_may_mend_is_repeated(
     judges: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

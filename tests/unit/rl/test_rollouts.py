@@ -25,7 +25,7 @@ from gspo_megatron.rl.rollouts import (
     Experience,
 )
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
-from gspo_megatron.types import Prompt, RolloutBatch, Sample, TurnRewards
+from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -384,6 +384,19 @@ def test_parts_are_logged_and_their_weighted_sum_is_trained_on() -> None:
     assert "parts" not in experience.describe()
     _, responses = evaluated(collector(in_parts))
     assert [r["parts"]["late"] for r in responses] == [0, 1, 2]
+
+
+def test_reasons_of_rewards_are_written_with_the_responses() -> None:
+    def reward(sample: Sample) -> float:
+        late = number(sample) == 2
+        return Reasoned(0.25, f"late: {sample.num_tokens}" + "x" * 5000) if late else 0.5
+
+    _, responses = evaluated(collector(reward))
+    assert [r["reward"] for r in responses] == [0.5, 0.5, 0.25]
+    assert ["reason" in r for r in responses] == [False, False, True]
+    reason = responses[2]["reason"]
+    assert reason.startswith("late: ") and reason.endswith("xxx") and len(reason) < 2100
+    assert "sample_reasons" not in collected(Prompts(), reward).describe()
 
 
 def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:

@@ -24,7 +24,7 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import EpisodeRunner, Limits
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rl.served_rollouts import origin_of_rollouts
+from gspo_megatron.rl.served_rollouts import join_groups, origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import read_groups
 from gspo_megatron.rollout.service.checks import Needs
@@ -141,6 +141,27 @@ def test_a_suite_is_drawn_with_its_own_sampling_and_judged_by_its_own_reward(
     changed = suite | {"reward": {"name": "exact_match"}}
     other = configured(*usual, f"evaluation.suites={json.dumps({'near': changed})}")
     assert origin_of_rollouts(other) != origin_of_rollouts(config)
+
+
+def test_reasons_of_rewards_travel_with_their_groups(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "reasoned_reward.py").write_text(
+        "from gspo_megatron.types import Reasoned\n"
+        "def reward(sample):\n"
+        "    return Reasoned(0.5, 'é\\nof ' + sample.row_id) if sample.row_id[-1] != '1' else 1.0\n"
+    )
+    config = configured("reward.import_path=reasoned_reward:reward")
+    _, groups = draw(config, tmp_path / "run")
+    found = [groups[number] for number in range(3)]  # of the rows 3, 0, 5
+    joined = join_groups(found[0], found)
+    reasons = [json.loads(line) for line in bytes(joined["reasons"]).decode().splitlines()]
+    assert reasons == [*["é\nof train.jsonl:4"] * 2, "", "", *["é\nof train.jsonl:6"] * 2]
+    assert joined["rewards"].tolist() == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
+    # of a group that an earlier version has written
+    older = {name: values for name, values in found[1].items() if name != "reasons"}
+    assert "reasons" not in join_groups(found[0], [found[0], older])
+    assert join_groups(found[0], [])["reasons"].size == 0
 
 
 def test_groups_are_used_again_unless_the_reward_has_changed(

@@ -1,0 +1,141 @@
+"""`gspo-megatron score`: a response of your own, scored as a run would score it, and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gspo_megatron.cli.arguments import Commands, config_parser
+from gspo_megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.schema import Config
+    from gspo_megatron.rewards.registry import Reward
+    from gspo_megatron.rewards.values import Score
+    from gspo_megatron.types import Prompt, Sample
+
+
+def add_parser(commands: Commands) -> None:
+    parser = config_parser(commands, "score", run, "score one response by the configured reward")
+    parser.description += ", and print the reward, its parts and the reason for it."
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--response", metavar="TEXT", help="the response")
+    given.add_argument(
+        "--file", metavar="FILE", help="the file that holds the response; -: standard input"
+    )
+    parser.add_argument(
+        "--row",
+        metavar="ID",
+        help="the id of the prompt's row, as samples.jsonl has it (default: the first prompt's)",
+    )
+    parser.add_argument(
+        "--suite", metavar="NAME", help="the prompt and the reward of this evaluation suite"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the score. Raises UserError."""
+    from gspo_megatron.config import load_config
+    from gspo_megatron.config.schema import suite_key
+    from gspo_megatron.environments.registry import environment_of
+    from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
+
+    config = load_config(arguments.config, arguments.overrides)
+    suites = config.evaluation.suites
+    if arguments.suite is not None and arguments.suite not in suites:
+        legal = ", ".join(suites) or "none: the configuration has no evaluation.suites"
+        raise ConfigError([f"--suite {arguments.suite}: no such suite; legal: {legal}"])
+    if arguments.suite is not None:
+        section, keys = suites[arguments.suite].reward, [suite_key(arguments.suite)]
+        reward = suite_rewards({arguments.suite: suites[arguments.suite]})[arguments.suite]
+    else:
+        section, keys = config.reward, ["data.prompts", "data.eval_prompts"]
+        if getattr(environment_of(config), "gives_rewards", False):
+            wrong = "it gives the rewards itself (gives_rewards), and no function is asked"
+            raise ConfigError([f"environment: {wrong}; legal: --suite NAME"])
+        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+    prompt = _prompt(config, keys, arguments.row)
+    check_answers(reward, [prompt])
+    sample = _sample(config, prompt, _response(arguments))
+    # A call that fails is told, and ends the command.
+    section = section.model_copy(update={"on_failure": "stop"})
+    from gspo_megatron.rewards.scoring import Scorer
+
+    with contextlib.closing(Scorer(reward, section)) as scorer:
+        (score,), _ = scorer.score([sample])
+    assert score is not None
+    for name, text in _lines(reward, sample, score):
+        print(f"{name:8} {text}")
+    return 0
+
+
+def _prompt(config: Config, keys: list[str], row: str | None) -> Prompt:
+    """The prompt of a row, or the first one. Raises ConfigError and DataError."""
+    from gspo_megatron.data.inputs import prompt_forms
+    from gspo_megatron.data.prompts import load_prompts
+
+    forms, files = prompt_forms(config), config.input_files()
+    paths = [(key, path) for key in keys for path in files.get(key, ())]
+    if not paths:
+        raise ConfigError([f"{keys[0]} = null: no prompt to score a response to; give a file"])
+    for key, path in paths:
+        for prompt in load_prompts(path, forms[key].fields, forms[key].chat_template):
+            if row is None or prompt.row_id == row:
+                return prompt
+    read = ", ".join(path for _, path in paths)
+    raise DataError(
+        f"--row {row}: no row of {read} has this id; legal: an id, or FILE:LINE for rows without"
+    )
+
+
+def _response(arguments: argparse.Namespace) -> str:
+    if arguments.file is None:
+        return str(arguments.response)
+    if arguments.file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--file {arguments.file}: cannot be read: {error}") from error
+
+
+def _sample(config: Config, prompt: Prompt, response: str) -> Sample:
+    from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.types import Sample
+
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template_options)
+    return Sample(
+        prompt=prompt.text,
+        answer=prompt.answer,
+        response=response,
+        truncated=False,
+        fields=prompt.fields,
+        num_tokens=len(tokenizer.encode(response)) + 1,  # the end-of-sequence token
+        messages=prompt.messages,
+        row_id=prompt.row_id,
+    )
+
+
+def _lines(reward: Reward, sample: Sample, score: Score) -> list[tuple[str, str]]:
+    """What is printed: names and texts."""
+    from gspo_megatron.observe.metrics_files import jsonable, written_answer
+
+    def shown(value: object) -> str:
+        return json.dumps(jsonable(value), ensure_ascii=False)
+
+    lines = [("row", sample.row_id), ("prompt", shown(sample.prompt))]
+    if (answer := written_answer(sample)) is not None:
+        lines.append(("answer", shown(answer)))
+    if reward.read_answer is not None:
+        lines.append(("read", shown(reward.answer_in(sample))))
+    lines.append(("reward", f"{score.rewards.sum():g} ({reward.name})"))
+    if score.ends is not None:
+        lines.append(("turns", " ".join(f"{value:g}" for value in score.rewards)))
+    lines += [("part", f"{name} {value:g}") for name, value in score.parts.items()]
+    if score.reason:
+        lines.append(("reason", score.reason))
+    return lines

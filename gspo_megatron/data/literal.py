@@ -1,0 +1,53 @@
+"""Text as tokens without control tokens, whatever it spells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gspo_megatron.data.chat import Encoded
+from gspo_megatron.data.quoting import Controls, Span, touches
+
+
+def has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Controls) -> bool:
+    """Whether a control token of `encoded` has a character of the data in `text`."""
+    columns = zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
+    places = (controls.place(n, text, (start, end)) for n, start, end in columns if quoted)
+    return any(place is not None and touches(place, quoted) for place in places)
+
+
+def spelled(
+    encoded: Encoded, text: str, controls: Controls, letter: Callable[[str], list[int]]
+) -> Encoded:
+    """The tokens of `text`, and those of the single letters in place of each control token. letter:
+    the ids of a letter."""
+    found = Encoded([], [], [])
+    for number, start, end in zip(encoded.ids, encoded.starts, encoded.ends, strict=True):
+        if controls.place(number, text, (start, end)) is None:
+            parts = [(number, start, end)]
+        else:
+            parts = [(n, at, at + 1) for at in range(start, end) for n in letter(text[at])]
+        for n, first, last in parts:
+            found.ids.append(n)
+            found.starts.append(first)
+            found.ends.append(last)
+    return found
+
+
+def encode_pieces(
+    text: str,
+    quoted: Sequence[Span],
+    controls: Controls,
+    as_text: Callable[[str, bool], Encoded],
+) -> Encoded:
+    """The tokens of a chat template's output, whose data is `quoted`. as_text: the tokens of a part
+    without control tokens, and whether it is the first part."""
+    found = Encoded([], [], [])
+    for (start, end), number in controls.pieces(text, quoted):
+        if number is None:
+            part = as_text(text[start:end], start == 0)
+        else:
+            part = Encoded([number], [0], [end - start])
+        found.ids.extend(part.ids)
+        found.starts.extend(start + each for each in part.starts)
+        found.ends.extend(start + each for each in part.ends)
+    return found

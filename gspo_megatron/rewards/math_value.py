@@ -1,0 +1,144 @@
+"""The value of a mathematical answer as text, so that equal answers of a vote are equal texts.
+
+Nothing is simplified by sympy, which may take minutes for a short power tower: numbers are computed
+here, with a limit of their size.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+_MOST_BITS = 8192  # of a numerator or denominator
+_MOST_FACTORIAL = 500
+_DIGITS = 12  # of a number that is no fraction
+_FUNCTIONS: dict[str, Callable[..., complex]] = {
+    "log": cmath.log,
+    "exp": cmath.exp,
+    "sin": cmath.sin,
+    "cos": cmath.cos,
+    "tan": cmath.tan,
+    "asin": cmath.asin,
+    "acos": cmath.acos,
+    "atan": cmath.atan,
+    "Abs": abs,
+}
+
+
+def value_text(form: Any) -> str:
+    """A form of math-verify as text: numbers as fractions, or with twelve digits where they are
+    none; of `x = 5` the 5; of sets, tuples and intervals the values of the members. Other forms as
+    sympy writes them."""
+    kind = type(form).__name__
+    if kind == "Equality" and getattr(form.lhs, "is_Symbol", False):
+        return value_text(form.rhs)
+    if kind in ("FiniteSet", "Tuple"):
+        members = [value_text(each) for each in form.args]
+        left, right = "{}" if kind == "FiniteSet" else "()"
+        return f"{left}{', '.join(sorted(members) if kind == 'FiniteSet' else members)}{right}"
+    if kind == "Interval":
+        left, right = "(" if form.left_open else "[", ")" if form.right_open else "]"
+        return f"{left}{value_text(form.start)}, {value_text(form.end)}{right}"
+    exact = _exact(form)
+    number = _decimal(form) if exact is None else None
+    if number is not None:
+        near = Fraction(number).limit_denominator(10_000)  # as of log 8 to the base 2
+        if abs(near - Fraction(number)) <= abs(near) * Fraction(1, 10**_DIGITS):
+            exact = near
+    if exact is not None:
+        return str(exact)
+    return str(form) if number is None else f"{number:.{_DIGITS}g}"
+
+
+def _is_small(value: Fraction) -> bool:
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) <= _MOST_BITS
+
+
+def _exact(form: Any) -> Fraction | None:
+    """The value of a fraction; None for what is none, or too long."""
+    kind = type(form).__name__
+    if getattr(form, "is_Rational", False):
+        return Fraction(int(form.p), int(form.q))
+    if getattr(form, "is_Float", False):
+        return Fraction(str(form)) if form.is_finite else None
+    arguments = [_exact(each) for each in getattr(form, "args", ())]
+    values = [value for value in arguments if value is not None]
+    if not values or len(values) < len(arguments):
+        return None
+    found: Fraction | None = None
+    if kind == "UnevaluatedExpr":
+        found = values[0]
+    elif kind == "Add":
+        found = sum(values, Fraction(0))
+    elif kind == "Mul":
+        found = Fraction(1)
+        for value in values:
+            if not _is_small(found := found * value):
+                return None
+    elif kind == "Pow":
+        found = _power(*values)
+    elif kind == "factorial" and values[0].denominator == 1:
+        number = values[0].numerator
+        found = Fraction(math.factorial(number)) if 0 <= number <= _MOST_FACTORIAL else None
+    elif kind == "Abs":
+        found = abs(values[0])
+    return found if found is not None and _is_small(found) else None
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    """None where it is no fraction, or too long."""
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(exponent) * bits > _MOST_BITS or (base == 0 and exponent < 0):
+        return None
+    if exponent.denominator == 1:
+        return Fraction(base**exponent.numerator)
+    if base < 0 or exponent.denominator > bits:
+        return base if base == 1 else None
+    roots = [_root(part, exponent.denominator) for part in (base.numerator, base.denominator)]
+    if None in roots:
+        return None
+    return Fraction(Fraction(*roots) ** exponent.numerator)  # type: ignore[arg-type]
+
+
+def _root(number: int, degree: int) -> int | None:
+    """The whole root of a number that has one."""
+    low, high = 0, 1 << (number.bit_length() // degree + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**degree < number else (low, middle)
+    return low if low**degree == number else None
+
+
+def _decimal(form: Any) -> float | None:
+    """The value of a real number; None for what is none, or beyond the range of floats."""
+    try:
+        value = _number(form)
+    except (ArithmeticError, ValueError):
+        return None
+    if value is None or abs(value.imag) > abs(value) * 10.0**-_DIGITS:
+        return None
+    return value.real if math.isfinite(value.real) else None
+
+
+def _number(form: Any) -> complex | None:
+    kind = type(form).__name__
+    if (exact := _exact(form)) is not None:
+        return complex(float(exact))
+    if getattr(form, "is_NumberSymbol", False):  # pi and e
+        return complex(float(form))
+    values = [_number(each) for each in getattr(form, "args", ())]
+    if not values or None in values:
+        return None
+    numbers = [value for value in values if value is not None]
+    if kind == "UnevaluatedExpr":
+        return numbers[0]
+    if kind == "Add":
+        return sum(numbers)
+    if kind == "Mul":
+        return math.prod(numbers)
+    if kind == "Pow":
+        return complex(numbers[0] ** numbers[1])
+    return complex(_FUNCTIONS[kind](*numbers)) if kind in _FUNCTIONS else None
