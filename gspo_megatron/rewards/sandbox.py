@@ -127,8 +127,9 @@ def judge(
     tests: Sequence[str],
     limits: Limits,
 ) -> Outcome:
-    """Run tests against a program, both in sandboxes of their own. Names that `setup` and tests do
-    not have, and `candidates`, are asked of the program, and its functions called there. The tests
+    """Run tests against a program, both in sandboxes of their own. `candidates` are the names that
+    the program is asked for, and its functions are called there; all others must be in `setup` or
+    tests. Without candidates the program is asked for all names that these do not have. The tests
     have passed if the result is b"passed"."""
     request = {"setup": list(setup), "candidates": list(candidates), "tests": list(tests)}
     ours, theirs = socket.socketpair()

@@ -186,14 +186,17 @@ def _serve(channel: socket.socket) -> None:
 
 
 class _Names(dict):
-    """Names of the tests; others are the solution's."""
+    """Names of the tests. `candidates` are the solution's; without any, all others are."""
 
-    def __init__(self, ask: Any) -> None:
-        self._ask = ask
+    def __init__(self, ask: Any, candidates: list[str]) -> None:
+        self._ask, self._candidates = ask, candidates
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
+        if name not in self._candidates:
+            if hasattr(builtins, name):
+                return getattr(builtins, name)
+            if self._candidates:
+                raise KeyError(name)
         return self._ask({"name": name})
 
 
@@ -235,11 +238,11 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
             raise (kind if is_error else RuntimeError)(str(answer.get("text")))
         return decode(answer["value"], Remote)
 
-    names = _Names(ask)
+    names = _Names(ask, request["candidates"])
     for text in request["setup"]:
         exec(compile(text, "<setup>", "exec"), names)
     for name in request["candidates"]:  # also where the setup has one of that name
-        names[name] = ask({"name": name})
+        names.pop(name, None)
     for text in request["tests"]:
         exec(compile(text, "<test>", "exec"), names)
 
