@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit code is 1 if something that every run needs is missing or not supported."""
     from gspo_megatron.cli.check_tables import console, new_table
 
-    found = findings(environment.describe_environment(), engine_trouble())
+    from gspo_megatron.rewards.sandbox_facts import protections
+
+    found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
     table = new_table(None, "", "found on this machine", "what to do")
     for name, text, remedy in found:
         table.add_row(name, text, remedy or "nothing")
