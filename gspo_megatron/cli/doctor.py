@@ -41,7 +41,6 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The exit code is 1 if something that every run needs is missing or not supported."""
     from gspo_megatron.cli.check_tables import console, new_table
-
     from gspo_megatron.rewards.sandbox_facts import protections
 
     found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]

@@ -73,8 +73,8 @@ def math(sample: Sample) -> float:
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
     compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If there are several \boxed{...}, all
     of them together may be the answer (a set), or the last one. The answer may be plain text, or
-    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0, as does
-    one whose value takes more than a second of computing.
+    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0, and so
+    does one whose value takes more than a second to compute.
 
     Raises RewardError if the answer is not a mathematical expression.
     """
