@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from gspo_megatron.rewards import math as module
 from gspo_megatron.rewards.math import math, read_answer
 from gspo_megatron.types import Sample
 
@@ -31,13 +32,13 @@ def _warm() -> None:
         r"\boxed{" + "(" * 500 + "1" + ")" * 500 + "}",
     ],
 )
-def test_a_tower_costs_a_second(response: str) -> None:
-    began = time.process_time()
-    assert math(answered(response)) == 0.0
-    assert time.process_time() - began < 3
-    began = time.process_time()
-    read_answer(answered(response))
-    assert time.process_time() - began < 3
+def test_a_tower_costs_its_time(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._SECONDS <= 1.0
+    monkeypatch.setattr(module, "_SECONDS", 0.2)
+    for function in (module.math, module.read_answer):
+        began = time.process_time()
+        assert function(answered(response)) != 1.0
+        assert time.process_time() - began < 1.0
     # the clock is off
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import os
+import platform
 import random
 import signal
 import socket
@@ -245,6 +246,39 @@ def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter() -> None:
         (memory,) = user.run(["import os; os.memfd_create('x')"], LIMITS, NO_FILTER)
     assert outcome.failure == "AssertionError"
     assert memory.failure is None  # there was no filter
+
+
+# As a login does it: a session keyring, with a secret of the user's. keyctl, add_key: x86-64.
+WITH_KEY = """
+import ctypes, struct, sys
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+if libc.syscall(250, 1, None) < 0 or libc.syscall(248, b"user", b"ticket", b"secret", 6, -3) < 0:
+    print("no keyrings")
+    raise SystemExit
+from gspo_megatron.rewards import sandbox, sandbox_filter
+if sys.argv[1] == "without":
+    sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
+READ = '''
+import ctypes
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+key = libc.syscall(250, 10, -3, b"user", b"ticket", 0)
+print(key >= 0, libc.syscall(248, b"user", b"left", b"x", 1, -3) >= 0)
+'''
+print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it has the numbers of x86-64")
+@pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
+def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
+    """By the filter, and by a keyring of its own."""
+    words = [sys.executable, "-c", WITH_KEY, filtered]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    if done.stdout.strip() == "no keyrings":
+        pytest.skip("this kernel has no keyrings")
+    assert done.stdout.strip() == told
 
 
 def test_nothing_is_in_the_environment_of_any_process() -> None:

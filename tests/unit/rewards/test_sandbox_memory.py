@@ -51,6 +51,18 @@ def test_all_processes_together_have_a_limit(place: Place) -> None:
     assert {path for path in place.folder.glob("gspo_*") if path not in before} == set()
 
 
+def test_swap_is_no_way_out(place: Place) -> None:
+    group = Group(place, 64 << 20)
+    try:
+        names = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
+        file = group.folder / names[place.version]
+        if not file.exists():
+            pytest.skip("this kernel counts no swap")
+        assert int(file.read_text()) == (64 << 20 if place.version == 1 else 0)
+    finally:
+        group.close()
+
+
 def test_buffers_of_sockets_count(place: Place) -> None:
     """A connection within the machine may hold megabytes, which no process has."""
     program = """
