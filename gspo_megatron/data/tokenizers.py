@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -11,17 +11,17 @@ import pickle
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from gspo_megatron.errors import RewardError
 from gspo_megatron.plugins import load_function
-from gspo_megatron.rewards import sandbox
+from gspo_megatron.rewards import assert_names, sandbox
 from gspo_megatron.rewards.registry import register
+from gspo_megatron.rewards.results import UnreadableError, read_result
 from gspo_megatron.rewards.sandbox import Limits, Outcome
-from gspo_megatron.rewards.sandbox_harness import decode
 from gspo_megatron.types import Prompt, Reasoned, Sample
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -66,11 +66,20 @@ class Verdict:
 
 
 def row_fault(prompt: Prompt) -> str | None:
-    """Why `code` cannot judge responses to a prompt; None: it can. Does not read the tests."""
+    """Why `code` cannot judge responses to a prompt; None: it can. Of tests only asserts are read,
+    for their names."""
     row = _row(prompt.fields, prompt.answer)
     if row.get("interaction_format"):
         return "is an interactive problem, whose tests are no pairs of input and output"
-    if _kind(row) is not None:
+    kind = _kind(row)
+    if kind is not None:
+        try:
+            for _ in _READERS[kind](row, prompt.text) if kind in _READERS else ():
+                pass
+        except assert_names.NamesError as error:
+            return f"cannot be judged: {error}"
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None  # unreadable, which is told when the tests are read
         return None
     names = [name for of_kind in _KINDS.values() for name in of_kind]
     return f"has no tests; legal: fields of published data sets, {', '.join(names)}"
@@ -174,18 +183,34 @@ def read_tests(sample: Sample) -> Iterator[Test]:
             in_files, checker = row.get("input_mode") == "file", row.get("generated_checker")
             for case in row["official_tests"]:
                 yield _prints(case["input"], case["output"], in_files=in_files, checker=checker)
-        elif kind == "mbpp":
-            imports = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
-            for text in row["test_list"]:
-                yield _asserts(["\n".join(imports)], [], [text])
-        elif kind == "humaneval":
-            name, prompt = row["entry_point"], sample.prompt
-            # a prompt that is code may have functions that the tests use
-            setup = [prompt, row["test"]] if _compiles(prompt) else [row["test"]]
-            yield _asserts(setup, [name], [f"check({name})"])
+        elif kind in _READERS:
+            yield from _READERS[kind](row, sample.prompt)
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         what = f"{type(error).__name__}: {error}"
         raise RewardError(f"reward 'code': {sample.row_id}: unreadable tests: {what}") from error
+
+
+def _mbpp(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
+    setup = "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""])
+    reference = row.get("code")
+    for text in row["test_list"]:
+        names = assert_names.resolve(
+            [setup], [text], reference if isinstance(reference, str) else ""
+        )
+        yield _asserts([*names.setup, setup], names.asked, [text])
+
+
+def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
+    name, call = row["entry_point"], f"check({row['entry_point']})"
+    # a prompt that is code may have functions that the tests use
+    whole = [text for text in (prompt, row.get("prompt")) if isinstance(text, str)]
+    blocks = [block for text in whole for block in _BLOCK.findall(text)]
+    reference = next(filter(_compiles, [*whole, *blocks]), "")
+    names = assert_names.resolve([row["test"]], [call], reference, name)
+    yield _asserts([reference, *names.setup, row["test"]], names.asked, [call])
+
+
+_READERS = {"mbpp": _mbpp, "humaneval": _humaneval}  # of asserts
 
 
 def _row(fields: Mapping[str, Any], answer: Any) -> dict[str, Any]:
@@ -340,31 +365,16 @@ def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
         if outcome.failure is not None:
             return outcome.failure
         try:
-            found = _as_json(decode(json.loads(outcome.result)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "no result"  # the solution wrote something else in its place
-        is_right = any(_same_value(found, _as_json(value)) for value in wanted)
+            found = read_result(outcome.result)
+            is_right = any(found.equals(value) for value in wanted)
+        except UnreadableError as error:  # the solution wrote something else in its place
+            return str(error)
         return None if is_right else "wrong result"
 
     return test
 
 
-def _as_json(value: Any) -> Any:
-    """Tuples as lists, keys as texts: what JSON would make of it."""
-    if isinstance(value, dict):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _same_value(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list) and isinstance(found, list):
-        return len(found) == len(wanted) and all(map(_same_value, found, wanted))
-    if isinstance(wanted, float) and isinstance(found, (int, float)):
-        return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
-    return found == wanted
-
-
-def _asserts(setup: list[str], candidates: list[str], tests: list[str]) -> Test:
+def _asserts(setup: Sequence[str], candidates: Sequence[str], tests: Sequence[str]) -> Test:
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         outcome = _outcome(runner, "judge", program, setup, candidates, tests, limits)
         if outcome.failure is None and outcome.result != b"passed":

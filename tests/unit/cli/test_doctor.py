@@ -25,6 +25,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return importlib.machinery.ModuleSpec(name, None) if name in present else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    # it would look for bubblewrap with that, and remember
+    monkeypatch.setattr("gspo_megatron.rewards.sandbox_facts.protections", list)
     return present
 
 

@@ -111,6 +111,13 @@ def test_a_checker_accepts_all_right_outputs() -> None:
     assert reason(sample("print(4)", **row)) == "test 1: wrong output"
     assert reason(sample("print('1')\nprint(3)", **row)).startswith("test 1: its checker: ValueErr")
     assert reason(sample("print(3)\nexit(1)", **row)) == "test 1: exit code 1"
+    # its last word counts, whatever it has said before
+    talks = "print('1 of 1 read')\nprint(0)"
+    assert reason(sample("print(3)", **{**row, "generated_checker": talks})) == (
+        "test 1: wrong output"
+    )
+    doubts = "print(0)\nprint(10)"
+    assert reason(sample("print(3)", **{**row, "generated_checker": doubts})) != ""
 
 
 def test_tests_may_be_the_answer() -> None:
@@ -171,6 +178,11 @@ def test_the_last_whole_block_is_the_program() -> None:
         ("1 2 3", "1 2\n3", False),
         ("", "", True),
         ("", "1", False),
+        ("1", "1 2", False),  # a right begin of a line
+        ("1 2", "1", False),
+        ("1 2\n3", "1 2\n3 4", False),
+        ("1", "1\n2", False),
+        ("1\n2", "1", False),
         ("1\n\n2", "1\n2", False),
         ("0.3333333", "0.33333334", True),
         ("0.33", "0.34", False),

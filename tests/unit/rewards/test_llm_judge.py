@@ -115,9 +115,9 @@ def test_what_a_repetition_may_mend_is_repeated(
     judges: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "FIRST_WAIT_SECONDS", 0.001)
-    judge = judges(503, "no number", "Score: -3", "Score: 99", "Score: 10")
-    rewards, failed = score(judge, "x", section={"retries": 4})
-    assert rewards == [1.0] and failed.errors == 4
+    judge = judges(503, "no number", "Score: -3", "Score: 99", "Score: " + "9" * 999, "Score: 10")
+    rewards, failed = score(judge, "x", section={"retries": 5})
+    assert rewards == [1.0] and failed.errors == 5
     (line,) = refusal(score, judges(429), "x")
     assert "raised ConnectionError: http://127.0.0.1:" in line
     assert "/chat/completions says 429" in line
@@ -140,11 +140,12 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
     assert score(judge, "x", "y", cache=cache)[0] == [0.5, 0.6]
     files = sorted((tmp_path / "cache").rglob("*.json"))
     assert len(files) == 2 and len(judge.requests) == 2
-    for file in files:
-        file.write_text("{")  # damaged
-    assert score(judge, "x", cache=cache)[0] == [0.7]
+    for text in ("{", "[]", '{"score": [1]}', '{"score": NaN}', '{"score": 1e999}', "[" * 99_999):
+        for file in files:
+            file.write_text(text)  # damaged
+        assert score(judge, "x", cache=cache)[0] == [0.7]
     assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]  # another question
-    assert len(judge.requests) == 4
+    assert len(judge.requests) == 9
 
 
 def test_a_worker_may_ask(judges: Any) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
+import platform
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +24,7 @@ import pytest
 from gspo_megatron.rewards import sandbox
 from gspo_megatron.rewards.sandbox import Limits, SandboxError
 from gspo_megatron.rewards.sandbox_harness import decode, encode
+from tests.unit.rewards.ordinary_user import ordinary_user
 
 LIMITS = Limits(seconds=5.0, memory_mb=256, processes=16, disk_mb=8, output_bytes=1 << 20)
 
@@ -82,7 +87,8 @@ def test_limits_are_named(program: str, failure: str) -> None:
 
 # --- escapes --------------------------------------------------------------------------------------
 
-# Each asserts at its end that it has got what it wanted.
+# Each asserts at its end that it has got what it wanted. One that ends the sandbox has failed to
+# fail, so what is told of it has to be its own error.
 ESCAPES = {
     "writes to the root": "open('/escaped', 'w')",
     "writes beside Python": "import os; open(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')",
@@ -114,7 +120,10 @@ ESCAPES = {
     "memory of process 1": "open('/proc/1/mem', 'rb').read(1)",
     "settings of the kernel": "open('/proc/sys/kernel/hostname', 'w').write('x')",
     "asks the kernel to act": "open('/proc/sysrq-trigger', 'w').write('c')",
-    "ends its parent": "import os, time; os.kill(os.getppid(), 9); time.sleep(5)",
+    "ends its parent": (
+        "import os, time\np = os.getppid(); os.kill(p, 9); time.sleep(0.1)\n"
+        "assert os.getppid() != p"
+    ),
     "ends everybody": "import os; os.kill(-1, 9); raise SystemExit(1)",
     "ends the test": "import os; os.kill(PID, 9)",
     "outlives its parent": (
@@ -122,7 +131,10 @@ ESCAPES = {
         " if os.fork() == 0:\n  time.sleep(900)\nraise SystemExit(1)"
     ),
     "connects": "import socket; socket.create_connection(('127.0.0.1', PORT), 1)",
-    "asks for names": "import socket; socket.getaddrinfo('example.org', 80)",
+    "asks a name server": (
+        "import socket\ns = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(0.3)\n"
+        "s.sendto(b'who is example.org?', ('127.0.0.1', DATAGRAMS)); s.recv(99)"
+    ),
     "sees links of the network": (
         "import socket; assert [n for _, n in socket.if_nameindex() if n != 'lo']"
     ),
@@ -151,18 +163,40 @@ ESCAPES = {
 }
 
 
+@contextmanager
+def name_server() -> Iterator[int]:
+    """Answers all datagrams; its port."""
+    with socket.socket(type=socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            while (question := server.recvfrom(99))[0]:
+                server.sendto(b"192.0.2.1", question[1])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield server.getsockname()[1]
+        server.sendto(b"", server.getsockname())
+        thread.join()
+
+
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What the programs want to reach: a secret, a port, a socket, this process."""
+    """What the programs want to reach: a secret, ports, a socket, this process."""
     (tmp_path / "secret").write_text("secret")
     monkeypatch.setenv("SECRET", "secret")
     monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as named,
+        name_server() as datagrams,
+    ):
         named.bind(f"\0gspo_escape_{os.getpid()}")
         named.listen()
         yield {
             "FOLDER": str(tmp_path),
             "PORT": str(server.getsockname()[1]),
+            "DATAGRAMS": str(datagrams),
             "PID": str(os.getpid()),
         }
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
@@ -176,7 +210,85 @@ def filled(program: str, outside: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_no_escape(name: str, outside: dict[str, str]) -> None:
-    assert run(filled(ESCAPES[name], outside), seconds=1.0).failure is not None
+    assert has_failed(name, run(filled(ESCAPES[name], outside), seconds=1.0))
+
+
+def has_failed(name: str, outcome: sandbox.Outcome) -> bool:
+    wanted = {
+        "ends its parent": ("AssertionError", "PermissionError"),
+        "asks a name server": ("TimeoutError",),
+    }
+    return outcome.failure is not None and outcome.failure.startswith(wanted.get(name, ("",)))
+
+
+def test_no_escape_of_an_ordinary_user(outside: dict[str, str]) -> None:
+    """His programs have his rights, not nobody's: other walls hold them than root's."""
+    with ordinary_user() as user:
+        (user.folder / "secret").write_text("secret")
+        places = {**outside, "FOLDER": str(user.folder)}
+        programs = [filled(program, places) for program in ESCAPES.values()]
+        outcomes = user.run(programs, replace(LIMITS, seconds=1.0), SECRET="secret")
+    escaped = [n for n, outcome in zip(ESCAPES, outcomes) if not has_failed(n, outcome)]
+    assert escaped == []
+
+
+# allows all
+NO_FILTER = """
+import struct
+sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
+"""
+NAMESPACE = "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0"
+
+
+def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter() -> None:
+    with ordinary_user() as user:
+        (outcome,) = user.run([NAMESPACE], LIMITS, NO_FILTER)
+        (memory,) = user.run(["import os; os.memfd_create('x')"], LIMITS, NO_FILTER)
+    assert outcome.failure == "AssertionError"
+    assert memory.failure is None  # there was no filter
+
+
+# As a login does it: a session keyring, with a secret of the user's. keyctl, add_key: x86-64.
+WITH_KEY = """
+import ctypes, struct, sys
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+if libc.syscall(250, 1, None) < 0 or libc.syscall(248, b"user", b"ticket", b"secret", 6, -3) < 0:
+    print("no keyrings")
+    raise SystemExit
+from gspo_megatron.rewards import sandbox, sandbox_filter
+if sys.argv[1] == "without":
+    sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
+READ = '''
+import ctypes
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+key = libc.syscall(250, 10, -3, b"user", b"ticket", 0)
+print(key >= 0, libc.syscall(248, b"user", b"left", b"x", 1, -3) >= 0)
+'''
+print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it has the numbers of x86-64")
+@pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
+def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
+    """By the filter, and by a keyring of its own."""
+    words = [sys.executable, "-c", WITH_KEY, filtered]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    if done.stdout.strip() == "no keyrings":
+        pytest.skip("this kernel has no keyrings")
+    assert done.stdout.strip() == told
+
+
+def test_nothing_is_in_the_environment_of_any_process() -> None:
+    read = "import glob; print([open(p).read() for p in glob.glob('/proc/[0-9]*/environ')])"
+    with ordinary_user() as user:
+        (outcome,) = user.run([read], LIMITS, SECRET="secret")
+    first, own = ast.literal_eval(outcome.stdout.decode())  # of bwrap, and of the program
+    names = [entry.partition("=")[0] for entry in own.split("\0") if entry]
+    assert first == "" and sorted(names) == ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PWD"]
+    assert "PWD=/tmp\0" in own
 
 
 ATTACKS = [

@@ -94,6 +94,8 @@ def of_batch(samples):
 async def judged(sample):
     if sample.response == "wait":
         await asyncio.sleep(600)
+    if sample.response == "nap":
+        await asyncio.sleep(0.1)
     if sample.response == "together":  # all of them, in one worker
         judged.count = getattr(judged, "count", 0) + 1
         while judged.count < 32:
@@ -248,6 +250,17 @@ def test_a_coroutine_that_waits_too_long_leaves_its_worker(
     assert failed == FailedCalls(0, 1)
     assert rewards(found, "x") == [1]
     assert len(set(processes(tmp_path))) == 1
+
+
+def test_a_coroutine_that_waits_is_not_blamed_for_one_that_blocks(
+    scorer: Callable[..., Scorer], tmp_path: Path
+) -> None:
+    """Its time is over first, as it came first; it could not go on because of the other one."""
+    found = scorer("judged", timeout_seconds=1.0)
+    scores, failed = found.score(samples("nap", "hang"))
+    assert [score is None for score in scores] == [False, True]
+    assert failed == FailedCalls(0, 1)
+    assert (tmp_path / "processes").read_text().count("nap") == 1  # its second try, alone
 
 
 def test_a_crash_is_repeated_and_a_time_out_is_not(

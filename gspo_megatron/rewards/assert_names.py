@@ -1,0 +1,221 @@
+"""Names of tests that are asserts: which the tester defines, and which the solution is asked for.
+
+A solution that could define the names with which it is judged (`math`, a helper that compares)
+would pass whatever it returns. So a name is the solution's only if it is what the row wants to be
+written; all others come from the tests, from the row's own code, or from Python's library.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# Published tests use names of these without an import.
+_MODULES = (
+    *("math", "cmath", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
+    *("typing", "datetime", "decimal", "fractions", "copy", "re", "string", "statistics", "random"),
+)
+_ALIASES = {"np": "import numpy as np", "numpy": "import numpy", "pd": "import pandas as pd"}
+
+
+class NamesError(ValueError):
+    """The solution itself would decide whether it is right."""
+
+
+@dataclass(frozen=True)
+class Names:
+    setup: tuple[str, ...]  # what the tester runs before the tests' own setup
+    asked: tuple[str, ...]  # of the solution
+
+
+def resolve(
+    setup: Sequence[str],
+    tests: Sequence[str],
+    reference: str = "",
+    entry: str | None = None,
+) -> Names:
+    """reference: a right solution, or other code of the row, if it has some; entry: the name that
+    the solution is asked for, if the row tells. Raises NamesError."""
+    trees, told = _parsed([*setup, *tests]), _Reference(reference)
+    if trees is None:  # the tests fail, with the reason
+        return Names((), () if entry is None else (entry,))
+    free = _free(trees)
+    if entry is not None:
+        free.setdefault(entry, [])
+    before: dict[str, None] = {}  # in their order
+    asked, rest = [], []
+    for name, uses in free.items():
+        if name == entry or (entry is None and name in told.defined):
+            asked.append(name)
+        elif hasattr(builtins, name):
+            continue
+        elif (line := told.imports.get(name) or _module_import(name, uses)) is not None:
+            before[line] = None
+        else:
+            rest.append(name)
+    known = [name for name in rest if name in _library()]
+    others = [name for name in rest if name not in known]
+    if entry is None:
+        asked += others
+        others = []
+        if not asked:  # a task may be named as a function of the library, such as gcd
+            asked = _innermost(trees, known)
+    before.update((_library()[name], None) for name in known if name not in asked)
+    judges = [name for name in _judges(trees[len(setup) :], asked) if name != entry]
+    if wrong := [name for name in (*others, *judges) if name not in told.defined]:
+        raise NamesError(
+            f"its tests use {', '.join(dict.fromkeys(wrong))}, which would be the solution's own, "
+            "to tell whether the solution is right; define it in the row's test_setup_code or test"
+        )
+    if judges or others:
+        before[reference] = None
+    return Names(tuple(before), tuple(name for name in asked if name not in judges))
+
+
+class _Reference:
+    """What a row's own code defines and imports."""
+
+    def __init__(self, text: str) -> None:
+        self.defined: set[str] = set()
+        self.imports: dict[str, str] = {}
+        for node in _nodes(_parsed([text]) or []):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self.imports[name] = ast.unparse(node)
+        for tree in _parsed([text]) or []:
+            for statement in tree.body:
+                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                    self.defined.add(statement.name)
+                elif isinstance(statement, ast.Assign):
+                    stored = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+                    self.defined |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+
+
+def _parsed(texts: Sequence[str]) -> list[ast.Module] | None:
+    try:
+        return [ast.parse(text) for text in texts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _nodes(trees: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    for tree in trees:
+        yield from ast.walk(tree)
+
+
+def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
+    """Names that nothing in the texts binds, with what each use is part of."""
+    bound: set[str] = set()
+    used: dict[str, list[ast.AST | None]] = {}
+    parents = {child: node for node in _nodes(trees) for child in ast.iter_child_nodes(node)}
+    for node in _nodes(trees):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.setdefault(node.id, []).append(parents.get(node))
+        elif isinstance(node, ast.Name):
+            bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            bound |= _public(node.module or "")
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(getattr(node, "name", None), str):  # functions, classes, except, match
+            bound.add(node.name)  # type: ignore[attr-defined]
+    return {name: uses for name, uses in used.items() if name not in bound}
+
+
+@functools.cache
+def _public(module: str) -> frozenset[str]:
+    """Of a module of Python's library; nothing else is imported here."""
+    if module.partition(".")[0] not in sys.stdlib_module_names:
+        return frozenset()
+    names = vars(importlib.import_module(module))
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+@functools.cache
+def _library() -> dict[str, str]:
+    """The import of each name."""
+    found: dict[str, str] = {}
+    for module in _MODULES:
+        listed = getattr(importlib.import_module(module), "__all__", None) or _public(module)
+        for name in sorted(listed):
+            found.setdefault(name, f"from {module} import {name}")
+    return found
+
+
+def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
+    """The import of a name of which only attributes are used, as of a module."""
+    if not all(isinstance(use, ast.Attribute) for use in uses):
+        return None
+    if name in _ALIASES:
+        return _ALIASES[name]
+    return f"import {name}" if name in sys.stdlib_module_names else None
+
+
+def _called(node: ast.AST, names: Sequence[str]) -> set[str]:
+    """Which of the names are called somewhere below a node."""
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return {func.id for func in calls if isinstance(func, ast.Name)} & set(names)
+
+
+def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
+    """Those that are called, and never with what another of them returns. All where none is so."""
+    outer: set[str] = set()
+    inner: set[str] = set()
+    for node in _nodes(trees):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            inner.add(node.func.id)
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if any(_called(argument, names) - {node.func.id} for argument in arguments):
+                outer.add(node.func.id)
+    return [name for name in names if name in inner - outer] or list(names)
+
+
+def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
+    """Functions of the solution whose word, not its value, would decide an assert: they are given
+    what another of its functions returns, or give what another is compared with."""
+    functions = [name for name in asked if not name[:1].isupper()]  # classes make arguments only
+    found: dict[str, None] = {}
+    for node in _nodes(trees):
+        if isinstance(node, ast.Assert):
+            found.update((name, None) for name in _deciding(node.test, functions))
+    return list(found)
+
+
+def _deciding(node: ast.AST, functions: Sequence[str]) -> Iterator[str]:
+    if isinstance(node, ast.BoolOp):
+        for value in node.values:
+            yield from _deciding(value, functions)
+    elif isinstance(node, ast.UnaryOp):
+        yield from _deciding(node.operand, functions)
+    elif isinstance(node, (ast.GeneratorExp, ast.ListComp)):
+        yield from _deciding(node.elt, functions)
+    elif isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        values = [s for s in sides if not (isinstance(s, ast.Constant) and _is_truth(s.value))]
+        if len(values) < len(sides):  # `f(x) == True` says what `f(x)` says
+            for value in values:
+                yield from _deciding(value, functions)
+            return
+        first, *others = (_called(side, functions) for side in sides)
+        for other in others:
+            yield from sorted(other - first if first else ())
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if node.func.id in functions:
+            if any(_called(argument, functions) - {node.func.id} for argument in arguments):
+                yield node.func.id
+        elif node.func.id in ("all", "any", "bool"):
+            for argument in arguments:
+                yield from _deciding(argument, functions)
+
+
+def _is_truth(value: object) -> bool:
+    return value is None or isinstance(value, bool)

@@ -1,0 +1,163 @@
+"""What a function of a solution returned, read and compared outside of the sandbox.
+
+The bytes come from a program that nobody has read: it may have written them itself. Nothing of
+them is hashed, so that no choice of values makes a set or dictionary slow; the work grows with
+their length and has a limit; and whatever they are, they are a result or an UnreadableError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_SECONDS = 5.0  # to read and compare a result
+_LARGEST_KEY = 1 << 12  # bits of an integer that becomes a key's text, which takes their square
+_KINDS = (
+    *("int", "float", "complex", "bytes"),
+    *("list", "tuple", "set", "frozenset", "dict"),
+)
+
+
+class UnreadableError(Exception):
+    """The bytes are no result; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """A value that JSON does not know, such as a set or bytes: it equals none that is expected."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """A dictionary: its keys as JSON would write them, sorted, each once."""
+
+    pairs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    value: Any
+    deadline: float
+
+    def equals(self, wanted: Any) -> bool:
+        """Whether it is the JSON value `wanted`: tuples count as lists, keys as texts, and numbers
+        in lists may differ by 1e-6 where a decimal one is wanted."""
+        try:
+            return _same(self.value, wanted, self.deadline, exact=False)
+        except (RecursionError, MemoryError) as error:
+            raise UnreadableError("no result") from error
+
+
+def read_result(told: bytes, seconds: float = _SECONDS) -> Result:
+    """Read what `sandbox_harness.encode` has written. Raises UnreadableError."""
+    deadline = time.monotonic() + seconds
+    try:
+        parsed = json.loads(
+            told,
+            object_pairs_hook=_marked,
+            parse_int=_refuse,
+            parse_float=_refuse,
+            parse_constant=_refuse,
+        )
+        return Result(_value(parsed, deadline), deadline)
+    except UnreadableError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise UnreadableError("no result") from error
+
+
+class _Marked(tuple[str, Any]):
+    """The only item of an object: a kind of value, and its content."""
+
+
+def _marked(pairs: Sequence[tuple[str, Any]]) -> _Marked:
+    if len(pairs) != 1 or pairs[0][0] not in _KINDS:
+        raise ValueError("an object that is no value")
+    return _Marked(pairs[0])
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError("a bare number")
+
+
+def _value(told: Any, deadline: float) -> Any:
+    if time.monotonic() > deadline:
+        raise UnreadableError("no result: it takes too long to read")
+    if told is None or isinstance(told, (bool, str)):
+        return told
+    if not isinstance(told, _Marked):
+        raise ValueError("a bare list")
+    kind, content = told
+    if kind == "int":
+        return int(content, 16)
+    if kind == "float":
+        return float.fromhex(content)
+    if kind in ("complex", "bytes"):
+        return _Odd(kind)
+    if not isinstance(content, list):
+        raise ValueError("no list of items")
+    if kind == "dict":
+        found = []
+        for pair in content:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise ValueError("no pair of key and value")
+            found.append((_key(_value(pair[0], deadline)), _value(pair[1], deadline)))
+        return _sorted(found)
+    items = [_value(item, deadline) for item in content]
+    return items if kind in ("list", "tuple") else _Odd(kind)
+
+
+def _key(value: Any) -> str:
+    """What JSON would make of it, as Python writes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and value.bit_length() > _LARGEST_KEY:
+        raise ValueError("a key of too many digits")
+    if value is None or isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, list):  # only tuples can be keys
+        end = ",)" if len(value) == 1 else ")"
+        return "(" + ", ".join(repr(v) if isinstance(v, str) else _key(v) for v in value) + end
+    raise ValueError("a key that no expected value has")
+
+
+def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
+    """Of a key that comes twice, the last value counts."""
+    ordered = sorted(pairs, key=lambda pair: pair[0])  # stable
+    following = [*ordered[1:], None]
+    return _Pairs(
+        tuple(
+            pair for pair, after in zip(ordered, following) if after is None or pair[0] != after[0]
+        )
+    )
+
+
+def _same(found: Any, wanted: Any, deadline: float, *, exact: bool) -> bool:
+    if time.monotonic() > deadline:
+        raise UnreadableError("no result: it takes too long to compare")
+    if isinstance(wanted, (list, tuple)):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(_same(f, w, deadline, exact=exact) for f, w in zip(found, wanted))
+        )
+    if isinstance(wanted, dict):
+        if not isinstance(found, _Pairs) or len(found.pairs) != len(wanted):
+            return False
+        other = _sorted([(str(key), value) for key, value in wanted.items()]).pairs
+        return all(
+            key == name and _same(value, item, deadline, exact=True)
+            for (key, value), (name, item) in zip(found.pairs, other)
+        )
+    if not exact and isinstance(wanted, float) and isinstance(found, (int, float)):
+        try:
+            return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
+        except OverflowError:  # an integer that no float can be near to
+            return False
+    return bool(found == wanted)

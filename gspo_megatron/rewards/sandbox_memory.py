@@ -1,0 +1,168 @@
+"""A memory cgroup around each program in a sandbox, where this machine lets us make one.
+
+It counts what no limit of a process counts: all processes together, buffers of sockets and pipes,
+files in memory. A cgroup is made inside our own one, or beside it, which needs root or a part of
+the tree that was delegated to the user.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "gspo_"
+_LEAVE_SECONDS = 0.05  # until the kernel has forgotten the processes of a cgroup
+_TRY_SECONDS = 10.0
+# name of the controller's files: limit, limit with swap, count of processes that were ended
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control"),
+    2: ("memory.max", "memory.swap.max", "memory.events"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where cgroups can be made."""
+
+    version: int  # of cgroups: 1 or 2
+    folder: Path
+
+
+class Group:
+    """One cgroup. It is gone after `close`."""
+
+    def __init__(self, place: Place, limit_bytes: int) -> None:
+        """Raises OSError."""
+        self._version = place.version
+        self.folder = Path(tempfile.mkdtemp("", f"{_PREFIX}{os.getpid()}_", place.folder))
+        limit, with_swap, _ = _FILES[self._version]
+        try:
+            (self.folder / limit).write_text(str(limit_bytes))
+            if (self.folder / with_swap).exists():
+                no_swap = limit_bytes if self._version == 1 else 0  # with memory, or swap alone
+                (self.folder / with_swap).write_text(str(no_swap))
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def entrance(self) -> Path:
+        """A process that writes 0 to this file is in the group, and its children will be."""
+        return self.folder / "cgroup.procs"
+
+    @property
+    def was_full(self) -> bool:
+        """Whether the kernel has ended a process of the group for want of memory."""
+        text = (self.folder / _FILES[self._version][2]).read_text()
+        return any(int(line.split()[1]) for line in text.splitlines() if line[:9] == "oom_kill ")
+
+    def close(self) -> None:
+        """Needs all processes to have ended. Where nobody has reaped them yet, the empty folder is
+        removed with a later group, or at the end of this process."""
+        _left.append(self.folder)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self.folder in _left and time.monotonic() < deadline:
+            _remove_left()
+            time.sleep(0.001)
+
+
+_left: list[Path] = []  # folders of groups that are closed; threads share it
+
+
+@atexit.register
+def _remove_left() -> None:
+    for folder in tuple(_left):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            continue
+        if folder in _left:
+            _left.remove(folder)
+
+
+@functools.cache
+def place() -> Place | None:
+    """Where cgroups with a limit of memory can be made; None: nowhere. It is tried."""
+    for candidate in _candidates():
+        _sweep(candidate.folder)
+        if _works(candidate):
+            return candidate
+    return None
+
+
+def _candidates() -> Iterator[Place]:
+    own = dict(_own_paths())
+    for kind, root, mount, controllers in _mounts():
+        if kind == "cgroup2" and "" in own:
+            name = ""
+        elif kind == "cgroup" and "memory" in controllers and "memory" in own:
+            name = "memory"
+        else:
+            continue
+        try:
+            folder = Path(mount) / Path(own[name]).relative_to(root)
+        except ValueError:  # of another part of the tree
+            continue
+        yield Place(2 if kind == "cgroup2" else 1, folder)
+        # processes of version 2 are in leaves only: a new leaf is a sibling
+        if kind == "cgroup2" and folder != Path(mount):
+            yield Place(2, folder.parent)
+
+
+def _own_paths() -> Iterator[tuple[str, str]]:
+    """Of this process, by each controller's name; "" for version 2."""
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            yield name, path
+
+
+def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Kind, root in the tree, folder and options of each mount."""
+    for line in _lines("/proc/self/mountinfo"):
+        first, _, last = line.partition(" - ")
+        _, _, _, root, folder, *_ = first.split()
+        kind, _, options = last.split(maxsplit=2)
+        yield kind, root, folder, options.split(",")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed have left."""
+    for left in folder.glob(f"{_PREFIX}*_*"):
+        owner = left.name[len(_PREFIX) :].partition("_")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            try:
+                left.rmdir()
+            except OSError:
+                continue
+
+
+def _works(candidate: Place) -> bool:
+    try:
+        group = Group(candidate, 1 << 26)
+    except OSError:
+        return False
+    try:
+        words = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group.entrance)]
+        tried = subprocess.run(words, capture_output=True, timeout=_TRY_SECONDS, check=False)
+        return tried.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    finally:
+        group.close()

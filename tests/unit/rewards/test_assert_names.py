@@ -1,0 +1,135 @@
+"""Names of asserts: the tester's, unless the row wants them written. A solution that defines the
+others passes nothing by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gspo_megatron.errors import RewardError
+from gspo_megatron.rewards.assert_names import Names, NamesError, resolve
+from gspo_megatron.rewards.code import judge, row_fault
+from gspo_megatron.rewards.sandbox import Limits
+from gspo_megatron.types import Prompt, Sample
+
+REFERENCE = """
+import math
+from collections import Counter as Bag
+class Pair:
+    pass
+def close(a, b):
+    return abs(a - b) < 1
+def volume(r):
+    return 4 / 3 * math.pi * r**3
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "imports", "asked"),
+    [
+        ("assert f(1) == 2", [], ["f"]),
+        ("assert math.isclose(volume(10), 4188.79)", ["import math"], ["volume"]),
+        ("assert isclose(volume(10), 4188.79)", ["from math import isclose"], ["volume"]),
+        ("assert f('aab') == Counter('aab')", ["from collections import Counter"], ["f"]),
+        ("assert np.allclose(f(1), [2])", ["import numpy as np"], ["f"]),
+        ("assert gcd(12, 18) == 6", [], ["gcd"]),  # a task of that name
+        ("assert isclose(lcm(4, 6), 12)", ["from math import isclose"], ["lcm"]),
+        ("assert longest([Pair(1, 2)], 1) == 1", [], ["longest", "Pair"]),
+        ("assert decode(encode('a')) == 'a'", [], ["decode", "encode"]),
+        ("assert is_prime(7) == True", [], ["is_prime"]),
+        ("assert all(f(x) == x for x in range(3))", [], ["f"]),
+        ("from math import *\nassert isclose(f(1), sqrt(2))", [], ["f"]),
+        ("def near(a, b): return a == b\nassert near(f(1), 2)", [], ["f"]),
+        ("try:\n f(1)\nexcept KeyError as error: assert error", [], ["f"]),
+        ("assert (", [], []),  # the tests fail, and say why
+    ],
+)
+def test_what_the_tester_knows_is_his(test: str, imports: list[str], asked: list[str]) -> None:
+    assert resolve([], [test]) == Names(tuple(imports), tuple(asked))
+
+
+def test_the_rows_own_code_tells_more() -> None:
+    assert resolve([], ["assert close(volume(1), 4)"], REFERENCE) == Names(
+        (REFERENCE,), ("volume",)
+    )
+    found = resolve([], ["assert volume(Pair()) == Bag()"], REFERENCE)
+    assert found == Names(("from collections import Counter as Bag",), ("volume", "Pair"))
+    # named as a function of Python
+    assert resolve([], ["assert sum([1]) == 1"], "def sum(x): pass").asked == ("sum",)
+    assert resolve(["root = Node(1)"], ["assert height(root) == 1"]).asked == ("Node", "height")
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert near(f(1), 2)",
+        "assert near(f(1), 2) == True",
+        "assert not differs(f(1), 2)",
+        "assert all(near(f(x), x) for x in range(3))",
+        "assert f(1) and near(f(2), 3)",
+        "assert f(1) == expected(1)",
+    ],
+)
+def test_a_helper_that_would_judge_is_refused(test: str) -> None:
+    with pytest.raises(NamesError, match="which would be the solution's own.*test_setup_code"):
+        resolve([], [test])
+    fault = row_fault(Prompt("p", None, "rows:1", fields={"test_list": [test]}))
+    assert fault is not None and fault.startswith("cannot be judged: its tests use ")
+
+
+# --- in a sandbox ---------------------------------------------------------------------------------
+
+
+def verdict(program: str, prompt: str = "", **fields: Any) -> str:
+    response = f"```python\n{program}\n```"
+    given = Sample(prompt, None, response, truncated=False, fields=fields, row_id="rows:1")
+    return judge(given, Limits(5.0, 256), 30.0).reason
+
+
+RIGHT = "def volume(r):\n    return 4.18879020478639 * r ** 3\n"
+WRONG = "def volume(r):\n    return 0\n"
+ALL_TRUE = (
+    "class math:\n    isclose = staticmethod(lambda *a, **k: True)\n    fabs = lambda x: 0\n"
+    "isclose = near = poly = lambda *a, **k: True\n"
+    "class Same:\n    def __eq__(self, other): return True\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "code"),
+    [
+        ("assert math.isclose(volume(10), 4188.790204786391, rel_tol=0.001)", ""),
+        ("assert isclose(volume(10), 4188.790204786391)", ""),
+        ("assert near(volume(10), 4188.79)", "def near(a, b):\n    return abs(a - b) < 0.01\n"),
+    ],
+)
+def test_published_asserts_without_an_import(test: str, code: str) -> None:
+    row = {"test_list": [test], "code": code}
+    assert verdict(RIGHT, **row) == ""
+    assert verdict(WRONG + ALL_TRUE, **row) == "test 1: AssertionError"
+    assert verdict(RIGHT + ALL_TRUE, **row) == ""
+
+
+def test_helpers_of_a_prompt_that_is_no_code() -> None:
+    """As HumanEval's find_zero, in a chat's words."""
+    row = {
+        "entry_point": "find_zero",
+        "test": "def check(f):\n    assert math.fabs(poly([1, 2], f([1, 2]))) < 1e-4\n",
+    }
+    prompt = (
+        "Complete this:\n```python\ndef poly(xs, x):\n    return xs[0] + xs[1] * x\n"
+        "def find_zero(xs):\n    '''Find x with poly(xs, x) == 0.'''\n```\n"
+    )
+    right = "def find_zero(xs):\n    return -xs[0] / xs[1]\n"
+    wrong = "def find_zero(xs):\n    return 7\npoly = lambda xs, x: 0\n"
+    assert verdict(right, prompt, **row) == ""
+    assert verdict(wrong, prompt, **row) == verdict(wrong + ALL_TRUE, prompt, **row) != ""
+    with pytest.raises(RewardError, match="rows:1: unreadable tests: .*its tests use poly, which"):
+        verdict(right, "Find a zero.", **row)
+
+
+def test_only_what_is_wanted_is_asked_of_the_solution() -> None:
+    """A name that neither side has is an error, also where the solution has one."""
+    row = {"entry_point": "f", "test": "def check(f):\n    assert f(1) == globals()['two']\n"}
+    assert verdict("two = 2\ndef f(x): return 2", **row).startswith("test 1: KeyError")

@@ -1,0 +1,72 @@
+"""Answers whose values nobody can compute: they score 0 after about a second, and end nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from gspo_megatron.rewards import math as module
+from gspo_megatron.rewards.math import math, read_answer
+from gspo_megatron.types import Sample
+
+pytest.importorskip("math_verify")
+
+
+def answered(response: str, answer: str = "5") -> Sample:
+    return Sample("p", answer, response, truncated=False)
+
+
+@pytest.fixture(autouse=True)
+def _warm() -> None:
+    assert math(answered(r"\boxed{\frac{10}{2}}")) == 1.0  # the first call loads grammars
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{((9!)!)!}",
+        r"\boxed{\binom{10000000}{5000000}}",
+        r"\boxed{" + "(" * 500 + "1" + ")" * 500 + "}",
+    ],
+)
+def test_a_tower_costs_its_time(response: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._SECONDS <= 1.0
+    monkeypatch.setattr(module, "_SECONDS", 0.2)
+    for function in (module.math, module.read_answer):
+        began = time.process_time()
+        assert function(answered(response)) != 1.0
+        assert time.process_time() - began < 1.0
+    # the clock is off
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{" + "9" * 5000 + "}",
+        r"\boxed{10^{5000}}",
+        r"\boxed{\infty}",
+        r"\boxed{-\infty}",
+        r"\boxed{\frac{1}{0}}",
+        r"\boxed{0^0}",
+        r"\boxed{1e999}",
+        "\\boxed{\ud800}",
+        "\\boxed{\0}",
+        r"\boxed{",
+        r"\boxed{}" * 100,
+    ],
+)
+def test_no_answer_raises(response: str) -> None:
+    assert math(answered(response)) == 0.0
+    found = read_answer(answered(response))
+    assert found is None or isinstance(found, str)
+
+
+def test_large_values_that_can_be_computed_are_compared() -> None:
+    assert math(answered(r"\boxed{2^{100}}", "1267650600228229401496703205376")) == 1.0
+    assert math(answered(r"\boxed{20!}", "2432902008176640000")) == 1.0
+    assert math(answered(r"\boxed{9^{9^{9}}}", "9^{9^{9}}")) == 1.0  # the same text
