@@ -1,7 +1,10 @@
-"""Custom functions, named in the configuration as "package.module:function"."""
+"""Custom functions, named in the configuration as "package.module:function", and the copies of
+records that they are given."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -9,9 +12,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_megatron.errors import UserError
+
+_T = TypeVar("_T")
 
 _Kind = inspect.Parameter
 _TAKES_A_NAME = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
@@ -99,6 +104,19 @@ def option_problems(
         if each.default is each.empty and each.name not in options:
             problems.append(f"{kind}.options.{each.name}: missing; {name} needs it")
     return problems
+
+
+def own_copy(value: _T) -> _T:
+    """A copy that the user's code may change: nobody else sees it."""
+    return copy.deepcopy(value)
+
+
+def own_record(record: _T) -> _T:
+    """The same for a Prompt or Sample. Numbers and texts, the tokens among them, cannot be changed,
+    and are not copied."""
+    names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}  # type: ignore[arg-type]
+    changes = {name: own_copy(getattr(record, name)) for name in names}
+    return dataclasses.replace(record, **changes)  # type: ignore[type-var]
 
 
 def origin(error: BaseException) -> str:

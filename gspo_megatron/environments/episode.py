@@ -24,12 +24,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from gspo_megatron.errors import EpisodeError, RolloutError
-from gspo_megatron.plugins import origin
+from gspo_megatron.errors import EpisodeError, RolloutError, UnplayableError
+from gspo_megatron.plugins import origin, own_copy, own_record
+from gspo_megatron.rewards.values import checked
 from gspo_megatron.types import Message, Prompt, TurnRewards
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ _END_OF_TURN = "\ue000"  # of the private use area: no text of a conversation ha
 
 
 class LimitReached(Exception):  # noqa: N818 (not a fault: episodes end so)
-    """The episode has no turn or no token left."""
+    """The episode has no turn or no token left.
+
+    An environment may let it pass where the reward function scores its episodes. One that gives the
+    rewards itself catches it, because only it knows what the turns so far are worth."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +129,25 @@ class Client:
     tokenizer: Tokenizer
     write: Write = field(repr=False)
     prompts: dict[int, tuple[int, ...]] = field(init=False)  # of branches, by their first turn
-    messages: list[Message] = field(init=False)
     tools: Sequence[dict[str, Any]] = ()  # instead of the environment's; see `begin`
     turns: list[Written] = field(default_factory=list)
     inserted: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
     is_cut: bool = False  # a limit ended it
+    added: list[list[Message]] = field(default_factory=list)  # before each turn
+    _messages: list[Message] = field(init=False)
+    _new: list[Message] = field(init=False)  # of `_messages`, those that no turn has answered
     _asked: float | None = None  # since when the policy is asked for a turn
     _waited: float = 0.0  # seconds for its earlier turns
 
     def __post_init__(self) -> None:
-        self.prompts, self.messages = {0: self.task.token_ids}, list(self.task.messages)
+        # The environment has the task, too: what it changes there is not the episode's.
+        self.prompts, self._messages = {0: self.task.token_ids}, own_copy([*self.task.messages])
+        self._new = self._messages
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far: a copy."""
+        return own_copy(self._messages)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -169,8 +182,9 @@ class Client:
         prompt that is too long."""
         if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
-        self.messages, self.tools = list(messages), tools
-        prompt = tuple(self._encoded(self._rendered(self.messages)))
+        self._messages, self.tools = own_copy([*messages]), own_copy(tools)
+        self._new = self._messages
+        prompt = tuple(self._encoded(self._rendered(self._messages)))
         if not self.turns and len(prompt) > self.limits.prompt_tokens:
             raise EpisodeError(
                 f"the prompt has {len(prompt)} tokens; at most "
@@ -193,7 +207,8 @@ class Client:
         """
         if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
-        conversation, number = [*self.messages, *messages], len(self.turns)
+        messages = own_copy([*messages])  # the environment may use its own again
+        conversation, number = [*self._messages, *messages], len(self.turns)
         prompt, between = self._next(conversation, messages, text)
         before = (*(self.context if prompt is None else prompt), *between)
         room = self._room(before, len(between))
@@ -208,10 +223,12 @@ class Client:
         if prompt is not None:
             self.prompts[number] = prompt
         self.inserted.append(between)
+        self.added.append([*self._new, *messages])
         self.turns.append(written)
         self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
         turn = Turn(self._text(written), tuple(written.token_ids), written.truncated)
-        self.messages = [*conversation, {"role": "assistant", "content": turn.text}]
+        self._messages = [*conversation, {"role": "assistant", "content": turn.text}]
+        self._new = []
         return turn
 
     # The response: the turns, and what stands between them
@@ -248,14 +265,17 @@ class Client:
         if not isinstance(trajectory, Trajectory):
             kind = type(trajectory).__name__
             raise EpisodeError(f"rollout returned a {kind}; legal: a Trajectory, or None")
-        if trajectory.turn_rewards is None:
-            return trajectory.reward
-        if trajectory.reward is not None:
-            raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
-        rewards = list(trajectory.turn_rewards)
-        if len(rewards) != len(self.turns):
-            raise EpisodeError(f"{len(rewards)} turn_rewards for {len(self.turns)} turns")
-        return TurnRewards(rewards, self.turn_ends())
+        given: Any = trajectory.reward
+        if trajectory.turn_rewards is not None:
+            if given is not None:
+                raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
+            rewards = list(trajectory.turn_rewards)
+            if len(rewards) != len(self.turns):
+                raise EpisodeError(f"{len(rewards)} turn_rewards for {len(self.turns)} turns")
+            given = TurnRewards(rewards, self.turn_ends())
+        if given is not None and self.turns:
+            checked(given, self._used, _refuse)
+        return given
 
     def _text(self, written: Written) -> str:
         ids = list(written.token_ids)
@@ -276,7 +296,7 @@ class Client:
             raise EpisodeError("between two turns stand messages, or a text")
         if text:
             return None, tuple(self.tokenizer.encode(text))
-        if not self.messages:
+        if not self._messages:
             raise EpisodeError(
                 "messages need a prompt of messages (data.chat_template = true makes one)"
             )
@@ -288,8 +308,8 @@ class Client:
     def _between(self, messages: Sequence[Message]) -> tuple[int, ...] | None:
         """What the template writes after the last turn, which itself stays as it was sampled. None
         where it changes or drops turns of the branch."""
-        last = {**self.messages[-1], "content": self.messages[-1]["content"] + _END_OF_TURN}
-        written = self._rendered([*self.messages[:-1], last, *messages])
+        last = {**self._messages[-1], "content": self._messages[-1]["content"] + _END_OF_TURN}
+        written = self._rendered([*self._messages[:-1], last, *messages])
         before, mark, after = written.rpartition(_END_OF_TURN)
         if not mark or not _holds(before, map(self._text, self.turns[max(self.prompts) :])):
             return None
@@ -308,6 +328,10 @@ class Client:
         """What a template writes for the token that ends a turn."""
         names = {number: text for text, number in self.tokenizer.special_tokens.items()}
         return names[self.tokenizer.eos_id]
+
+
+def _refuse(returned: str) -> NoReturn:
+    raise EpisodeError(f"rollout gave as reward {returned}")
 
 
 def _holds(text: str, parts: Iterable[str]) -> bool:
@@ -391,19 +415,18 @@ class EpisodeRunner:
     limits: Limits
 
     async def run(self, task: Prompt, write: Write) -> Episode:
-        """One episode. What the environment raises is in the result; an error of the engine is
-        raised here. An episode without a turn has failed, and gets one of a single token."""
-        client = Client(task, self.limits, self.tokenizer, write)
+        """One episode. What the environment raises is in the result; an error of the engine, and an
+        UnplayableError, is raised here. An episode without a turn has failed, and gets one of a
+        single token."""
+        client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
-            given = client.given_reward(await self.environment.rollout(client, task))
+            given = client.given_reward(await self._play(client))
             if not client.turns:
                 raise EpisodeError("the episode ended without a turn")
-            if given is None and getattr(self.environment, "gives_rewards", False):
+            if given is None and self.gives_rewards:
                 raise EpisodeError("gives_rewards is true, and rollout returned no reward")
-        except LimitReached:
-            pass
-        except RolloutError:
+        except (RolloutError, UnplayableError):
             raise
         except Exception as found:  # noqa: BLE001 (the user's code may raise anything)
             what = str(found) if isinstance(found, EpisodeError) else _named(found)
@@ -412,8 +435,43 @@ class EpisodeRunner:
             error.__cause__ = found
         if not client.turns:
             client.inserted.append(())
+            client.added.append(client.messages)
             client.turns.append(Written((self.tokenizer.eos_id,), truncated=True))
         return Episode(client, given, error)
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the reward function is never asked."""
+        return bool(getattr(self.environment, "gives_rewards", False))
+
+    async def _play(self, client: Client) -> Trajectory | None:
+        """What the environment returns; None where a limit ended the episode and the reward
+        function is to score it."""
+        work = asyncio.ensure_future(self._rollout(client))
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:  # the episode is not wanted any more
+            work.cancel()
+            await asyncio.wait([work])
+            raise
+        if work.cancelled():
+            raise EpisodeError("rollout cancelled itself")
+        try:
+            return work.result()
+        except LimitReached as reached:
+            if self.gives_rewards:
+                raise EpisodeError(
+                    f"gives_rewards is true, and no reward was given when a limit ended the "
+                    f"episode ({reached}: environment.max_turns, rollout.max_response_tokens); "
+                    "rollout has to catch LimitReached and to return the reward of the turns so far"
+                ) from reached
+            return None
+
+    async def _rollout(self, client: Client) -> Trajectory | None:
+        try:
+            return await self.environment.rollout(client, client.task)
+        except SystemExit as end:  # it would end the event loop with all other episodes
+            raise EpisodeError(f"rollout ended with {end!r}") from end
 
 
 async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:

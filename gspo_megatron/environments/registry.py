@@ -11,7 +11,7 @@ from gspo_megatron.config.schema import SINGLE_TURN
 from gspo_megatron.environments.episode import Environment, EpisodeRunner, Limits
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError
-from gspo_megatron.plugins import load_function, option_problems
+from gspo_megatron.plugins import load_function, option_problems, own_copy
 
 if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
@@ -100,7 +100,7 @@ def environment_of(config: Config) -> Environment | None:
 def tools_of(config: Config) -> list[dict[str, Any]]:
     """What the chat template is to describe in the prompts. Raises EpisodeError as
     `get_environment`."""
-    return list(getattr(environment_of(config), "tools", ()))
+    return own_copy([*getattr(environment_of(config), "tools", ())])
 
 
 def _single_turn() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.errors import ConfigError, RewardError, gathered_in
-from gspo_megatron.plugins import load_function, option_problems, origin
+from gspo_megatron.plugins import load_function, option_problems, origin, own_copy, own_record
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Prompt, Sample
 
@@ -50,7 +50,10 @@ class Reward:
     read_answer: Callable[..., str | None] | None = None
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
-        return self.function(given, **self.options)
+        """Calls it with copies. A function may change what it is given: rows are used again, and
+        samples of one prompt share them."""
+        mine = [*map(own_record, given)] if isinstance(given, list) else own_record(given)
+        return self.function(mine, **own_copy(dict(self.options)))
 
     def answer_in(self, sample: Sample) -> str | None:
         """What `read_answer` finds; None where there is no answer, or it is not known. Raises
@@ -58,7 +61,7 @@ class Reward:
         if self.read_answer is None:
             return None
         try:
-            answer = self.read_answer(sample, **self.options)
+            answer = self.read_answer(own_record(sample), **own_copy(dict(self.options)))
         except Exception as error:
             what = f"raised {type(error).__name__}: {error} ({origin(error)})"
             raise RewardError(f"read_answer of reward {self.name!r} {what}") from error
