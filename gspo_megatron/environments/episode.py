@@ -114,6 +114,18 @@ class Branch:
     turns: range  # their numbers
 
 
+@dataclass(frozen=True)
+class Position:
+    """A point of an episode between two turns."""
+
+    turns: int
+    prompts: dict[int, tuple[int, ...]]
+    messages: list[Message]
+    new: list[Message]
+    tools: Sequence[dict[str, Any]]
+    is_cut: bool
+
+
 _T = TypeVar("_T")
 Rows = TypeVar("Rows", bound=Any)  # an array or tensor
 
@@ -230,6 +242,20 @@ class Client:
         self._messages = [*conversation, {"role": "assistant", "content": turn.text}]
         self._new = []
         return turn
+
+    # Turns that nobody has read
+
+    def position(self) -> Position:
+        """Where the episode is, for `go_back`."""
+        messages, prompts = [*self._messages], dict(self.prompts)
+        return Position(len(self.turns), prompts, messages, self._new, self.tools, self.is_cut)
+
+    def go_back(self, position: Position) -> None:
+        """Take back what was said since: it was drawn, and it is no part of the episode."""
+        for column in (self.turns, self.inserted, self.added):
+            del column[position.turns :]
+        self.prompts, self._messages = dict(position.prompts), [*position.messages]
+        self._new, self.tools, self.is_cut = position.new, position.tools, position.is_cut
 
     # The response: the turns, and what stands between them
 

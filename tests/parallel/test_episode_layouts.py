@@ -22,7 +22,7 @@ from gspo_megatron.types import Prompt
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
 
-PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 5, 0, 2
+PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
 LIMITS = Limits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
 # fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
@@ -49,7 +49,8 @@ class Tokenizer:
 
 class Echo:
     """Says part of each turn back. Some episodes have one turn, some go on until a limit ends them,
-    some begin again with a short prompt, and some fail, at once or in the middle."""
+    some begin again with a short prompt, some take a turn back, and some fail, at once or in the
+    middle."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         if task.answer == "fails at once":
@@ -60,6 +61,10 @@ class Echo:
             if task.answer == "forgets" and len(client.turns) == 2:
                 client.begin([{"role": "user", "content": text}])
                 text = ""
+            if task.answer == "takes back" and len(client.turns) == 1:
+                position = client.position()
+                await client.generate(text=text, max_tokens=5)
+                client.go_back(position)
             turn = await client.generate(text=text, max_tokens=5)
             if task.answer == "fails later" and len(turn.token_ids) % 2:
                 raise ConnectionError("no tool")
@@ -68,8 +73,8 @@ class Echo:
 
 def tasks() -> list[Prompt]:
     draw = random.Random(5)
-    ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6)]
-    answers = ["", "forgets", "fails at once", "fails later", "forgets"]
+    ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6, 4)]
+    answers = ["", "forgets", "fails at once", "fails later", "forgets", "takes back"]
     rows = zip(ids, answers, strict=True)
     return [Prompt("p", answer, f"f:{n}", token_ids=t) for n, (t, answer) in enumerate(rows)]
 
