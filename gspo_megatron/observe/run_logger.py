@@ -96,10 +96,12 @@ class RunLogger:
         samples: Sequence[Sample],
         rewards: Sequence[float],
         parts: Sequence[Mapping[str, float]] = (),
+        records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Write some responses with their rewards, and the parts of these, if they have any."""
+        """Write some responses with their rewards, and the parts of these, if they have any; and
+        what else is known of each, as the turns of an episode."""
         if self.is_main:
-            self._samples.write(step, samples, rewards, parts)
+            self._samples.write(step, samples, rewards, parts, records=records)
 
     def write_evaluation(self, step: int, responses: Sequence[Mapping[str, Any]]) -> None:
         """Write the held-out responses of an evaluation."""

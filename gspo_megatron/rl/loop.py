@@ -213,7 +213,11 @@ class ReinforcementLoop:
             experience = restored
             self._begin_draws(step, first=step + 1)
         self.run_components.logger.write_samples(
-            step, experience.samples, experience.sample_rewards, experience.sample_parts
+            step,
+            experience.samples,
+            experience.sample_rewards,
+            experience.sample_parts,
+            experience.sample_records,
         )
         return experience
 
@@ -347,7 +351,7 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
         experience.metrics["reward/failed_groups"] = float(sum(chosen.has_failed))
     experience.metrics |= chosen.metrics()
     count = collector.config.logging.samples_per_step
-    for name in ("samples", "sample_rewards", "sample_parts"):
+    for name in ("samples", "sample_rewards", "sample_parts", "sample_records"):
         setattr(experience, name, getattr(shown, name)[:count])
     experience.rollout_seconds = time.perf_counter() - start
     return experience

@@ -16,6 +16,7 @@ from torch import Tensor
 from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.environments.transcript import records_of
 from gspo_megatron.errors import EpisodeError, RewardError, UserError, error_of
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
 from gspo_megatron.observe.heartbeat import heard_by
@@ -34,7 +35,6 @@ from gspo_megatron.rewards.scoring import (
     PartNames,
     Scorer,
     describe,
-    given_rewards,
     reward_columns,
 )
 from gspo_megatron.rewards.shaping import Shaping
@@ -77,6 +77,8 @@ class Experience:
     samples: list[Sample] = field(default_factory=list)
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
+    # of episodes, their turns: see `environments.transcript`
+    sample_records: list[dict[str, Any]] = field(default_factory=list)
     parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
     # of one draw: calls of the reward function, and episodes, on all ranks
     failed_calls: FailedCalls = field(default_factory=FailedCalls)
@@ -251,7 +253,7 @@ class Collector:
         calls_reward = dist.get_rank() == self.reward_rank
         if calls_reward:
             try:
-                given = given_rewards(episodes.ended, self.config.reward)
+                given = self.scorer.given(episodes.ended)
                 with heard_by(lambda: self.tell(self.scorer.progress())):
                     found, failed = self.scorer.score(samples, given)
                 self.tell("")
@@ -281,6 +283,7 @@ class Collector:
             samples,
             rewards.tolist(),
             [dict(score.parts) if score else {} for score in found] if parts else [],
+            records_of(episodes.ended, found) if calls_reward else [],
             scores[3:],
             failed,
             seconds,
@@ -437,9 +440,10 @@ class Collector:
         """This rank's records of evaluation.jsonl, with the numbers of their prompts."""
         found = []
         parts = experience.sample_parts or [{}] * len(experience.samples)
+        records = experience.sample_records or [{}] * len(experience.samples)
         groups = experience.batch.group_index.tolist()
-        rows = zip(experience.samples, experience.sample_rewards, parts, groups)
-        for sample, reward, of_parts, group in rows:
+        rows = zip(experience.samples, experience.sample_rewards, parts, records, groups)
+        for sample, reward, of_parts, of_episode, group in rows:
             scored = not math.isnan(reward)
             record = {
                 "row_id": sample.row_id,
@@ -452,6 +456,7 @@ class Collector:
                 "correct": reward >= correct_at if scored else None,
                 "truncated": sample.truncated,
                 "num_tokens": sample.num_tokens,
+                **of_episode,
             }
             found.append((group, record))
         return found

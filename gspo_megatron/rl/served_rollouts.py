@@ -42,7 +42,7 @@ from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
-from gspo_megatron.rollout.service.episodes import draw_to_json
+from gspo_megatron.rollout.service.episodes import RECORDS, draw_to_json, read_records
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
@@ -343,6 +343,7 @@ class ServedCollector(Collector):
                 count = np.count_nonzero(kinds[1:] > kinds[:-1])
             self._count_missing(routes, count)
             columns["routes"] = routes[:, self.layers]
+        records = [columns.pop(name, np.empty(0, np.uint8)) for name in RECORDS]
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         failed = tensors.pop("failed_calls").view(-1, len(FailedCalls._fields)).sum(0)
         failed = failed.to(self.device)
@@ -368,6 +369,7 @@ class ServedCollector(Collector):
             self.samples(batch, self.prompts_of(draw), draw.first, sampled),
             of_scores["rewards"].tolist(),
             [dict(zip(names, values)) for values in parts.t().tolist()] if names else [],
+            read_records(*records) if dist.get_rank() == self.reward_rank else [],
             parts,
             FailedCalls(*failed.tolist()),
             seconds.item(),

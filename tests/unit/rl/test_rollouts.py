@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.environments.episode import Client, Episode, Limits
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
@@ -432,8 +432,8 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 def ended(found: Collector, *errors: str) -> Episodes:
     """Episodes of one turn, of which those with a text have failed."""
     batch = found.roll_out([Prompts()[0]], 0, len(errors), SAMPLING, 1).batch
-    of_all = [SimpleNamespace(error=EpisodeError(e) if e else None, given=1.0) for e in errors]
-    return Episodes(batch, cast(Any, of_all))
+    client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
+    return Episodes(batch, [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors])
 
 
 def test_a_failed_episode_is_the_environment_s_fault() -> None:
@@ -443,6 +443,9 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector(reward=DROPPING)
     experience = found.score(ended(found, "a", "b"), [Prompts()[0]], 0)
     assert experience.failed_calls.episodes == 2
+    assert [record["error"] for record in experience.sample_records] == ["a", "b"]
+    responses = [response for _, response in found.responses(experience, 1.0)]
+    assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
     with pytest.raises(EpisodeError, match="the environment: its episodes failed in all groups"):
         raise found.nothing_scored("of a step", experience.failed_calls)
 
