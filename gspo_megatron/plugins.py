@@ -25,17 +25,18 @@ _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 
 
 def load_function(
-    key: str, import_path: str, error_class: type[UserError] = UserError
+    key: str, import_path: str, error_class: type[UserError] = UserError, kind: str = "function"
 ) -> Callable[..., Any]:
-    """The function at `import_path`, "package.module:function", that the configuration names under
-    `key`. The current directory is searched for the module after the installed packages.
+    """The function, or with kind "class" the class, at `import_path`, "package.module:name", that
+    the configuration names under `key`. The current directory is searched for the module after the
+    installed packages.
 
     Raises `error_class` with the cause, and its place in the code, if it cannot be loaded.
     """
     key = f"{key} = {import_path}"
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
-        raise error_class(f"{key}: write it as package.module:function")
+        raise error_class(f"{key}: write it as package.module:{kind}")
     if os.getcwd() not in sys.path:
         # Console scripts do not search it. It goes to the end, so that it hides no installed
         # package, and stays there, because the module may import its neighbours when it is called.
@@ -54,12 +55,17 @@ def load_function(
             f"({origin(error)})"
         ) from error
     function = getattr(module, function_name, None)
+    is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = difflib.get_close_matches(function_name, functions, n=3) or functions
+        found = [
+            name
+            for name, value in vars(module).items()
+            if is_kind(value) and getattr(value, "__module__", None) == module.__name__
+        ]
+        nearest = difflib.get_close_matches(function_name, found, n=3) or found
         raise error_class(
-            f"{key}: {module_name} has no function {function_name}; it has: "
-            f"{', '.join(nearest) or 'none'}"
+            f"{key}: {module_name} has no {kind} {function_name}; it has: "
+            f"{', '.join(nearest) or f'no {kind} of its own'}"
         )
     return function
 

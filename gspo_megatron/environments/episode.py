@@ -73,10 +73,18 @@ class Environment(Protocol):
     tools: Sequence[dict[str, Any]]
     # Every trajectory has rewards, so the reward function is never asked; False if left out.
     gives_rewards: bool
+    # What it says between turns are messages, so the prompts have to be messages, too; False: it
+    # does without. If left out, `check` reads its code.
+    needs_messages: bool
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         """One episode of the task."""
         ...
+
+
+def gives_rewards(environment: Environment | None) -> bool:
+    """Whether the reward function is never asked. None: of single turns."""
+    return bool(getattr(environment, "gives_rewards", False))
 
 
 @dataclass(frozen=True)
@@ -450,7 +458,7 @@ class EpisodeRunner:
             given = client.given_reward(await self._play(client))
             if not client.turns:
                 raise EpisodeError("the episode ended without a turn")
-            if given is None and self.gives_rewards:
+            if given is None and gives_rewards(self.environment):
                 raise EpisodeError("gives_rewards is true, and rollout returned no reward")
         except (RolloutError, UnplayableError):
             raise
@@ -464,11 +472,6 @@ class EpisodeRunner:
             client.added.append(client.messages)
             client.turns.append(Written((self.tokenizer.eos_id,), truncated=True))
         return Episode(client, given, error)
-
-    @property
-    def gives_rewards(self) -> bool:
-        """Whether the reward function is never asked."""
-        return bool(getattr(self.environment, "gives_rewards", False))
 
     async def _play(self, client: Client) -> Trajectory | None:
         """What the environment returns; None where a limit ended the episode and the reward
@@ -485,7 +488,7 @@ class EpisodeRunner:
         try:
             return work.result()
         except LimitReached as reached:
-            if self.gives_rewards:
+            if gives_rewards(self.environment):
                 raise EpisodeError(
                     f"gives_rewards is true, and no reward was given when a limit ended the "
                     f"episode ({reached}: environment.max_turns, rollout.max_response_tokens); "

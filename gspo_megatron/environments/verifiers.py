@@ -68,6 +68,7 @@ class Verifiers:
     (`--env.*` of `vf-eval`)."""
 
     gives_rewards = True
+    needs_template = True
 
     def __init__(
         self, taskset_id: str, python: str, seconds: float = 600.0, **options: Any

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.config import Config, to_shown_yaml
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.environment import write_environment
@@ -60,7 +60,13 @@ class RunLogger:
             self._samples.truncate_after(step, phase)
             self._evaluation.truncate_after(step, phase)
         write_environment(self.folder)
-        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
+        self.write_config(config)
+
+    def write_config(self, config: Config, unread: Mapping[str, str] | None = None) -> None:
+        """Write config.resolved.yaml. unread: keys that nothing reads in this run, and why."""
+        if self.is_main:
+            text = to_shown_yaml(config, unread or {})
+            write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """A progress display of one phase, of which `done` steps were finished earlier."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.config.schema import RewardSection, SuiteSection, suite_key
 from gspo_megatron.errors import ConfigError, RewardError, gathered_in
 from gspo_megatron.plugins import load_function, option_problems, origin, own_copy, own_record
 from gspo_megatron.rewards.values import shorten
@@ -44,6 +44,8 @@ class Reward:
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
     # Why it does not work on this machine with these options, and what to do; None: it does.
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
+    # Why it does not work with these settings, and what to do; None: it does.
+    section_fault: Callable[[RewardSection], str | None] = lambda section: None
     workers: int = 0  # what `reward.workers` = null means
     # The answer that it finds in a response, with its options, in a form that equal answers share:
     # for votes of an evaluation. None: it cannot tell.
@@ -135,6 +137,12 @@ def get_reward(
     if problems:
         raise RewardError("\n".join(problems))
     return replace(reward, options=options)
+
+
+def check_section(reward: Reward, section: RewardSection) -> None:
+    """Checks the other settings of a reward beside its options. Raises RewardError."""
+    if (fault := reward.section_fault(section)) is not None:
+        raise RewardError(fault)
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:

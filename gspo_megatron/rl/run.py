@@ -10,7 +10,8 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
-from gspo_megatron.environments.registry import episodes_of, tools_of
+from gspo_megatron.environments.episode import gives_rewards
+from gspo_megatron.environments.registry import environment_of, episodes_of, tools_of
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.stop import StopSignals
@@ -61,6 +62,8 @@ def assemble(
     start, stop = start or Start(), stop or StopSignals(enabled=False)
     tokenizer, routing = inputs.tokenizer, config.routing
     ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
+    if gives_rewards(environment_of(config)):
+        logger.write_config(config, {"reward.name": "the environment gives the rewards"})
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
     collector: Collector

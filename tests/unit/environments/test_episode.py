@@ -456,12 +456,31 @@ def test_environments_are_found_by_name_or_path(
         "        await client.generate()\n"
         "class Empty:\n"
         "    pass\n"
+        "class Plain:\n"
+        "    def rollout(self, client, task):\n"
+        "        pass\n"
+        "class OneArgument:\n"
+        "    async def rollout(self, client):\n"
+        "        pass\n"
+        "class Broken:\n"
+        "    def __init__(self):\n"
+        "        raise KeyError('DATA')\n"
+        "    rollout = Game.rollout\n"
+        "async def play(client, task):\n"
+        "    pass\n"
+        "level = 3\n"
     )
     assert get_environment("single_turn") is None
     assert get_environment("any", "games:Game", {"level": 2}).level == 2
     wrong: list[tuple[str, str | None, dict[str, Any], str]] = [
         ("chess", None, {}, "no such environment; legal: agent, single_turn"),
-        ("", "games:Chess", {}, "has no function Chess"),
+        ("", "games:Chess", {}, "games has no class Chess; it has: Game, Empty, Plain, OneArg"),
+        ("", "games:Gane", {}, "has no class Gane; it has: Game$"),
+        ("", "games:play", {}, "is a function; legal: a class with async def rollout"),
+        ("", "games:level", {}, "games has no class level"),
+        ("", "games:Plain", {}, "its method rollout is no coroutine; legal: async def rollout"),
+        ("", "games:OneArgument", {}, r"its method is rollout\(client\); legal: async def"),
+        ("", "games:Broken", {}, r"making it failed: KeyError: 'DATA' \(games.py:"),
         ("", "games:Empty", {}, "has no method rollout"),
         ("", "games:Game", {"levels": 2}, "no such option; legal: level"),
         ("", "games:Game", {"level": "a"}, "wrong type; int is wanted"),
