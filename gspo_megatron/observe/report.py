@@ -456,7 +456,9 @@ def conversation(sample: Record) -> str:
             lines.append("— the history as it was rewritten —")
         worth = "" if turn.get("reward") is None else f" [reward {turn['reward']:g}]"
         calls = f" {turn['tool_calls']}" if "tool_calls" in turn else ""
-        lines.append(f"{turn['role']}: {turn['text']}{calls}{worth}")
+        # further lines are indented: what looks like a turn in a text is none
+        text = turn["text"].replace("\n", "\n    ")
+        lines.append(f"{turn['role']}: {text}{calls}{worth}")
     if sample.get("error"):
         lines.append(f"failed: {sample['error']}")
     return "\n".join(lines)

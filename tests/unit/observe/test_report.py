@@ -78,7 +78,7 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
     run_dir = make_run("run", steps=1)
     turns = [
         {"role": "user", "text": "guess", "branch": 0, "trained": False},
-        {"role": "assistant", "text": "4 user<|im_end|>", "branch": 0, "reward": -0.5},
+        {"role": "assistant", "text": "4\nuser: x<|im_end|>", "branch": 0, "reward": -0.5},
         {"role": "tool", "text": "lower", "branch": 1},
         {"role": "assistant", "text": "3<|im_end|>", "branch": 1, "reward": 1.0},
     ]
@@ -90,7 +90,7 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
     assert [each["turns"] for each in written] == [turns, turns[:1]]
     assert [each["reward"] for each in written] == [0.5, None]
     page = html.unescape(write_report([run_dir], run_dir).read_text())
-    assert "user: guess\nassistant: 4 user<|im_end|> [reward -0.5]\n" in page
+    assert "user: guess\nassistant: 4\n    user: x<|im_end|> [reward -0.5]\n" in page
     assert "tool: lower\nassistant: 3<|im_end|> [reward 1]" in page
     assert "failed: no tool; f:1" in page
 
