@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from gspo_megatron.environments.episode import (
     Written,
     joined_routes,
 )
+from gspo_megatron.errors import UnplayableError
 from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.collectives import all_gather_objects
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch
@@ -138,7 +140,8 @@ class Lockstep:
         sampling: Sampling,
         seed: int,
     ) -> Episodes:
-        """`per_prompt` episodes of each prompt; groups: the prompts' numbers in the step."""
+        """`per_prompt` episodes of each prompt; groups: the prompts' numbers in the step. Raises
+        UnplayableError, on all ranks, where the environment of any does."""
         tasks = [prompt for prompt in prompts for _ in range(per_prompt)]
         samples = [group * per_prompt + n for group in groups for n in range(per_prompt)]
         room, running = _Room(), []
@@ -146,9 +149,12 @@ class Lockstep:
             running = [self._start(task, n, room) for n, task in enumerate(tasks)]
         rounds: list[RolloutBatch] = []
         while True:
-            asked = self._asked(room, running)
-            anyone = torch.tensor(len(asked), device=self.device)
-            dist.all_reduce(anyone)
+            asked, problem = self._asked(room, running)
+            known = torch.tensor([len(asked), problem is not None], device=self.device)
+            dist.all_reduce(known)
+            anyone, has_failed = known.tolist()
+            if has_failed:
+                self._raise(problem)
             if not anyone:
                 break
             requests = Requests(
@@ -169,11 +175,22 @@ class Lockstep:
         running.add_done_callback(lambda _: room.news.set())
         return running
 
-    def _asked(self, room: _Room, running: Sequence[asyncio.Task[Episode]]) -> dict[int, Asked]:
-        """What the episodes of this replica wait for, by their numbers."""
+    def _asked(
+        self, room: _Room, running: Sequence[asyncio.Task[Episode]]
+    ) -> tuple[dict[int, Asked], str | None]:
+        """What the episodes of this replica wait for, by their numbers; and why none can be
+        played, if the environment says so."""
+        problem = None
         if running:
-            self.loop.run_until_complete(room.until_all_wait(running))
-        return self._told({n: asked for n, (asked, _) in room.waiting.items()})
+            try:
+                self.loop.run_until_complete(room.until_all_wait(running))
+            except UnplayableError as error:
+                problem = str(error)
+        return self._told(({n: asked for n, (asked, _) in room.waiting.items()}, problem))
+
+    def _raise(self, problem: str | None) -> NoReturn:
+        """On all ranks, with the first of their problems."""
+        raise UnplayableError(next(filter(None, all_gather_objects(problem))))
 
     def _told(self, value: T) -> T:
         """The leader's, on the whole replica."""

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from gspo_megatron.config import Config
 from gspo_megatron.data.chat import Encoded, Rendered
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.errors import UnplayableError
 from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -210,6 +211,32 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
         last = {end - 1 for _, _, end in branches_of(row)}  # never fed
         for number, (own, true) in enumerate(zip(row["routes"], experts, strict=True)):
             assert number in last or own == true
+
+
+class Unplayable:
+    """Notices on one of the replicas that it cannot play."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        await client.generate(max_tokens=2)
+        if task.source == "f:1":
+            raise UnplayableError("the bridge is gone")
+
+
+def fail(config: Config) -> str:
+    policy = build_on_ranks(config)
+    engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mine = range(group.rank(), 2, group.size())
+    runner = EpisodeRunner(Unplayable(), Tokenizer(), LIMITS)
+    lockstep = Lockstep(engine, runner, torch.device("cpu"))
+    with pytest.raises(UnplayableError) as raised:
+        lockstep.run([tasks()[n] for n in mine], mine, 1, SAMPLING, seed=11)
+    return str(raised.value)
+
+
+def test_all_ranks_are_told_that_no_episode_can_be_played(pool: Pool) -> None:
+    """They save the run together."""
+    assert pool.each(odd_moe("tp=2,dp=2"), fail) == ["the bridge is gone"] * 4
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "dp=4,ep=4", "cp=2", "pp=2,vpp=2"])
