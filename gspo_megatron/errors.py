@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
-    """Something in the user's hands is wrong: a config, a file, a reward function."""
+    """Something in the user's hands is wrong: a config, a file, a reward function.
+
+    `resume_when` ends the sentence "the same command continues it once ..." of a run that this
+    error has ended."""
+
+    resume_when = "that is mended"
 
 
 class ConfigError(UserError):
@@ -30,13 +35,24 @@ class DataError(UserError):
 class RolloutError(UserError):
     """The servers that draw responses: not as the run needs them, or gone."""
 
+    resume_when = "servers answer"
+
 
 class RewardError(UserError):
     """A reward function raised or returned something that is not a finite number."""
 
+    resume_when = "the reward works"
+
 
 class EpisodeError(UserError):
     """An environment raised, or did not keep to what an episode allows."""
+
+    resume_when = "the environment works"
+
+
+class UnplayableError(EpisodeError):
+    """An environment cannot play any episode, whatever the policy does: it ends the run, where an
+    EpisodeError is the failure of one episode."""
 
 
 def error_of(kind: str, text: str) -> UserError:
@@ -44,7 +60,7 @@ def error_of(kind: str, text: str) -> UserError:
     class that is not of this module becomes a plain UserError."""
     if kind == ConfigError.__name__:
         return ConfigError(text.splitlines())
-    kinds = (DataError, RolloutError, RewardError, EpisodeError)
+    kinds = (DataError, RolloutError, RewardError, EpisodeError, UnplayableError)
     return {each.__name__: each for each in kinds}.get(kind, UserError)(text)
 
 

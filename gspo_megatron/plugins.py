@@ -1,7 +1,10 @@
-"""Custom functions, named in the configuration as "package.module:function"."""
+"""Custom functions, named in the configuration as "package.module:function", and the copies of
+records that they are given."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -9,11 +12,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_megatron.errors import UserError
 
 MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # processes of a run inherit it
+_T = TypeVar("_T")
+
 _Kind = inspect.Parameter
 _TAKES_A_NAME = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
 _TAKES_AN_INPUT = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD, _Kind.VAR_POSITIONAL)
@@ -21,18 +26,18 @@ _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 
 
 def load_function(
-    key: str, import_path: str, error_class: type[UserError] = UserError
+    key: str, import_path: str, error_class: type[UserError] = UserError, kind: str = "function"
 ) -> Callable[..., Any]:
-    """The function at `import_path`, "package.module:function", that the configuration names under
-    `key`. The current directory, and those of MODULES_VARIABLE, are searched for the module after
-    the installed packages.
+    """The function, or with kind "class" the class, at `import_path`, "package.module:name", that
+    the configuration names under `key`. The current directory, and those of MODULES_VARIABLE, are
+    searched for the module after the installed packages.
 
     Raises `error_class` with the cause, and its place in the code, if it cannot be loaded.
     """
     key = f"{key} = {import_path}"
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
-        raise error_class(f"{key}: write it as package.module:function")
+        raise error_class(f"{key}: write it as package.module:{kind}")
     # Console scripts do not search them. They go to the end, so that they hide no installed
     # package, and stay there, because the module may import its neighbours when it is called.
     sys.path += [folder for folder in module_folders() if folder not in sys.path]
@@ -51,12 +56,17 @@ def load_function(
             f"({origin(error)})"
         ) from error
     function = getattr(module, function_name, None)
+    is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = difflib.get_close_matches(function_name, functions, n=3) or functions
+        found = [
+            name
+            for name, value in vars(module).items()
+            if is_kind(value) and getattr(value, "__module__", None) == module.__name__
+        ]
+        nearest = difflib.get_close_matches(function_name, found, n=3) or found
         raise error_class(
-            f"{key}: {module_name} has no function {function_name}; it has: "
-            f"{', '.join(nearest) or 'none'}"
+            f"{key}: {module_name} has no {kind} {function_name}; it has: "
+            f"{', '.join(nearest) or f'no {kind} of its own'}"
         )
     return function
 
@@ -107,6 +117,19 @@ def option_problems(
         if each.default is each.empty and each.name not in options:
             problems.append(f"{kind}.options.{each.name}: missing; {name} needs it")
     return problems
+
+
+def own_copy(value: _T) -> _T:
+    """A copy that the user's code may change: nobody else sees it."""
+    return copy.deepcopy(value)
+
+
+def own_record(record: _T) -> _T:
+    """The same for a Prompt or Sample. Numbers and texts, the tokens among them, cannot be changed,
+    and are not copied."""
+    names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}  # type: ignore[arg-type]
+    changes = {name: own_copy(getattr(record, name)) for name in names}
+    return dataclasses.replace(record, **changes)  # type: ignore[type-var]
 
 
 def origin(error: BaseException) -> str:

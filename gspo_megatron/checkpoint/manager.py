@@ -39,7 +39,7 @@ from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import Config, to_yaml
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
+from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.metrics_files import RL
@@ -187,12 +187,11 @@ class Checkpoints:
         step: int,
         trainer: Trainer,
         loader: PromptLoader,
-        error: RewardError | RolloutError,
+        error: UserError,
         unevaluated: Mapping[str, float] | None = None,
     ) -> NoReturn:
         """Save the run as it was after `step`, where that is not done, and end it: raises the
-        error of the reward function or of the servers, which all ranks have, with where the run is
-        saved.
+        error, which all ranks have, with where the run is saved and when it can go on.
         `unevaluated`: the step's metrics, if the failure was in its evaluation."""
         if step == 0:
             raise error
@@ -209,10 +208,9 @@ class Checkpoints:
                 raise type(error)(f"{error}\n{failed}") from error
         self.close()
         path = self.folder / state.position.name
-        what = "the reward works" if isinstance(error, RewardError) else "servers answer"
         raise type(error)(
             f"{error}\n{path}: the run is saved, with {step} finished steps; the same command "
-            f"continues it once {what}"
+            f"continues it once {error.resume_when}"
         ) from error
 
     def close(self) -> None:

@@ -3,6 +3,7 @@ it names, its run folder and the weights that it begins with."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,14 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     from gspo_megatron.config.schema import suite_key
     from gspo_megatron.data.formats import field_map
     from gspo_megatron.data.inputs import read_inputs
-    from gspo_megatron.environments.registry import environment_of, tools_of
-    from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
+    from gspo_megatron.environments.episode import gives_rewards
+    from gspo_megatron.environments.registry import check_environment, environment_of, tools_of
+    from gspo_megatron.rewards.registry import (
+        check_answers,
+        check_section,
+        get_reward,
+        suite_rewards,
+    )
     from gspo_megatron.rollout.service.installed import unfit_heads
 
     inputs = reward = environment = None
@@ -111,14 +118,19 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     section, suites = config.reward, {}
     with gathered_in(problems):
         suites = suite_rewards(config.evaluation.suites)
+    for name, of_suite in suites.items():
+        with gathered_in(problems):
+            check_section(of_suite, config.evaluation.suites[name].reward)
     with gathered_in(problems):
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
-        if getattr(environment, "gives_rewards", False):
+        if gives_rewards(environment):
             reward = None
         elif reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
             problems.append(f"data.answer_field = null: {wrong}; legal: the field that holds them")
             reward = None
+        if reward is not None:
+            check_section(reward, section)
     section = config.objective
     # The user's own functions are written with torch; nothing else here needs it.
     if section.import_path is not None or section.advantage_import_path is not None:
@@ -131,7 +143,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             problems += unfit_heads(config)
         with gathered_in(problems):
             inputs = read_inputs(config, tools)
-            if reward is not None:
+        if environment is not None and inputs is not None:
+            with gathered_in(problems):
+                prompts = [*itertools.chain(*inputs.files.values())]
+                check_environment(environment, inputs.tokenizer, prompts)
+        if reward is not None and inputs is not None:
+            with gathered_in(problems):
                 check_answers(reward, [*inputs.train, *inputs.evaluation])
         for name, of_suite in suites.items() if inputs is not None else ():
             with gathered_in(problems):

@@ -17,6 +17,7 @@ from gspo_megatron.cli import (
     doctor,
     evaluate,
     new,
+    play,
     preflight,
     report,
     score,
@@ -29,8 +30,8 @@ from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.cli.ranks import join_launcher
 
 COMMANDS = (
-    new, train, check, preflight, verify, evaluate, score, convert, serve, tasks, report, ablate,
-    doctor,
+    new, train, check, preflight, verify, play, evaluate, score, convert, serve, tasks, report,
+    ablate, doctor,
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 fields of Megatron-Core's own classes are given, which it then checks."""
 
 from gspo_megatron.config.families import PRESETS
-from gspo_megatron.config.load import load_config, parse_config, to_yaml
+from gspo_megatron.config.load import load_config, parse_config, to_shown_yaml, to_yaml
 from gspo_megatron.config.model_shape import ModelPreset, ModelShape
 from gspo_megatron.config.parallel import Layout, ResolvedParallel
 from gspo_megatron.config.rules import check_config, recomputes_old_logprobs
@@ -21,5 +21,6 @@ __all__ = [
     "parse_config",
     "recomputes_old_logprobs",
     "resolve_parallel",
+    "to_shown_yaml",
     "to_yaml",
 ]

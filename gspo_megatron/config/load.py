@@ -85,6 +85,30 @@ def to_yaml(config: Config | StageConfig) -> str:
     return dump_yaml(config.model_dump())
 
 
+def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> str:
+    """`to_yaml` for people: keys that nothing reads are comments that say why. unread: the reasons,
+    by section.key, beside those of names that an import_path replaces."""
+    reasons, lines, section = {**_replaced_names(config), **unread}, [], ""
+    for line in to_yaml(config).splitlines():
+        if line[:1].isalpha():
+            section = line.partition(":")[0]
+        key = line.strip().partition(":")[0]
+        is_key = line.startswith("  ") and line[2:3].isalpha()
+        reason = reasons.get(f"{section}.{key}") if is_key else None
+        lines.append(line if reason is None else f"  # {key}: not read; {reason}")
+    return "\n".join(lines) + "\n"
+
+
+def _replaced_names(config: Config | StageConfig) -> dict[str, str]:
+    found = {}
+    for name in ("environment", "reward", "objective"):
+        section = getattr(config, name, None)  # not all stages have them
+        for key in ("import_path", "verifiers"):
+            if getattr(section, key, None) is not None:
+                found[f"{name}.name"] = f"{name}.{key} replaces it"
+    return found
+
+
 def apply_overrides(
     values: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:

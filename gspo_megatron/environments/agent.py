@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 
 from gspo_megatron.environments.episode import Client, LimitReached, Trajectory, within
 from gspo_megatron.environments.gateway import Gateway, new_key
@@ -21,6 +22,7 @@ from gspo_megatron.keeper import kept
 from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 500  # of what a failed program printed last
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 
 
 @register("agent")
@@ -28,11 +30,25 @@ class Agent:
     """See above. `command`: of the program, as in a shell; `seconds`: an episode that takes longer,
     beside the time for the policy's turns, has failed."""
 
+    needs_template = True
+
     def __init__(self, command: str, seconds: float = 600.0) -> None:
         self._command, self._seconds = shlex.split(command), seconds
         if not self._command:
             raise ValueError("environment.options.command is empty")
         self._gateway = Gateway()
+
+    def machine_fault(self) -> str | None:
+        """Why the command cannot be run on this machine, and what to do; None: it can."""
+        program, *words = self._command
+        key = f"environment.options.command = {shlex.join(self._command)!r}"
+        if shutil.which(program) is None:
+            return f"{key}: {program} is no program; legal: one on PATH, or a path to one"
+        script = next((word for word in words if not word.startswith("-")), "")
+        if script.endswith(_SCRIPTS) and not os.path.isfile(script):
+            where = f"a path from {os.getcwd()}, or an absolute one"
+            return f"{key}: {script}: no such file; legal: {where}"
+        return None
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         url, key = await self._gateway.url(), new_key()

@@ -25,12 +25,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from gspo_megatron.errors import EpisodeError, RolloutError
-from gspo_megatron.plugins import origin
+from gspo_megatron.errors import EpisodeError, RolloutError, UnplayableError
+from gspo_megatron.plugins import origin, own_copy, own_record
+from gspo_megatron.rewards.values import checked
 from gspo_megatron.types import Message, Prompt, TurnRewards
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ _MARKS = range(0xE000, 0xF900)  # of the private use area: a conversation lacks 
 
 
 class LimitReached(Exception):  # noqa: N818 (not a fault: episodes end so)
-    """The episode has no turn or no token left."""
+    """The episode has no turn or no token left.
+
+    An environment may let it pass where the reward function scores its episodes. One that gives the
+    rewards itself catches it, because only it knows what the turns so far are worth."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,18 @@ class Environment(Protocol):
     tools: Sequence[dict[str, Any]]
     # Every trajectory has rewards, so the reward function is never asked; False if left out.
     gives_rewards: bool
+    # What it says between turns are messages, so the prompts have to be messages, too; False: it
+    # does without. If left out, `check` reads its code.
+    needs_messages: bool
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         """One episode of the task."""
         ...
+
+
+def gives_rewards(environment: Environment | None) -> bool:
+    """Whether the reward function is never asked. None: of single turns."""
+    return bool(getattr(environment, "gives_rewards", False))
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,19 @@ class Branch:
     turns: range  # their numbers
 
 
+@dataclass(frozen=True)
+class Position:
+    """A point of an episode between two turns."""
+
+    turns: int
+    prompts: dict[int, tuple[int, ...]]
+    openings: dict[int, str]
+    messages: list[Message]
+    new: list[Message]
+    tools: Sequence[dict[str, Any]]
+    is_cut: bool
+
+
 _T = TypeVar("_T")
 Rows = TypeVar("Rows", bound=Any)  # an array or tensor
 
@@ -127,7 +152,6 @@ class Client:
     tokenizer: Tokenizer
     write: Write = field(repr=False)
     prompts: dict[int, tuple[int, ...]] = field(init=False)  # of branches, by their first turn
-    messages: list[Message] = field(init=False)
     tools: Sequence[dict[str, Any]] = ()  # instead of the environment's; see `begin`
     turns: list[Written] = field(default_factory=list)
     inserted: list[tuple[int, ...]] = field(default_factory=list)  # before each turn
@@ -136,11 +160,22 @@ class Client:
     # branches, and what stands before each turn; None: something else wrote it.
     _openings: dict[int, str] = field(default_factory=dict)
     _written: list[str | None] = field(default_factory=list)
+    added: list[list[Message]] = field(default_factory=list)  # before each turn
+    _messages: list[Message] = field(init=False)
+    _new: list[Message] = field(init=False)  # of `_messages`, those that no turn has answered
+    _first: list[Message] = field(init=False)  # the messages of the task's prompt
     _asked: float | None = None  # since when the policy is asked for a turn
     _waited: float = 0.0  # seconds for its earlier turns
 
     def __post_init__(self) -> None:
-        self.prompts, self.messages = {0: self.task.token_ids}, list(self.task.messages)
+        # The environment has the task, too: what it changes there is not the episode's.
+        self.prompts, self._messages = {0: self.task.token_ids}, own_copy([*self.task.messages])
+        self._new = self._first = self._messages
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far: a copy."""
+        return own_copy(self._messages)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -175,8 +210,9 @@ class Client:
         prompt that is too long."""
         if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
-        self.messages, self.tools = list(messages), tools
-        opening, prompt = self._prompt_of(self.messages)
+        self._messages, self.tools = own_copy([*messages]), own_copy(tools)
+        self._new = self._messages
+        opening, prompt = self._prompt_of(self._messages)
         if not self.turns and len(prompt) > self.limits.prompt_tokens:
             raise EpisodeError(
                 f"the prompt has {len(prompt)} tokens; at most "
@@ -200,7 +236,8 @@ class Client:
         """
         if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
-        conversation, number = [*self.messages, *messages], len(self.turns)
+        messages = own_copy([*messages])  # the environment may use its own again
+        conversation, number = [*self._messages, *messages], len(self.turns)
         opening, prompt, written_text, between = self._next(conversation, messages, text)
         before = (*(self.context if prompt is None else prompt), *between)
         room = self._room(before, len(between))
@@ -216,11 +253,35 @@ class Client:
             self.prompts[number], self._openings[number] = prompt, opening
         self.inserted.append(between)
         self._written.append(written_text)
+        self.added.append([*self._new, *messages])
         self.turns.append(written)
         self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
         turn = Turn(self._text(written), tuple(written.token_ids), written.truncated)
-        self.messages = [*conversation, {"role": "assistant", "content": turn.text}]
+        self._messages = [*conversation, {"role": "assistant", "content": turn.text}]
+        self._new = []
         return turn
+
+    # Turns that nobody has read
+
+    def position(self) -> Position:
+        """Where the episode is, for `go_back`."""
+        return Position(
+            len(self.turns),
+            dict(self.prompts),
+            dict(self._openings),
+            [*self._messages],
+            self._new,
+            self.tools,
+            self.is_cut,
+        )
+
+    def go_back(self, position: Position) -> None:
+        """Take back what was said since: it was drawn, and it is no part of the episode."""
+        for column in (self.turns, self.inserted, self.added, self._written):
+            del column[position.turns :]
+        self.prompts, self._openings = dict(position.prompts), dict(position.openings)
+        self._messages, self._new = [*position.messages], position.new
+        self.tools, self.is_cut = position.tools, position.is_cut
 
     # The response: the turns, and what stands between them
 
@@ -256,14 +317,17 @@ class Client:
         if not isinstance(trajectory, Trajectory):
             kind = type(trajectory).__name__
             raise EpisodeError(f"rollout returned a {kind}; legal: a Trajectory, or None")
-        if trajectory.turn_rewards is None:
-            return trajectory.reward
-        if trajectory.reward is not None:
-            raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
-        rewards = list(trajectory.turn_rewards)
-        if len(rewards) != len(self.turns):
-            raise EpisodeError(f"{len(rewards)} turn_rewards for {len(self.turns)} turns")
-        return TurnRewards(rewards, self.turn_ends())
+        given: Any = trajectory.reward
+        if trajectory.turn_rewards is not None:
+            if given is not None:
+                raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
+            rewards = list(trajectory.turn_rewards)
+            if len(rewards) != len(self.turns):
+                raise EpisodeError(f"{len(rewards)} turn_rewards for {len(self.turns)} turns")
+            given = TurnRewards(rewards, self.turn_ends())
+        if given is not None and self.turns:
+            checked(given, self._used, _refuse)
+        return given
 
     def _text(self, written: Written) -> str:
         ids = list(written.token_ids)
@@ -284,7 +348,7 @@ class Client:
             raise EpisodeError("between two turns stand messages, or a text")
         if text:
             return None, None, None, tuple(self.tokenizer.encode(text))
-        if not self.messages:
+        if not self._messages:
             raise EpisodeError(
                 "messages need a prompt of messages (data.chat_template = true makes one)"
             )
@@ -296,9 +360,9 @@ class Client:
     def _between(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]] | None:
         """Text and tokens that the template writes after the last turn, which itself stays as it
         was sampled. None where it would write the branch so far otherwise."""
-        mark = _mark_for([*self.messages, *messages])
-        last = {**self.messages[-1], "content": self.messages[-1]["content"] + mark}
-        written = self._rendered([*self.messages[:-1], last, *messages])
+        mark = _mark_for([*self._messages, *messages])
+        last = {**self._messages[-1], "content": self._messages[-1]["content"] + mark}
+        written = self._rendered([*self._messages[:-1], last, *messages])
         end = written.text.rfind(mark)
         if end < 0 or not self._is_branch(written.text[:end]):
             return None
@@ -317,7 +381,7 @@ class Client:
         if any(part is None for part in between):
             return _holds(text, turns)
         if start not in self._openings:  # the task's prompt
-            self._openings[start] = self._rendered(self.task.messages).text
+            self._openings[start] = self._rendered(self._first).text
         parts = (part for pair in zip(between, turns, strict=True) for part in pair)
         return _squeezed(text) == _squeezed(self._openings[start] + "".join(filter(None, parts)))
 
@@ -348,6 +412,10 @@ def _mark_for(messages: Sequence[Message]) -> str:
 def _squeezed(text: str) -> str:
     """`text` without spaces and line breaks."""
     return "".join(text.split())
+
+
+def _refuse(returned: str) -> NoReturn:
+    raise EpisodeError(f"rollout gave as reward {returned}")
 
 
 def _holds(text: str, parts: Iterable[str]) -> bool:
@@ -431,19 +499,18 @@ class EpisodeRunner:
     limits: Limits
 
     async def run(self, task: Prompt, write: Write) -> Episode:
-        """One episode. What the environment raises is in the result; an error of the engine is
-        raised here. An episode without a turn has failed, and gets one of a single token."""
-        client = Client(task, self.limits, self.tokenizer, write)
+        """One episode. What the environment raises is in the result; an error of the engine, and an
+        UnplayableError, is raised here. An episode without a turn has failed, and gets one of a
+        single token."""
+        client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
-            given = client.given_reward(await self.environment.rollout(client, task))
+            given = client.given_reward(await self._play(client))
             if not client.turns:
                 raise EpisodeError("the episode ended without a turn")
-            if given is None and getattr(self.environment, "gives_rewards", False):
+            if given is None and gives_rewards(self.environment):
                 raise EpisodeError("gives_rewards is true, and rollout returned no reward")
-        except LimitReached:
-            pass
-        except RolloutError:
+        except (RolloutError, UnplayableError):
             raise
         except Exception as found:  # noqa: BLE001 (the user's code may raise anything)
             what = str(found) if isinstance(found, EpisodeError) else _named(found)
@@ -452,8 +519,38 @@ class EpisodeRunner:
             error.__cause__ = found
         if not client.turns:
             client.inserted.append(())
+            client.added.append(client.messages)
             client.turns.append(Written((self.tokenizer.eos_id,), truncated=True))
         return Episode(client, given, error)
+
+    async def _play(self, client: Client) -> Trajectory | None:
+        """What the environment returns; None where a limit ended the episode and the reward
+        function is to score it."""
+        work = asyncio.ensure_future(self._rollout(client))
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:  # the episode is not wanted any more
+            work.cancel()
+            await asyncio.wait([work])
+            raise
+        if work.cancelled():
+            raise EpisodeError("rollout cancelled itself")
+        try:
+            return work.result()
+        except LimitReached as reached:
+            if gives_rewards(self.environment):
+                raise EpisodeError(
+                    f"gives_rewards is true, and no reward was given when a limit ended the "
+                    f"episode ({reached}: environment.max_turns, rollout.max_response_tokens); "
+                    "rollout has to catch LimitReached and to return the reward of the turns so far"
+                ) from reached
+            return None
+
+    async def _rollout(self, client: Client) -> Trajectory | None:
+        try:
+            return await self.environment.rollout(client, client.task)
+        except SystemExit as end:  # it would end the event loop with all other episodes
+            raise EpisodeError(f"rollout ended with {end!r}") from end
 
 
 async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:

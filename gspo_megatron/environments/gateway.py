@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.environments.chat_messages import assistant_message, plain_messages
-from gspo_megatron.environments.episode import Client, LimitReached, Trajectory
+from gspo_megatron.environments.episode import Client, LimitReached, Position, Trajectory
 from gspo_megatron.errors import EpisodeError, RolloutError, UserError
 from gspo_megatron.files import parse_json
 
@@ -34,19 +34,83 @@ class _RefusedError(Exception):
     """A request that cannot be answered; the text says why."""
 
 
+class _ReplacedError(Exception):
+    """Whoever has asked is gone, and another request has taken the place of this one."""
+
+
+@dataclass
+class _Turn:
+    """A request, and the turn that answers it."""
+
+    body: str  # the request
+    before: Position
+    known: list[dict[str, Any]]  # the conversation before it
+    answer: asyncio.Task[dict[str, Any]]
+    is_read: bool = False  # the answer was sent to somebody who was there
+    listeners: list[Any] = field(default_factory=list)  # requests that wait for it
+
+
 @dataclass
 class Session:
-    """One episode, as the gateway sees it."""
+    """One episode, as the gateway sees it.
+
+    A program that gives up waiting and asks the same again gets the turn that it has asked for. A
+    turn that nobody has read is no part of the episode.
+    """
 
     client: Client
     known: list[dict[str, Any]] = field(default_factory=list)  # the conversation that it was sent
     reward: Trajectory | None = None
     is_over: bool = False  # a limit was reached
     problem: UserError | None = None  # what ended it
+    _last: _Turn | None = None
+    _running: set[asyncio.Task[dict[str, Any]]] = field(default_factory=set)
 
-    async def complete(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request of /v1/chat/completions. Raises _RefusedError,
+    async def complete(self, asked: Mapping[str, Any], request: Any) -> dict[str, Any]:
+        """Answers a request of /v1/chat/completions. Raises _RefusedError, _ReplacedError,
         UserError and LimitReached."""
+        body, turn = json.dumps(asked, sort_keys=True), self._last
+        if turn is None or turn.body != body or (turn.is_read and not _is_repeated(request)):
+            await self._drop_unread()
+            position, known = self.client.position(), self.known
+            work = asyncio.ensure_future(self._turn(asked))  # it outlives who has asked for it
+            self._running.add(work)
+            work.add_done_callback(self._running.discard)
+            turn = self._last = _Turn(body, position, known, work)
+        turn.listeners.append(request)
+        try:
+            return await asyncio.shield(turn.answer)
+        except asyncio.CancelledError:
+            if turn.answer.cancelled():
+                raise _ReplacedError from None
+            raise
+        finally:
+            turn.listeners.remove(request)
+            turn.is_read |= _is_there(request)
+
+    async def _drop_unread(self) -> None:
+        """Whoever has asked for the last turn is gone, and wants something else now."""
+        turn = self._last
+        if turn is None or turn.is_read or any(map(_is_there, turn.listeners)):
+            return
+        self._last = None
+        turn.answer.cancel()
+        await asyncio.wait([turn.answer])
+        self._take_back(turn)
+
+    def close(self) -> None:
+        """The program has ended: a turn that it has not read was drawn in vain."""
+        turn, self._last = self._last, None
+        for work in self._running:
+            work.cancel()
+        if turn is not None and not turn.is_read:
+            self._take_back(turn)
+
+    def _take_back(self, turn: _Turn) -> None:
+        self.client.go_back(turn.before)
+        self.known = turn.known
+
+    async def _turn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in (("n", 1), ("logprobs", False)):
             if asked.get(key) not in (None, value):
                 raise _RefusedError(f"{key} = {asked[key]}: not supported; legal: {value}")
@@ -94,6 +158,17 @@ class Session:
             raise self.problem
 
 
+def _is_there(request: Any) -> bool:
+    """Whether somebody waits at the other end of the request's connection."""
+    return request.transport is not None and not request.transport.is_closing()
+
+
+def _is_repeated(request: Any) -> bool:
+    """Whether the client says that it repeats a request, as the package `openai` does: it may have
+    given up at the moment in which its answer was sent."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
 def new_key() -> str:
     """An API key that nobody guesses."""
     return secrets.token_urlsafe(24)
@@ -123,6 +198,7 @@ class Gateway:
             yield session
         finally:
             del self._sessions[key]
+            session.close()
 
     async def _serve(self) -> str:
         """Listens on loopback; returns its URL."""
@@ -149,9 +225,8 @@ class Gateway:
 
         session = None
         try:
-            session = self._session(request)
-            asked = await _json(request)
-            answer = await session.complete(asked)
+            session, asked = self._session(request), await _json(request)
+            answer = await session.complete(asked, request)
             if asked.get("stream"):
                 return web.Response(text=_as_stream(answer, asked), content_type=_STREAM)
             return web.json_response(answer)
@@ -159,6 +234,8 @@ class Gateway:
             assert session is not None
             session.is_over = True
             return _refusal(f"no turn or token is left: {error}", "context_length_exceeded")
+        except _ReplacedError:
+            return _refusal("another request has taken its place", "invalid_request_error")
         except (_RefusedError, UserError) as error:
             if session is not None and session.problem is None:
                 is_engines = isinstance(error, RolloutError)

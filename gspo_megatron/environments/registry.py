@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,12 +14,17 @@ from gspo_megatron.config.schema import SINGLE_TURN
 from gspo_megatron.environments.episode import Environment, EpisodeRunner, Limits
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError
-from gspo_megatron.plugins import load_function, option_problems
+from gspo_megatron.plugins import load_function, option_problems, origin, own_copy
+from gspo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
 
 _Class = TypeVar("_Class", bound=Callable[..., Any])
+
+_PATH = "environment.import_path"
+_ROLLOUT = "async def rollout(self, client, task)"
+HELP_TEMPLATE = "legal: the folder of a chat model, or a chat_template.jinja beside the tokenizer"
 
 _REGISTRY: dict[str, Callable[..., Environment]] = {}
 
@@ -42,10 +50,10 @@ def get_environment(
     options do not fit it.
     """
     if import_path:
-        name, make = (
-            import_path,
-            load_function("environment.import_path", import_path, EpisodeError),
-        )
+        name, make = import_path, load_function(_PATH, import_path, EpisodeError, "class")
+        if not inspect.isclass(make):
+            kind = "function" if inspect.isfunction(make) else type(make).__name__
+            raise EpisodeError(f"{_PATH} = {name}: is a {kind}; legal: a class with {_ROLLOUT}")
     elif name in _REGISTRY:
         make = _REGISTRY[name]
     elif name == SINGLE_TURN:
@@ -69,9 +77,69 @@ def _made(
         environment = make(**options)
     except ValueError as error:
         raise EpisodeError(f"environment {name}: {error}") from error
-    if environment is not None and not callable(getattr(environment, "rollout", None)):
-        raise EpisodeError(f"environment.import_path = {name}: has no method rollout(client, task)")
+    except Exception as error:
+        what = f"{type(error).__name__}: {error} ({origin(error)})"
+        raise EpisodeError(f"environment {name}: making it failed: {what}") from error
+    if environment is not None and (fault := _rollout_fault(environment)) is not None:
+        raise EpisodeError(f"environment {name}: {fault}; legal: {_ROLLOUT}")
     return environment
+
+
+def _rollout_fault(environment: Environment) -> str | None:
+    """What is wrong with its method `rollout`, or None."""
+    rollout = getattr(environment, "rollout", None)
+    if not callable(rollout):
+        return "has no method rollout"
+    if not inspect.iscoroutinefunction(inspect.unwrap(rollout)):
+        return "its method rollout is no coroutine"
+    try:
+        inspect.signature(rollout).bind(None, None)
+    except TypeError:
+        return f"its method is rollout{inspect.signature(rollout)}"
+    return None
+
+
+def check_environment(
+    environment: Environment, tokenizer: Tokenizer, prompts: Sequence[Prompt]
+) -> None:
+    """Checks that an environment can be run on this machine, and can answer these prompts. Raises
+    EpisodeError with all that is wrong."""
+    problems, name = [], type(environment).__name__
+    fault = getattr(environment, "machine_fault", lambda: None)()
+    if fault is not None:
+        problems.append(fault)
+    if getattr(environment, "needs_template", False) and tokenizer.chat_template is None:
+        problems.append(
+            f"data.tokenizer = {tokenizer.name}: has no chat template, which environment {name} "
+            f"needs; {HELP_TEMPLATE}"
+        )
+    needs = getattr(environment, "needs_messages", None)
+    bare = [prompt.source for prompt in prompts if not prompt.messages]
+    if bare and (_says_messages(environment) if needs is None else needs):
+        own = "" if needs else f", or needs_messages = False of {name}"
+        problems.append(
+            f"environment {name}: it answers turns with messages, and {len(bare)} prompts are no "
+            f"messages; the first is {bare[0]}; legal: data.chat_template = true{own}"
+        )
+    if problems:
+        raise EpisodeError("\n".join(problems))
+
+
+def _says_messages(environment: Environment) -> bool:
+    """Whether its code gives messages to `generate`, and has no other way to go on after a turn."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(type(environment))))
+    except (OSError, TypeError, SyntaxError):  # made by code, or not in Python
+        return False
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    turns = [call for call in calls if call.func.attr == "generate"]
+    named = {keyword.arg for call in turns for keyword in call.keywords}
+    says = any(call.args for call in turns) or "messages" in named
+    return says and "text" not in named and all(call.func.attr != "begin" for call in calls)
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
@@ -100,7 +168,7 @@ def environment_of(config: Config) -> Environment | None:
 def tools_of(config: Config) -> list[dict[str, Any]]:
     """What the chat template is to describe in the prompts. Raises EpisodeError as
     `get_environment`."""
-    return list(getattr(environment_of(config), "tools", ()))
+    return own_copy([*getattr(environment_of(config), "tools", ())])
 
 
 def _single_turn() -> None:

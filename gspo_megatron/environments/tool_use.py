@@ -53,6 +53,8 @@ class Tool:
 class ToolUse:
     """See above. `tools`: the names of those that the policy may use."""
 
+    needs_messages = True
+
     def __init__(self, tools: list[str] | None = None) -> None:
         names = ["calculator"] if tools is None else tools
         unknown = [name for name in names if name not in _TOOLS]

@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo_megatron.environments.episode import Client, Trajectory, within
 from gspo_megatron.environments.gateway import Gateway, Session, new_key
-from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.keeper import kept
 from gspo_megatron.types import Prompt
 
@@ -68,6 +68,7 @@ class Verifiers:
     (`--env.*` of `vf-eval`)."""
 
     gives_rewards = True
+    needs_template = True
 
     def __init__(
         self, taskset_id: str, python: str, seconds: float = 600.0, **options: Any
@@ -134,7 +135,7 @@ class Verifiers:
     # The process
 
     async def _start(self, max_turns: int) -> _Process:
-        """Raises RolloutError where verifiers does not take the settings: no episode would."""
+        """Raises UnplayableError where verifiers does not take the settings."""
         settings = {**self._settings, "max_turns": max_turns}
         settings["url"] = f"{await self._gateway.url()}/v1"
         ours, theirs = socket.socketpair()
@@ -161,7 +162,7 @@ class Verifiers:
         if problem is not None:
             end()
             writer.close()
-            raise RolloutError(f"environment.verifiers = {settings['taskset']}: {problem}")
+            raise UnplayableError(f"environment.verifiers = {settings['taskset']}: {problem}")
         process.reading = asyncio.create_task(process.read(reader))
         return process
 

@@ -229,18 +229,20 @@ class SampleWriter(JsonLinesWriter):
         rewards: Sequence[float],
         parts: Sequence[Mapping[str, float]] = (),
         split: str = "train",
+        records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Write `samples` of a step with their rewards, and the parts of these, if they have any;
-        `split` is "train" or "evaluation"."""
+        `split` is "train" or "evaluation"; records: further keys of each sample."""
         of_parts = [{"parts": each} for each in parts] or [{}] * len(samples)
-        for sample, reward, found in zip(samples, rewards, of_parts, strict=True):
+        more = records or [{}] * len(samples)
+        for sample, reward, found, record in zip(samples, rewards, of_parts, more, strict=True):
             answer = written_answer(sample)
             texts = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
             if sample.transcript:
                 texts["transcript"] = sample.transcript
             outcome = {"reward": reward, **found, "truncated": sample.truncated}
             row = {"step": step, "split": split, "row_id": sample.row_id}
-            self.append(row | texts | outcome)
+            self.append({**row, **texts, **outcome, **record})
 
 
 def written_answer(sample: Sample) -> Any:

@@ -165,6 +165,16 @@ _ROUTING = (
     Panel("Load imbalance", "max violation", ("routing/max_violation",)),
     Panel("Dead experts", "experts", ("routing/dead_experts",)),
 )
+_EPISODES = (
+    Panel("Turns and branches", "of an episode", ("environment/turns", "environment/branches")),
+    Panel(
+        "Written by the policy",
+        "share of the response's tokens",
+        ("environment/sampled_share",),
+        percent=True,
+    ),
+    Panel("Failed episodes", "episodes", ("environment/errors",), noisy=False),
+)
 _TIMING = (
     Panel(
         "Time of a step",
@@ -190,6 +200,7 @@ _SUPERVISED = (
 )
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
+    Page("episodes", "Episodes", _EPISODES),
     Page("ratios", "Importance ratios and clipping", _RATIOS),
     Page("optimizer", "Optimizer", _OPTIMIZER),
     Page("routing", "Expert routing", _ROUTING),

@@ -541,9 +541,28 @@ def _sample_table(samples: Sequence[Record]) -> Table:
         truncated = " [truncated]" if sample.get("truncated") else ""
         names = ("step", "prompt", "response", "answer")
         step, prompt, response, answer = (str(sample.get(name, "")) for name in names)
+        if sample.get("turns"):
+            response = conversation(sample)
         reward = fixed(sample.get("reward"))
         rows.append([step + held_out, prompt, response + truncated, answer, reward])
     return Table(["step", "prompt", "response", "answer", "reward"], rows, is_text=True)
+
+
+def conversation(sample: Record) -> str:
+    """The turns of an episode for people: who says what, and what a turn of the policy is worth."""
+    lines, branch = [], 0
+    for turn in sample["turns"]:
+        if turn.get("branch", 0) != branch:
+            branch = turn["branch"]
+            lines.append("— the history as it was rewritten —")
+        worth = "" if turn.get("reward") is None else f" [reward {turn['reward']:g}]"
+        calls = f" {turn['tool_calls']}" if "tool_calls" in turn else ""
+        # further lines are indented: what looks like a turn in a text is none
+        text = turn["text"].replace("\n", "\n    ")
+        lines.append(f"{turn['role']}: {text}{calls}{worth}")
+    if sample.get("error"):
+        lines.append(f"failed: {sample['error']}")
+    return "\n".join(lines)
 
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.config import Config, to_shown_yaml
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
@@ -65,7 +65,13 @@ class RunLogger:
         rollout = getattr(config, "rollout", None)  # a fine-tuning or pre-training run has none
         has_servers = rollout is not None and rollout.engine == "vllm"
         write_environment(self.folder, rollout.vllm.python if has_servers else None)
-        write_atomically(self.folder / "config.resolved.yaml", to_yaml(config).encode())
+        self.write_config(config)
+
+    def write_config(self, config: Config, unread: Mapping[str, str] | None = None) -> None:
+        """Write config.resolved.yaml. unread: keys that nothing reads in this run, and why."""
+        if self.is_main:
+            text = to_shown_yaml(config, unread or {})
+            write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """A progress display of one phase, of which `done` steps were finished earlier."""
@@ -101,10 +107,12 @@ class RunLogger:
         samples: Sequence[Sample],
         rewards: Sequence[float],
         parts: Sequence[Mapping[str, float]] = (),
+        records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Write some responses with their rewards, and the parts of these, if they have any."""
+        """Write some responses with their rewards, and the parts of these, if they have any; and
+        what else is known of each, as the turns of an episode."""
         if self.is_main:
-            self._samples.write(step, samples, rewards, parts)
+            self._samples.write(step, samples, rewards, parts, records=records)
 
     def write_evaluation(self, step: int, responses: Sequence[Mapping[str, Any]]) -> None:
         """Write the held-out responses of an evaluation."""

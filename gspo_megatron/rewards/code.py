@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
 from gspo_megatron.plugins import load_function
 from gspo_megatron.rewards import assert_names, sandbox
@@ -23,6 +24,8 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.results import UnreadableError, read_result
 from gspo_megatron.rewards.sandbox import Limits, Outcome
 from gspo_megatron.types import Prompt, Reasoned, Sample
+
+TOTAL_SECONDS = 45.0  # for all tests of a response, unless the options say otherwise
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _KINDS = {  # the fields of a row that tell what kind of tests it has
@@ -95,10 +98,23 @@ def machine_fault(options: Mapping[str, Any]) -> str | None:
     return None
 
 
+def section_fault(section: RewardSection) -> str | None:
+    """Why a worker would be ended while it still runs tests; None: it has the time."""
+    total = section.options.get("total_seconds", TOTAL_SECONDS)
+    if section.workers == 0 or total < section.timeout_seconds:
+        return None
+    limit = f"reward.timeout_seconds = {section.timeout_seconds:g}"
+    return (
+        f"reward.options.total_seconds = {total:g}: a call that takes as long as {limit} has "
+        f"failed, whatever its tests said; legal: less than {limit}"
+    )
+
+
 @register(
     "code",
     answers=None,
     machine_fault=machine_fault,
+    section_fault=section_fault,
     row_fault=row_fault,
     workers=4,
 )
@@ -106,7 +122,7 @@ def code(
     sample: Sample,
     fraction: bool = False,
     seconds: float = 10.0,
-    total_seconds: float = 45.0,
+    total_seconds: float = TOTAL_SECONDS,
     memory_mb: int = 1024,
     runner: str = "",
 ) -> float:
@@ -332,7 +348,7 @@ def _runner(path: str) -> Runner:
 
 def _runner_class(path: str) -> type:
     key = "reward.options.runner"
-    found = load_function(key, path, RewardError)
+    found = load_function(key, path, RewardError, "class")
     if not isinstance(found, type) or not callable(getattr(found, "run", None)):
         raise RewardError(f"{key} = {path}: is no class with a function 'run'")
     return found

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.config.schema import RewardSection, SuiteSection, suite_key
 from gspo_megatron.errors import ConfigError, RewardError, gathered_in
-from gspo_megatron.plugins import load_function, option_problems, origin
+from gspo_megatron.plugins import load_function, option_problems, origin, own_copy, own_record
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Prompt, Sample
 
@@ -45,13 +45,18 @@ class Reward:
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
     # Why it does not work on this machine with these options, and what to do; None: it does.
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
+    # Why it does not work with these settings, and what to do; None: it does.
+    section_fault: Callable[[RewardSection], str | None] = lambda section: None
     workers: int = 0  # what `reward.workers` = null means
     # The answer that it finds in a response, with its options, in a form that equal answers share:
     # for votes of an evaluation. None: it cannot tell.
     read_answer: Callable[..., str | None] | None = None
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
-        return self.function(given, **self.options)
+        """Calls it with copies. A function may change what it is given: rows are used again, and
+        samples of one prompt share them."""
+        mine = [*map(own_record, given)] if isinstance(given, list) else own_record(given)
+        return self.function(mine, **own_copy(dict(self.options)))
 
     def answer_in(self, sample: Sample) -> str | None:
         """What `read_answer` finds; None where there is no answer, or it is not known. Raises
@@ -59,7 +64,7 @@ class Reward:
         if self.read_answer is None:
             return None
         try:
-            answer = self.read_answer(sample, **self.options)
+            answer = self.read_answer(own_record(sample), **own_copy(dict(self.options)))
         except Exception as error:
             what = f"raised {type(error).__name__}: {error} ({origin(error)})"
             raise RewardError(f"read_answer of reward {self.name!r} {what}") from error
@@ -133,6 +138,12 @@ def get_reward(
     if problems:
         raise RewardError("\n".join(problems))
     return replace(reward, options=options)
+
+
+def check_section(reward: Reward, section: RewardSection) -> None:
+    """Checks the other settings of a reward beside its options. Raises RewardError."""
+    if (fault := reward.section_fault(section)) is not None:
+        raise RewardError(fault)
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:

@@ -93,6 +93,16 @@ class Scorer:
             values = await self._gather(arguments, failures)
         return self._checked(values, samples, given, failures)
 
+    def given(self, ended: Sequence[Episode]) -> list[Any]:
+        """What the episodes' environment gave for them, for `score`. Raises EpisodeError for the
+        first that failed where `reward.on_failure` is stop."""
+        errors = [episode.error for episode in ended if episode.error is not None]
+        if errors and self.section.on_failure == "stop":
+            raise errors[0]
+        for error in errors:
+            self._tell_once(f"episode: {type(error.__cause__ or error).__name__}", str(error))
+        return [FAILED if episode.error is not None else episode.given for episode in ended]
+
     def take_seconds(self) -> float:
         """Wall seconds of scoring since this was last asked. Batches that are scored at the same
         time share them, so that the sum of all answers counts no second twice."""
@@ -217,10 +227,13 @@ class Scorer:
     def _name(self, error: Exception) -> None:
         """Say what failed, at the first failure of its kind."""
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
+        self._tell_once(kind, f"reward {self.reward.name!r} {_told(error)}")
+
+    def _tell_once(self, kind: str, text: str) -> None:
         if kind not in self._named:
             self._named.add(kind)
-            text = f"reward {self.reward.name!r} {_told(error)}; more of this kind are only counted"
-            print(text, file=sys.stderr, flush=True)
+            more = "more of this kind are only counted"
+            print(f"{text}; {more}", file=sys.stderr, flush=True)
 
     async def _gather(self, given: Sequence[Any], failures: list[Exception]) -> list[Any]:
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
@@ -293,15 +306,6 @@ class Scorer:
         if not math.isfinite(total):
             refuse(f"parts that add up to {total}; a finite sum is wanted")
         return Score(np.array([total]), parts=score.parts)
-
-
-def given_rewards(ended: Sequence[Episode], section: RewardSection) -> list[Any]:
-    """What the episodes' environment gave for them, for `Scorer.score`. Raises EpisodeError for the
-    first that failed where `reward.on_failure` is stop."""
-    errors = [episode.error for episode in ended if episode.error is not None]
-    if errors and section.on_failure == "stop":
-        raise errors[0]
-    return [FAILED if episode.error is not None else episode.given for episode in ended]
 
 
 def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:

@@ -37,16 +37,17 @@ class Suites:
         """The figures of all suites as metrics evaluation/SUITE/FIGURE, see `suite_figures`; and on
         the main rank the responses. `version`: steps that the policy has made.
 
-        Raises RewardError and RolloutError, on all ranks, as `Collector.sample`, and RewardError
-        where no problem of a suite has all its rewards."""
+        Raises EpisodeError, RewardError and RolloutError, on all ranks, as `Collector.sample`, and
+        one of the first two where no problem of a suite has all its rewards."""
         metrics: dict[str, float] = {}
         responses: list[Record] = []
         for name in self.scorers:
-            records = self._records(name, self._sample(name, version))
+            experience = self._sample(name, version)
+            records = self._records(name, experience)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
             if figures is None:
-                reward = self.scorers[name].reward
-                raise self.collector.nothing_scored(f"of the suite {name}", reward)
+                reward, failed = self.scorers[name].reward, experience.failed_calls
+                raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
             responses += records
         return metrics, responses

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from gspo_megatron.environments.episode import (
     Written,
     joined_routes,
 )
+from gspo_megatron.errors import UnplayableError
 from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.collectives import all_gather_objects
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch
@@ -51,50 +53,60 @@ class _Structure:
 
     branches: list[Branch]
     between: list[tuple[int, ...]]  # before each turn
-    rows: list[int | None]  # of the turns in their rounds; None: the only token of a failed episode
+    # Round and row of each turn; None: the only token of a failed episode
+    drawn: list[tuple[int, int] | None]
     counts: bool  # its turns are learnt from
     is_cut: bool
 
     @classmethod
     def of(cls, episode: Episode) -> _Structure:
         client = episode.client
-        rows = [turn.source for turn in client.turns]
+        drawn = [turn.source for turn in client.turns]
         counts = episode.error is None
-        return cls(client.branches(), client.inserted, rows, counts, client.is_cut)
+        return cls(client.branches(), client.inserted, drawn, counts, client.is_cut)
 
 
 class _Room:
     """Where episodes wait for their next turn."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, tuple[Asked, asyncio.Future[Written]]] = {}
+        self._asked: dict[int, tuple[Asked, asyncio.Future[Written]]] = {}
         self.news = asyncio.Event()
 
     async def ask(self, episode: int, asked: Asked) -> Written:
         answer: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
-        self.waiting[episode] = asked, answer
+        self._asked[episode] = asked, answer
         self.news.set()
         return await answer
 
+    @property
+    def waiting(self) -> dict[int, tuple[Asked, asyncio.Future[Written]]]:
+        """By the numbers of the episodes, in their order. An episode may have given up a turn."""
+        asked = sorted(self._asked.items())
+        return {number: (turn, answer) for number, (turn, answer) in asked if not answer.done()}
+
+    def _waits(self, episode: int) -> bool:
+        return episode in self._asked and not self._asked[episode][1].done()
+
     async def until_all_wait(self, running: Sequence[asyncio.Task[Episode]]) -> None:
         """Until each of the episodes waits or has ended. Raises what is no fault of theirs."""
-        while any(not task.done() and n not in self.waiting for n, task in enumerate(running)):
+        while any(not task.done() and not self._waits(n) for n, task in enumerate(running)):
             self.news.clear()
             await self.news.wait()
             heartbeat()
         for number, task in enumerate(running):
             if task.done():
                 task.result()
-                self.waiting.pop(number, None)  # it left a call behind
+                self._asked.pop(number, None)  # it left a call behind
 
-    def answer(self, batch: RolloutBatch) -> None:
-        """Their turns, in the order of the episodes."""
+    def answer(self, batch: RolloutBatch, number: int) -> None:
+        """Their turns, in the order of the episodes. number: of the round."""
         lengths = batch.response_lengths.tolist()
         turns = batch.tokens[response_mask(batch)].cpu().split(lengths)
         cut = batch.truncated.tolist()
-        for row, (_, (_, answer)) in enumerate(sorted(self.waiting.items())):
-            answer.set_result(Written(turns[row].tolist(), cut[row], source=row))
-        self.waiting = {}
+        for row, (_, answer) in enumerate(self.waiting.values()):
+            answer.set_result(Written(turns[row].tolist(), cut[row], source=(number, row)))
+        self._asked = {}
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
@@ -128,7 +140,8 @@ class Lockstep:
         sampling: Sampling,
         seed: int,
     ) -> Episodes:
-        """`per_prompt` episodes of each prompt; groups: the prompts' numbers in the step."""
+        """`per_prompt` episodes of each prompt; groups: the prompts' numbers in the step. Raises
+        UnplayableError, on all ranks, where the environment of any does."""
         tasks = [prompt for prompt in prompts for _ in range(per_prompt)]
         samples = [group * per_prompt + n for group in groups for n in range(per_prompt)]
         room, running = _Room(), []
@@ -136,9 +149,12 @@ class Lockstep:
             running = [self._start(task, n, room) for n, task in enumerate(tasks)]
         rounds: list[RolloutBatch] = []
         while True:
-            asked = self._asked(room, running)
-            anyone = torch.tensor(len(asked), device=self.device)
-            dist.all_reduce(anyone)
+            asked, problem = self._asked(room, running)
+            known = torch.tensor([len(asked), problem is not None], device=self.device)
+            dist.all_reduce(known)
+            anyone, has_failed = known.tolist()
+            if has_failed:
+                self._raise(problem)
             if not anyone:
                 break
             requests = Requests(
@@ -147,8 +163,8 @@ class Lockstep:
                 max_tokens=[each.max_tokens for each in asked.values()],
             )
             batch = self.engine.generate(requests, sampling, seed + len(rounds) * _SEED_OF_TURN)
+            room.answer(batch, len(rounds))
             rounds.append(batch)
-            room.answer(batch)
         ended = [each.result() for each in running]
         structures = self._told([_Structure.of(each) for each in ended])
         batch = self._assemble(structures, rounds, samples, per_prompt)
@@ -159,11 +175,22 @@ class Lockstep:
         running.add_done_callback(lambda _: room.news.set())
         return running
 
-    def _asked(self, room: _Room, running: Sequence[asyncio.Task[Episode]]) -> dict[int, Asked]:
-        """What the episodes of this replica wait for, by their numbers."""
+    def _asked(
+        self, room: _Room, running: Sequence[asyncio.Task[Episode]]
+    ) -> tuple[dict[int, Asked], str | None]:
+        """What the episodes of this replica wait for, by their numbers; and why none can be
+        played, if the environment says so."""
+        problem = None
         if running:
-            self.loop.run_until_complete(room.until_all_wait(running))
-        return self._told({n: asked for n, (asked, _) in sorted(room.waiting.items())})
+            try:
+                self.loop.run_until_complete(room.until_all_wait(running))
+            except UnplayableError as error:
+                problem = str(error)
+        return self._told(({n: asked for n, (asked, _) in room.waiting.items()}, problem))
+
+    def _raise(self, problem: str | None) -> NoReturn:
+        """On all ranks, with the first of their problems."""
+        raise UnplayableError(next(filter(None, all_gather_objects(problem))))
 
     def _told(self, value: T) -> T:
         """The leader's, on the whole replica."""
@@ -180,7 +207,7 @@ class Lockstep:
         samples: Sequence[int],
         per_prompt: int,
     ) -> RolloutBatch:
-        """One sequence for each episode. Its turn k is of round k: no episode waits for another."""
+        """One sequence for each episode."""
         drawn = [_Rows.of(batch) for batch in rounds]
         nothing = torch.empty(0, dtype=torch.long, device=self.device)
         tokens, logprobs, mask = [nothing], [nothing.float()], [nothing.bool()]
@@ -194,12 +221,12 @@ class Lockstep:
                 pieces += [len(branch.prompt), 0]
                 turns = []
                 for number in branch.turns:
-                    between, row = episode.between[number], episode.rows[number]
-                    if row is None:
+                    between, place = episode.between[number], episode.drawn[number]
+                    if place is None:
                         eos = self._ids([self.episodes.tokenizer.eos_id])
                         turn = _Turn(eos, nothing.new_zeros(1).float())
                     else:
-                        turn = drawn[number].turn(row)
+                        turn = drawn[place[0]].turn(place[1])
                     tokens += [self._ids(between), turn.tokens]
                     logprobs += [turn.logprobs.new_zeros(len(between)), turn.logprobs]
                     counts = torch.full_like(turn.tokens, episode.counts, dtype=torch.bool)

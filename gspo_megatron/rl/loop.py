@@ -37,6 +37,7 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
@@ -212,7 +213,11 @@ class ReinforcementLoop:
             experience = restored
             self._begin_draws(step, first=step + 1)
         self.run_components.logger.write_samples(
-            step, experience.samples, experience.sample_rewards, experience.sample_parts
+            step,
+            experience.samples,
+            experience.sample_rewards,
+            experience.sample_parts,
+            experience.sample_records,
         )
         return experience
 
@@ -330,7 +335,8 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
             shown = experience
         drawn.append(experience.of_groups(chosen.candidates(first)))
     if not chosen.groups():
-        raise collector.nothing_scored("of a step")
+        of_all = FailedCalls(*map(sum, zip(*failed)))
+        raise collector.nothing_scored("of a step", of_all)
     experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
     experience.metrics, experience.has_turns = collector.reduce(metrics)
     length_mean = experience.metrics["response/length_mean"]
@@ -345,7 +351,7 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
         experience.metrics["reward/failed_groups"] = float(sum(chosen.has_failed))
     experience.metrics |= chosen.metrics()
     count = collector.config.logging.samples_per_step
-    for name in ("samples", "sample_rewards", "sample_parts"):
+    for name in ("samples", "sample_rewards", "sample_parts", "sample_records"):
         setattr(experience, name, getattr(shown, name)[:count])
     experience.rollout_seconds = time.perf_counter() - start
     return experience

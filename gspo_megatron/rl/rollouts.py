@@ -16,7 +16,8 @@ from torch import Tensor
 from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.config import Config
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import RewardError, UserError
+from gspo_megatron.environments.transcript import records_of
+from gspo_megatron.errors import EpisodeError, RewardError, UserError, error_of
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
@@ -35,7 +36,6 @@ from gspo_megatron.rewards.scoring import (
     PartNames,
     Scorer,
     describe,
-    given_rewards,
     reward_columns,
 )
 from gspo_megatron.rewards.shaping import Shaping
@@ -78,6 +78,8 @@ class Experience:
     samples: list[Sample] = field(default_factory=list)
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
+    # of episodes, their turns: see `environments.transcript`
+    sample_records: list[dict[str, Any]] = field(default_factory=list)
     parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
     # of one draw: calls of the reward function, and episodes, on all ranks
     failed_calls: FailedCalls = field(default_factory=FailedCalls)
@@ -244,8 +246,8 @@ class Collector:
         latter may be slow or not deterministic: one rank of each model replica calls it and sends
         the scores to the others.
 
-        Raises RewardError, on all ranks, where it failed or gave no reward on any of them, or where
-        an episode failed, unless `reward.on_failure` says otherwise.
+        Raises RewardError, on all ranks, where it failed or gave no reward on any of them, and
+        EpisodeError where an episode failed, unless `reward.on_failure` says otherwise.
         """
         batch, problem = episodes.batch, None
         samples = self.samples(batch, prompts, first, batch.mask)
@@ -254,7 +256,7 @@ class Collector:
         calls_reward = dist.get_rank() == self.reward_rank
         if calls_reward:
             try:
-                given = given_rewards(episodes.ended, self.config.reward)
+                given = self.scorer.given(episodes.ended)
                 with heard_by(lambda: self.tell(self.scorer.progress())):
                     found, failed = self.scorer.score(samples, given)
                 self.tell("")
@@ -284,6 +286,7 @@ class Collector:
             samples,
             rewards.tolist(),
             [dict(score.parts) if score else {} for score in found] if parts else [],
+            records_of(episodes.ended, found) if calls_reward else [],
             scores[3:],
             failed,
             seconds,
@@ -293,8 +296,8 @@ class Collector:
 
     def _agree(self, problem: UserError | None, failed: FailedCalls) -> tuple[FailedCalls, float]:
         """The failures of all ranks, and the seconds of the slowest, on all ranks; afterwards they
-        know the names of the parts. Raises RewardError, on all ranks, with the problem of any rank,
-        or where names differ."""
+        know the names of the parts. Raises EpisodeError or RewardError, on all ranks, with the
+        problem of any rank, or where names differ."""
         names = self.scorer.part_names
         has_news = problem is not None or names != self.part_names
         known = all_gather_numbers([has_news, *failed, self.scorer.take_seconds()])
@@ -302,11 +305,15 @@ class Collector:
         found = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
         if not has_any:
             return found
-        told = all_gather_objects((problem and str(problem), names))
-        problems = [text for text, _ in told if text is not None]
+        mine = problem and (type(problem).__name__, str(problem))
+        told = all_gather_objects((mine, names))
+        problems = [found for found, _ in told if found is not None]
         if problems:
             others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-            raise RewardError(problems[0] + others) from problem
+            error = error_of(problems[0][0], problems[0][1] + others)
+            if not isinstance(error, EpisodeError):  # a reward may raise any UserError
+                error = RewardError(str(error))
+            raise error from problem
         parts = list(dict.fromkeys(names for _, names in told if names is not None))
         if len(parts) > 1:
             raise RewardError(
@@ -357,10 +364,11 @@ class Collector:
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
-            raise RewardError(
-                f"reward {self.scorer.reward.name!r} returned rewards of turns for "
-                f"{turns_share:.1%} of a step's responses; legal: for all of them, or for none"
-            )
+            of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
+            if self.has_episodes:  # who has given them is not known any more
+                raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
+            name = self.scorer.reward.name
+            raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
         return reduced, turns_share == 1
 
     def lengths(self, of_draws: Sequence[Tensor]) -> dict[str, float]:
@@ -392,7 +400,8 @@ class Collector:
         95% interval; and on the main rank the responses for evaluation.jsonl, in the prompts'
         order. Nothing without prompts. `version`: steps that the policy has made.
 
-        Raises RewardError, on all ranks, as `sample`, and where no call succeeded."""
+        Raises EpisodeError or RewardError, on all ranks, as `sample`, and where no response has a
+        reward."""
         rollout, training, key = self.config.rollout, self.config.training, "data.eval_prompts"
         rows = [*range(len(self.prompts.get(key, ())))][: training.evaluation_prompts]
         if not rows:
@@ -413,7 +422,7 @@ class Collector:
         reduced = metrics.reduce(self.data_group)
         failed_share = reduced.pop("evaluation/failed")
         if failed_share == 1:
-            raise self.nothing_scored("of an evaluation")
+            raise self.nothing_scored("of an evaluation", experience.failed_calls)
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
         count = len(rows) - round(failed_share * len(rows))
@@ -424,8 +433,12 @@ class Collector:
         numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
         return reduced, [response for _, response in numbered]
 
-    def nothing_scored(self, of_what: str, reward: Reward | None = None) -> RewardError:
+    def nothing_scored(
+        self, of_what: str, failed: FailedCalls, reward: Reward | None = None
+    ) -> EpisodeError | RewardError:
         """For a step or evaluation in which no response has a reward."""
+        if failed.episodes and not (failed.errors or failed.timeouts):
+            return EpisodeError(f"the environment: its episodes failed in all groups {of_what}")
         name = (reward or self.scorer.reward).name
         return RewardError(f"reward {name!r}: its calls failed in all groups {of_what}")
 
@@ -435,10 +448,11 @@ class Collector:
         """This rank's records of evaluation.jsonl, with the numbers of their prompts."""
         found = []
         parts = experience.sample_parts or [{}] * len(experience.samples)
+        records = experience.sample_records or [{}] * len(experience.samples)
         groups = experience.batch.group_index.tolist()
         reasons = experience.sample_reasons or [""] * len(experience.samples)
-        rows = zip(experience.samples, experience.sample_rewards, parts, reasons, groups)
-        for sample, reward, of_parts, reason, group in rows:
+        rows = zip(experience.samples, experience.sample_rewards, parts, reasons, records, groups)
+        for sample, reward, of_parts, reason, of_episode, group in rows:
             scored = not math.isnan(reward)
             record = {
                 "row_id": sample.row_id,
@@ -452,6 +466,7 @@ class Collector:
                 "correct": reward >= correct_at if scored else None,
                 "truncated": sample.truncated,
                 "num_tokens": sample.num_tokens,
+                **of_episode,
             }
             found.append((group, record))
         return found

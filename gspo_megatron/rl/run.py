@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import torch
+
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
-from gspo_megatron.environments.registry import episodes_of, tools_of
+from gspo_megatron.environments.episode import gives_rewards
+from gspo_megatron.environments.registry import environment_of, episodes_of, tools_of
 from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
@@ -59,8 +63,10 @@ def assemble(
     """Join the other ranks and build this rank's part of everything. The policy has the weights of
     `start`, if there is one."""
     start, stop = start or Start(), stop or StopSignals(enabled=False)
-    tokenizer, routing = inputs.tokenizer, config.routing
+    tokenizer = inputs.tokenizer
     ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
+    if gives_rewards(environment_of(config)):
+        logger.write_config(config, {"reward.name": "the environment gives the rewards"})
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
     collector: Collector
@@ -70,23 +76,7 @@ def assemble(
 
         collector = ServedCollector(config, inputs, policy, reward, ranks.device, hf)
     else:
-        engine = MegatronEngine(
-            policy,
-            pad_id=tokenizer.pad_id,
-            eos_id=tokenizer.eos_ids,
-            batch_size=config.rollout.batch_size,
-            decode=tokenizer.decode,
-            special_tokens=tokenizer.special_tokens,
-            record_routes="r3" in routing.modes,
-            router_noise=routing.rollout_noise,
-        )
-        episodes = episodes_of(config, tokenizer)
-        lockstep = None if episodes is None else Lockstep(engine, episodes, ranks.device)
-        collector = Collector(
-            config, inputs.files, engine, SingleTurn(tokenizer), reward, ranks.device, lockstep
-        )
-        if "r3" in routing.modes or routing.rollout_noise:
-            attach_hooks(policy.models)
+        collector = in_process_collector(config, inputs, policy, reward, ranks.device)
     return RunComponents(
         config=config,
         policy=policy,
@@ -102,3 +92,25 @@ def assemble(
         logger=logger,
         checkpoints=Checkpoints(config, policy, logger, start, stop, hf),
     )
+
+
+def in_process_collector(
+    config: Config, inputs: Inputs, policy: Policy, reward: Reward, device: torch.device
+) -> Collector:
+    """The policy draws from its own weights, on the ranks that hold it."""
+    tokenizer, routing = inputs.tokenizer, config.routing
+    engine = MegatronEngine(
+        policy,
+        pad_id=tokenizer.pad_id,
+        eos_id=tokenizer.eos_ids,
+        batch_size=config.rollout.batch_size,
+        decode=tokenizer.decode,
+        special_tokens=tokenizer.special_tokens,
+        record_routes="r3" in routing.modes,
+        router_noise=routing.rollout_noise,
+    )
+    episodes = episodes_of(config, tokenizer)
+    lockstep = None if episodes is None else Lockstep(engine, episodes, device)
+    if "r3" in routing.modes or routing.rollout_noise:
+        attach_hooks(policy.models)
+    return Collector(config, inputs.files, engine, SingleTurn(tokenizer), reward, device, lockstep)

@@ -43,7 +43,7 @@ from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
 from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
-from gspo_megatron.rollout.service.episodes import REASONS, draw_to_json
+from gspo_megatron.rollout.service.episodes import REASONS, RECORDS, draw_to_json, read_records
 from gspo_megatron.rollout.service.handle import Handle
 from gspo_megatron.rollout.service.proof import Probe
 from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
@@ -70,6 +70,7 @@ _COLUMNS = {
     *(f.name for f in dataclasses.fields(Scores)),
     *("versions", "parts", "part_names", "failed_calls", "reward_seconds"),
 }
+_ADDED = {REASONS, *RECORDS}  # columns that groups of earlier versions do not have
 _SPARE = "spare"  # a folder of old weights there, to be overwritten
 
 
@@ -353,6 +354,7 @@ class ServedCollector(Collector):
                 count = np.count_nonzero(kinds[1:] > kinds[:-1])
             self._count_missing(routes, count)
             columns["routes"] = routes[:, self.layers]
+        records = [columns.pop(name, np.empty(0, np.uint8)) for name in RECORDS]
         tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
         failed = tensors.pop("failed_calls").view(-1, len(FailedCalls._fields)).sum(0)
         failed = failed.to(self.device)
@@ -378,6 +380,7 @@ class ServedCollector(Collector):
             self.samples(batch, self.prompts_of(draw), draw.first, sampled),
             of_scores["rewards"].tolist(),
             [dict(zip(names, values)) for values in parts.t().tolist()] if names else [],
+            read_records(*records) if dist.get_rank() == self.reward_rank else [],
             parts,
             FailedCalls(*failed.tolist()),
             seconds.item(),
@@ -463,11 +466,11 @@ def join_groups(
     first: Mapping[str, np.ndarray], groups: Sequence[Mapping[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """The columns of groups end to end, as arrays of their own; of no groups, empty columns of the
-    form that `first` has. `part_names`, which all groups share, is left out, and so are reasons
-    where a group of an earlier start has none."""
+    form that `first` has. `part_names`, which all groups share, is left out, and so is what the
+    groups of an earlier version's start lack."""
     joined = {}
     for name, values in first.items():
-        is_whole = name != REASONS or all(name in group for group in groups)
+        is_whole = name not in _ADDED or all(name in group for group in groups)
         if name != "part_names" and is_whole:
             axis = values.ndim - 1 if name == "parts" else 0  # parts: [parts, num_sequences]
             empty = values[..., :0] if name == "parts" else values[:0]
@@ -477,7 +480,8 @@ def join_groups(
 
 def _refuse_lacks(path: Path, groups: Mapping[int, Mapping[str, np.ndarray]]) -> None:
     """Raise DataError, on all ranks, where a group of one of them lacks columns."""
-    known = _COLUMNS.union(*groups.values())  # routes and turns: of all groups or of none
+    # routes and turns: of all groups or of none
+    known = _COLUMNS.union(*groups.values()) - _ADDED
     lacks = [
         f"{path}: damaged since it was written: group {number} lacks {', '.join(sorted(names))}"
         for number, columns in groups.items()

@@ -48,7 +48,12 @@ def test_the_example_with_a_calculator(tmp_path: Path) -> None:
         assert 0 < record["environment/sampled_share"] <= 1
         assert record["mismatch/abs_mean"] <= 1e-5  # the turns' log-probs are the trainer's
     lines = (tmp_path / "runs" / "tool_use" / "rl" / "samples.jsonl").read_text().splitlines()
-    assert all(json.loads(line)["transcript"] for line in lines)
+    samples = [json.loads(line) for line in lines]
+    assert all(sample["transcript"] for sample in samples)
+    for sample in samples:
+        asked, *_, last = sample["turns"]
+        assert (asked["role"], last["role"]) == ("user", "assistant")
+        assert asked["text"] == sample["prompt"] and last["trained"] and not sample["error"]
 
 
 @pytest.mark.full
@@ -86,3 +91,44 @@ def test_an_agent_of_its_own_trains_on_two_ranks(tmp_path: Path) -> None:
     assert [record["environment/turns"] for record in records] == [2.0, 2.0]
     assert all(record["mismatch/abs_mean"] <= 1e-5 for record in records)
     assert all(record["environment/errors"] == 0 for record in records)
+
+
+GAME = """
+from gspo_megatron.environments.episode import Trajectory
+
+class Game:
+    gives_rewards = True
+
+    async def rollout(self, client, task):
+        await client.generate(max_tokens=4)
+        if task.row_id.endswith(":2"):
+            raise ConnectionError("no tool")
+        await client.generate([{"role": "user", "content": "lower"}], max_tokens=4)
+        return Trajectory(turn_rewards=[0.25, -0.5])
+"""
+
+
+def test_episodes_are_played_without_a_run(tmp_path: Path) -> None:
+    run_program(sys.executable, EXAMPLE / "make_data.py", "-o", tmp_path / "data")
+    (tmp_path / "game.py").write_text(GAME)
+    words = [
+        "model.checkpoint_path=null",
+        f"data.prompts={tmp_path / 'data' / 'train.jsonl'}",
+        f"data.tokenizer={tmp_path / 'data' / 'tokenizer.model'}",
+        "environment.name=single_turn",
+        "environment.import_path=game:Game",
+        "environment.options={}",
+        f"logging.dir={tmp_path / 'run'}",
+        "data.eval_prompts=null",
+        "--episodes=3",
+    ]
+    play = (sys.executable, "-m", "gspo_megatron", "play", EXAMPLE / "config.yaml", *words)
+    told = run_program(*play, "parallel.layout=tp=2", cwd=tmp_path).stdout
+    assert "weights: random" in told and "=== episode 3 of 3: row train.jsonl:3" in told
+    assert told.count("[reward 0.25]\nuser: lower\nassistant: ") == 2
+    assert told.count("[reward -0.5]\n--- reward -0.25, answer ") == 2
+    assert told.count("failed: environment Game: ConnectionError: no tool (game.py:") == 1
+    assert told.endswith("episodes: 3, mean reward -0.250, 1 failed\n")
+    assert not (tmp_path / "run").exists()
+    refused = run_program(*play, "environment.import_path=game:Gane", cwd=tmp_path, expect=2)
+    assert "game has no class Gane; it has: Game" in refused.stderr

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from gspo_megatron.config import Config
 from gspo_megatron.data.chat import Encoded, Rendered
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.errors import UnplayableError
 from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron import MegatronEngine
@@ -23,7 +24,7 @@ from gspo_megatron.types import Prompt
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
 
-PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 5, 0, 2
+PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
 LIMITS = Limits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
 # fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
@@ -50,7 +51,8 @@ class Tokenizer:
 
 class Echo:
     """Says part of each turn back. Some episodes have one turn, some go on until a limit ends them,
-    some begin again with a short prompt, and some fail, at once or in the middle."""
+    some begin again with a short prompt, some take a turn back, and some fail, at once or in the
+    middle."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         if task.answer == "fails at once":
@@ -61,6 +63,10 @@ class Echo:
             if task.answer == "forgets" and len(client.turns) == 2:
                 client.begin([{"role": "user", "content": text}])
                 text = ""
+            if task.answer == "takes back" and len(client.turns) == 1:
+                position = client.position()
+                await client.generate(text=text, max_tokens=5)
+                client.go_back(position)
             turn = await client.generate(text=text, max_tokens=5)
             if task.answer == "fails later" and len(turn.token_ids) % 2:
                 raise ConnectionError("no tool")
@@ -69,8 +75,8 @@ class Echo:
 
 def tasks() -> list[Prompt]:
     draw = random.Random(5)
-    ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6)]
-    answers = ["", "forgets", "fails at once", "fails later", "forgets"]
+    ids = [tuple(draw.randrange(3, VOCAB_SIZE) for _ in range(n)) for n in (5, 1, 8, 3, 6, 4)]
+    answers = ["", "forgets", "fails at once", "fails later", "forgets", "takes back"]
     rows = zip(ids, answers, strict=True)
     return [Prompt("p", answer, f"f:{n}", token_ids=t) for n, (t, answer) in enumerate(rows)]
 
@@ -206,6 +212,32 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
         last = {end - 1 for _, _, end in branches_of(row)}  # never fed
         for number, (own, true) in enumerate(zip(row["routes"], experts, strict=True)):
             assert number in last or own == true
+
+
+class Unplayable:
+    """Notices on one of the replicas that it cannot play."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        await client.generate(max_tokens=2)
+        if task.source == "f:1":
+            raise UnplayableError("the bridge is gone")
+
+
+def fail(config: Config) -> str:
+    policy = build_on_ranks(config)
+    engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mine = range(group.rank(), 2, group.size())
+    runner = EpisodeRunner(Unplayable(), Tokenizer(), LIMITS)
+    lockstep = Lockstep(engine, runner, torch.device("cpu"))
+    with pytest.raises(UnplayableError) as raised:
+        lockstep.run([tasks()[n] for n in mine], mine, 1, SAMPLING, seed=11)
+    return str(raised.value)
+
+
+def test_all_ranks_are_told_that_no_episode_can_be_played(pool: Pool) -> None:
+    """They save the run together."""
+    assert pool.each(odd_moe("tp=2,dp=2"), fail) == ["the bridge is gone"] * 4
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "tp=2,pp=2", "dp=4,ep=4", "cp=2", "pp=2,vpp=2"])

@@ -28,7 +28,7 @@ from gspo_megatron.files import WRONG_VALUES, make_folder, sync
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
-_MAGIC = b"GSP2"  # the form of the columns: groups of another one are drawn again
+_MAGIC = b"GSP3"  # the form of the columns: groups of another one are drawn again
 _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
 
@@ -44,7 +44,8 @@ class Group(NamedTuple):
     # float64, turn_tokens [turns] int64, parts [parts, n] float64, failed_calls [3] int64 as
     # FailedCalls, reward_seconds [1] float64; where the servers report them, routes [tokens,
     # layers, k] uint8 or int16; of episodes, sampled [sum(response lengths)] bool: what the policy
-    # wrote, and in_response [tokens] bool. Names as in RolloutBatch and rl.rollouts.Scores.
+    # wrote, in_response [tokens] bool, and their turns as JSON, records [bytes] uint8 of
+    # record_lengths [n] int64. Names as in RolloutBatch and rl.rollouts.Scores.
     columns: dict[str, np.ndarray]
 
 

@@ -25,13 +25,14 @@ from gspo_megatron.environments.episode import (
     joined_routes,
 )
 from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.environments.transcript import records_of
 from gspo_megatron.errors import RewardError, RolloutError, UserError
+from gspo_megatron.observe.metrics_files import jsonable
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import (
     FailedCalls,
     PartNames,
     Scorer,
-    given_rewards,
     reward_columns,
 )
 from gspo_megatron.rewards.shaping import Shaping
@@ -44,6 +45,8 @@ from gspo_megatron.types import Prompt, Sample
 
 REASONS = "reasons"  # the column of rewards' reasons, as JSON
 _T = TypeVar("_T")
+
+RECORDS = ("records", "record_lengths")  # columns of a Group
 
 
 def draw_from_json(given: Mapping[str, Any]) -> Draw:
@@ -93,7 +96,7 @@ class Scorers:
         with it. key: of the prompt's file, which decides the reward; episodes: of the responses,
         where there are several turns."""
         scorer = self._of_suites.get(key, self._scorer)
-        given = given_rewards(episodes, scorer.section)
+        given = scorer.given(episodes)
 
         def begin() -> tuple[Group, list[Sample]]:
             group = make()
@@ -101,6 +104,7 @@ class Scorers:
 
         def finish(group: Group, samples: Sequence[Sample], found: Any) -> None:
             self._add(group, samples, scorer.part_names or (), *found, scorer.take_seconds())
+            group.columns.update(record_columns(records_of(episodes, found[0])))
             then(group)
 
         def whole() -> None:
@@ -391,6 +395,21 @@ def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         "in_response": np.concatenate(kinds),
         "sampled": np.concatenate([episode.mask for episode in episodes]),
     }
+
+
+def record_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The records of episodes as columns of a `Group`; none of single turns."""
+    if not records:
+        return {}
+    texts = [json.dumps(jsonable(record)).encode() for record in records]
+    lengths = np.array([len(text) for text in texts])
+    return dict(zip(RECORDS, (np.frombuffer(b"".join(texts), np.uint8), lengths)))
+
+
+def read_records(texts: np.ndarray, lengths: np.ndarray) -> list[dict[str, Any]]:
+    """The inverse of `record_columns`."""
+    ends = np.cumsum(lengths)[:-1] if len(lengths) else []
+    return [json.loads(part.tobytes()) for part in np.split(texts, ends) if len(part)]
 
 
 def group_columns(

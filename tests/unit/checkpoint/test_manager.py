@@ -16,6 +16,14 @@ from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.writer import CheckpointWriter
+from gspo_megatron.errors import (
+    DataError,
+    EpisodeError,
+    RewardError,
+    RolloutError,
+    UserError,
+    error_of,
+)
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
@@ -78,6 +86,31 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
     assert bool(saved) == bool(notes) == (warning is not None)
     if warning is not None:
         assert notes[0].startswith(warning)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (RewardError("wrong"), "once the reward works"),
+        (RolloutError("wrong"), "once servers answer"),
+        (EpisodeError("wrong"), "once the environment works"),
+        (error_of("UnplayableError", "wrong"), "once the environment works"),
+        (error_of("EpisodeError", "wrong"), "once the environment works"),  # of the service
+        (DataError("wrong"), "once that is mended"),
+    ],
+)
+def test_a_run_that_an_error_ends_says_what_has_to_work_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UserError, advice: str
+) -> None:
+    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
+    monkeypatch.setattr(Checkpoints, "_save", lambda *_, **__: None)
+    state = SimpleNamespace(position=Position(RL, 3))
+    monkeypatch.setattr(Checkpoints, "_state", lambda *_: state)
+    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    with pytest.raises(type(error)) as raised:
+        checkpoints.after_failure(3, nothing, nothing, error)
+    assert str(raised.value).startswith("wrong\n") and str(raised.value).endswith(advice)
+    assert "with 3 finished steps" in str(raised.value)
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gspo_megatron.config import (
     load_config,
     parse_config,
     recomputes_old_logprobs,
+    to_shown_yaml,
     to_yaml,
 )
 from gspo_megatron.config.load import (
@@ -319,6 +320,21 @@ def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
     assert to_yaml(again) == to_yaml(config)
     # A reader of YAML 1.1, in which a bare `off` or `yes` is a boolean, gets the same.
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
+
+
+def test_names_that_nothing_reads_are_not_shown_as_values(tmp_path: Path) -> None:
+    minimal = write(tmp_path, MINIMAL)
+    custom = load_config(minimal, ["environment.import_path=games:Game", "reward.name=math"])
+    plain = load_config(minimal)
+    assert to_shown_yaml(plain, {}) == to_yaml(plain)
+    shown = to_shown_yaml(custom, {"reward.name": "the environment gives the rewards"})
+    assert "  # name: not read; environment.import_path replaces it\n" in shown
+    assert "  # name: not read; the environment gives the rewards\n" in shown
+    read = yaml.safe_load(shown)
+    assert "name" not in read["environment"] and "name" not in read["reward"]
+    assert read["objective"]["name"] == custom.objective.name
+    again = load_config(write(tmp_path, to_shown_yaml(custom, {}), "other.yaml"))
+    assert again == custom
 
 
 def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:

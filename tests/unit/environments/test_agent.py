@@ -43,6 +43,18 @@ def post(path, content, key=os.environ["OPENAI_API_KEY"]):
         return json.load(error)
 def chat(messages, **options):
     return post("/chat/completions", {"model": "any", "messages": messages, **options})
+def impatient(messages, seconds, headers={}):
+    # None: no answer after so many seconds
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "any", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.load(answer)["choices"][0]["message"]
+    except TimeoutError:
+        return None
 user = {"role": "user", "content": row["prompt"]}
 """
 
@@ -66,7 +78,7 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
         program: str,
         turns: list[str],
         limits: Limits | None = None,
-        turn_seconds: float = 0.0,
+        turn_seconds: float | list[float] = 0.0,
         **options: Any,
     ) -> tuple[Episode, list[Asked]]:
         path = tmp_path / "agent.py"
@@ -75,7 +87,8 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
 
         async def write(wanted: Asked) -> Written:
             asked.append(wanted)
-            await asyncio.sleep(turn_seconds)
+            is_same = isinstance(turn_seconds, float)
+            await asyncio.sleep(turn_seconds if is_same else turn_seconds[len(asked) - 1])
             ids = [*tokenizer.encode(turns[wanted.turn]), tokenizer.eos_id]
             return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
 
@@ -249,15 +262,12 @@ except urllib.error.HTTPError as error:
 """,
             "the request is no JSON object",
         ),
-        ("chat([user]); post('/reward', {'reward': 'a'})", None),
+        ("chat([user]); post('/reward', {'reward': 'a'})", "'a' of type str; a number is wanted"),
     ],
 )
-def test_what_a_program_does_wrong_is_named(play: Play, program: str, problem: str | None) -> None:
+def test_what_a_program_does_wrong_is_named(play: Play, program: str, problem: str) -> None:
     episode, _ = play(program, ["a", "b"])
-    if problem is None:
-        assert episode.given == "a"  # the scorer refuses it, and names the value
-    else:
-        assert problem in str(episode.error) and str(episode.error).endswith("; f:7")
+    assert problem in str(episode.error) and str(episode.error).endswith("; f:7")
 
 
 def test_the_policy_s_time_is_not_the_program_s(play: Play) -> None:
@@ -268,6 +278,80 @@ chat([user, first, user])
 """
     episode, asked = play(program, ["a", "b"], turn_seconds=2.5, seconds=4.0)
     assert episode.error is None and len(asked) == 2
+
+
+AGAIN = """
+user2 = {"role": "user", "content": "go on"}
+def until_answered(messages):
+    while (answer := impatient(messages, PATIENCE)) is None:
+        time.sleep(PAUSE)
+    return answer
+first = until_answered([user])
+second = until_answered([user, first, user2])
+assert (first["content"], second["content"]) == ("a", "b"), (first, second)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "patience", "pause"),
+    [
+        ([0.0, 0.0], 5.0, 0.0),
+        ([1.0, 0.0], 0.3, 0.0),
+        ([0.0, 1.0], 0.3, 0.0),
+        ([0.5, 0.0], 0.3, 0.5),
+    ],
+    ids=["patient", "first turn", "second turn", "the turn ends before it asks again"],
+)
+def test_a_client_that_asks_again_gets_the_turn_that_it_asked_for(
+    play: Play, tokenizer: Tokenizer, seconds: list[float], patience: float, pause: float
+) -> None:
+    program = f"import time\nPATIENCE, PAUSE = {patience}, {pause}\n" + AGAIN
+    episode, asked = play(program, ["a", "b"], turn_seconds=seconds)
+    assert episode.error is None and len(asked) == 2, "each turn is drawn once"
+    assert [branch.turns for branch in episode.client.branches()] == [range(2)]
+    assert shown(tokenizer, episode.tokens[episode.mask]) == "a</s>b</s>"
+
+
+def test_a_client_that_says_that_it_repeats_gets_the_same_answer(play: Play) -> None:
+    """The answer of the first request may be lost on its way."""
+    episode, asked = play(
+        """
+import time
+first = impatient([user], 9)
+again = impatient([user], 9, {"X-Stainless-Retry-Count": "1"})
+other = impatient([user], 9, {"X-Stainless-Retry-Count": "0"})
+assert [each["content"] for each in (first, again, other)] == ["a", "a", "b"]
+""",
+        ["a", "b"],
+    )
+    assert episode.error is None and len(asked) == 2
+    assert [branch.turns for branch in episode.client.branches()] == [range(1), range(1, 2)]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.7], ids=["under way", "drawn"])
+def test_a_turn_that_nobody_has_read_is_not_trained(
+    play: Play, tokenizer: Tokenizer, pause: float
+) -> None:
+    """The client asks for something else, and then gives up for good."""
+    episode, _ = play(
+        f"""
+import time
+other = {{"role": "user", "content": "2?"}}
+assert impatient([other], 0.2) is None
+time.sleep({pause})
+answer = impatient([user], 9)
+assert answer["content"] == "a", answer
+assert impatient([user, answer, other], 0.2) is None
+time.sleep({pause})
+post("/reward", {{"turn_rewards": [0.5]}})
+""",
+        ["a", "b"],
+        turn_seconds=[0.5, 0.0, 0.5],
+    )
+    assert episode.error is None
+    assert list(episode.given.rewards) == [0.5] and list(episode.given.ends) == [2]
+    assert shown(tokenizer, episode.sequence[0]) == "<|user|>1+2?</s><|assistant|>a</s>"
+    assert [each["content"] for each in episode.client.messages] == ["1+2?", "a"]
 
 
 def test_nothing_of_a_program_that_hangs_is_left(play: Play, tmp_path: Path) -> None:

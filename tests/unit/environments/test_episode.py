@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +271,29 @@ async def together(client: Client) -> None:
     await asyncio.gather(client.generate(), client.generate())
 
 
+async def endless(client: Client) -> Trajectory:
+    await client.generate()
+    while True:
+        await client.generate(text="12")
+
+
+async def too_fast(client: Client) -> None:
+    raise LimitReached
+
+
+async def endless_number(client: Client) -> Trajectory:
+    await client.generate()
+    return Trajectory(reward=float("nan"))
+
+
+async def exits(client: Client) -> None:
+    sys.exit(3)
+
+
+async def cancels(client: Client) -> None:
+    raise asyncio.CancelledError
+
+
 async def in_turns(client: Client) -> Trajectory:
     await client.generate()
     await client.generate(text="12")
@@ -287,12 +313,17 @@ async def in_turns(client: Client) -> Trajectory:
         (together, {}, "generate was called again before"),
         (too_early, {}, "begin was called before"),
         (once, {"gives_rewards": True}, "returned no reward"),
+        (endless, {"gives_rewards": True}, "rollout has to catch LimitReached"),
+        (too_fast, {}, "ended without a turn"),
+        (endless_number, {}, "rollout gave as reward nan; a finite number is wanted"),
+        (exits, {}, "rollout ended with SystemExit(3)"),
+        (cancels, {}, "rollout cancelled itself"),
     ],
 )
 def test_faults_of_an_environment_are_named(
     tokenizer: Tokenizer, body: Any, facts: dict[str, Any], problem: str
 ) -> None:
-    client, _ = client_of(tokenizer, [("abc", False)] * 2)
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
     runner = EpisodeRunner(of(body, **facts), tokenizer, client.limits)
     episode = asyncio.run(runner.run(client.task, client.write))
     message = str(episode.error)
@@ -308,6 +339,91 @@ def test_rewards_of_turns_end_where_the_turns_do(tokenizer: Tokenizer) -> None:
     assert isinstance(episode.given, TurnRewards) and episode.error is None
     assert (list(episode.given.rewards), list(episode.given.ends)) == ([0.5, 2.0], [4, 10])
     assert episode.mask.tolist() == [True] * 4 + [False] * 2 + [True] * 4
+
+
+def test_a_limit_without_rewards_of_the_environment_leaves_the_episode_to_the_reward_function(
+    tokenizer: Tokenizer,
+) -> None:
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
+    runner = EpisodeRunner(of(endless), tokenizer, client.limits)
+    episode = asyncio.run(runner.run(client.task, client.write))
+    assert episode.error is None and episode.given is None and episode.client.is_cut
+
+
+def documented() -> Any:
+    """The environment that docs/environments.md begins with."""
+    page = Path(__file__).parents[3] / "docs" / "environments.md"
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    place: dict[str, Any] = {}
+    exec(code, place)
+    return place["HigherOrLower"]()
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "reward", "cut"),
+    [
+        (["1", "9", "there"], Limits(5, 400), 1.0, False),
+        (["1", "9", "there"], Limits(2, 400), 0.0, False),
+        (["1", "9", "there"], Limits(5, 12), 0.0, True),
+    ],
+    ids=["right", "no turn is left", "no token is left"],
+)
+def test_the_documented_environment_gives_every_episode_its_reward(
+    tokenizer: Tokenizer, turns: list[str], limits: Limits, reward: float, cut: bool
+) -> None:
+    environment = documented()
+    assert environment.gives_rewards
+    client, _ = client_of(tokenizer, [(text, False) for text in turns], limits)
+    episode = asyncio.run(
+        EpisodeRunner(environment, tokenizer, limits).run(client.task, client.write)
+    )
+    assert episode.error is None and episode.given == reward and episode.client.is_cut is cut
+
+
+def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
+    """The task, the conversation, and messages that it uses again."""
+    hint = {"role": "user", "content": "lower"}
+
+    async def rollout(client: Client, task: Prompt) -> Trajectory:
+        task.fields["tests"].append(1)
+        task.answer["value"] += 1
+        task.messages[0]["content"] += " (hint)"  # type: ignore[index]
+        client.messages[0]["content"] += "!"  # type: ignore[index]
+        client.messages.clear()
+        await client.generate()
+        hint["content"] = "lower"
+        await client.generate([hint])
+        hint["content"] = "higher"
+        await client.generate([hint])
+        assert [each["content"] for each in client.messages] == [
+            "hi",
+            "a",
+            "lower",
+            "b",
+            "higher",
+            "c",
+        ]
+        return Trajectory(reward=float(len(task.fields["tests"]) + task.answer["value"]))
+
+    class Mine:
+        async def rollout(self, client: Client, task: Prompt) -> Trajectory:
+            return await rollout(client, task)
+
+    client, asked = client_of(tokenizer, [("a", False), ("b", False), ("c", False)])
+    messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
+    fields: dict[str, Any] = {"tests": []}
+    task = replace(client.task, fields=fields, answer={"value": 0}, messages=messages)
+    runner = EpisodeRunner(Mine(), tokenizer, client.limits)
+    for _ in range(2):
+        episode = asyncio.run(runner.run(task, client.write))
+        assert episode.error is None and episode.given == 2.0
+        assert [b.turns for b in episode.client.branches()] == [range(3)]
+    assert task.fields == {"tests": []} and task.answer == {"value": 0}
+    assert task.messages == ({"role": "user", "content": "hi"},)
+    assert [shown(tokenizer, each.token_ids) for each in asked[:3]] == [
+        shown(tokenizer, each.token_ids) for each in asked[3:]
+    ]
+    assert "hint" not in shown(tokenizer, asked[0].token_ids)
 
 
 def test_an_engine_that_is_gone_is_no_fault_of_the_episode(tokenizer: Tokenizer) -> None:
@@ -340,12 +456,31 @@ def test_environments_are_found_by_name_or_path(
         "        await client.generate()\n"
         "class Empty:\n"
         "    pass\n"
+        "class Plain:\n"
+        "    def rollout(self, client, task):\n"
+        "        pass\n"
+        "class OneArgument:\n"
+        "    async def rollout(self, client):\n"
+        "        pass\n"
+        "class Broken:\n"
+        "    def __init__(self):\n"
+        "        raise KeyError('DATA')\n"
+        "    rollout = Game.rollout\n"
+        "async def play(client, task):\n"
+        "    pass\n"
+        "level = 3\n"
     )
     assert get_environment("single_turn") is None
     assert get_environment("any", "games:Game", {"level": 2}).level == 2
     wrong: list[tuple[str, str | None, dict[str, Any], str]] = [
         ("chess", None, {}, "no such environment; legal: agent, single_turn"),
-        ("", "games:Chess", {}, "has no function Chess"),
+        ("", "games:Chess", {}, "games has no class Chess; it has: Game, Empty, Plain, OneArg"),
+        ("", "games:Gane", {}, "has no class Gane; it has: Game$"),
+        ("", "games:play", {}, "is a function; legal: a class with async def rollout"),
+        ("", "games:level", {}, "games has no class level"),
+        ("", "games:Plain", {}, "its method rollout is no coroutine; legal: async def rollout"),
+        ("", "games:OneArgument", {}, r"its method is rollout\(client\); legal: async def"),
+        ("", "games:Broken", {}, r"making it failed: KeyError: 'DATA' \(games.py:"),
         ("", "games:Empty", {}, "has no method rollout"),
         ("", "games:Game", {"levels": 2}, "no such option; legal: level"),
         ("", "games:Game", {"level": "a"}, "wrong type; int is wanted"),

@@ -16,7 +16,7 @@ import pytest
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
 from gspo_megatron.environments.verifiers import Verifiers
-from gspo_megatron.errors import EpisodeError, RolloutError
+from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.types import Prompt
 from tests.tasksets import hangman_words, letters, sums_taskset
 from tests.verifiers_environment import find_verifiers_python
@@ -184,7 +184,7 @@ def test_a_taskset_of_the_scaffold_plays_as_it_is(
 def test_settings_that_verifiers_refuses_end_the_run(table: Table, python: str) -> None:
     environment = Verifiers("no-such-taskset", python)
     problem = "environment.verifiers = no-such-taskset: ModuleNotFoundError: taskset"
-    with pytest.raises(RolloutError, match=problem):
+    with pytest.raises(UnplayableError, match=problem):
         table.play(environment, {}, ["a"])
     with pytest.raises(EpisodeError, match="verifiers gives no tasks"):
         list(Verifiers("textarena", python, **HANGMAN, players=2).tasks(0, 1))

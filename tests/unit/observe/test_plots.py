@@ -40,6 +40,7 @@ BROKEN = {"step": 2, "loss": math.nan, "grad_norm": math.inf, "lr": math.nan}
         ([rl_record(step, 0.1) for step in range(1, 7)], SUBJECTS),
         ([rl_record(1, 0.1), BROKEN], SUBJECTS),
         ([{"step": 1, "reward/mean": 0.5}], ["learning"]),
+        ([{"step": 1, "environment/turns": 2.5, "environment/errors": 0.0}], ["episodes"]),
         ([{"step": n, **QUANTILES, "clip/sequence/binding": 0.0} for n in (1, 2)], ["ratios"]),
         ([], []),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -12,8 +13,14 @@ import pytest
 
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.observe import progress, report
-from gspo_megatron.observe.metrics_files import MetricsWriter, read_metrics
+from gspo_megatron.observe.metrics_files import (
+    MetricsWriter,
+    SampleWriter,
+    read_metrics,
+    read_samples,
+)
 from gspo_megatron.observe.report import finish_run, summarize, wall_seconds, write_report
+from gspo_megatron.types import Sample
 from tests.unit.observe.conftest import RunMaker
 
 
@@ -65,6 +72,27 @@ def test_of_many_samples_the_first_and_the_last_are_shown(make_run: RunMaker) ->
     page = write_report([run_dir], run_dir).read_text()
     prompts = [int(step) for step in re.findall(r"&lt;b&gt;(\d+)&lt;", page)]
     assert prompts == [1, 2, 3, 4, 5, 6, 35, 36, 37, 38, 39, 40]
+
+
+def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=1)
+    turns = [
+        {"role": "user", "text": "guess", "branch": 0, "trained": False},
+        {"role": "assistant", "text": "4\nuser: x<|im_end|>", "branch": 0, "reward": -0.5},
+        {"role": "tool", "text": "lower", "branch": 1},
+        {"role": "assistant", "text": "3<|im_end|>", "branch": 1, "reward": 1.0},
+    ]
+    with SampleWriter(run_dir) as writer:
+        records = [{"turns": turns, "error": None}, {"turns": turns[:1], "error": "no tool; f:1"}]
+        samples = [Sample("guess", "3", "last", False, transcript="t")] * 2
+        writer.write(1, samples, [0.5, math.nan], records=records)
+    written = read_samples(run_dir)[-2:]
+    assert [each["turns"] for each in written] == [turns, turns[:1]]
+    assert [each["reward"] for each in written] == [0.5, None]
+    page = html.unescape(write_report([run_dir], run_dir).read_text())
+    assert "user: guess\nassistant: 4\n    user: x<|im_end|> [reward -0.5]\n" in page
+    assert "tool: lower\nassistant: 3<|im_end|> [reward 1]" in page
+    assert "failed: no tool; f:1" in page
 
 
 def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) -> None:

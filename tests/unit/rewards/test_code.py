@@ -289,7 +289,7 @@ def test_a_runner_of_the_user_needs_no_sandbox(
     assert "Elsewhere has no function 'call', which the tests of some rows need" in line
     (line,) = refusal(scores, "Wrong", sample(DOUBLE, **row))
     assert "'run' of Wrong returned a str; legal: gspo_megatron.rewards.sandbox.Outcome" in line
-    for name, what in (("Empty", "is no class with"), ("run", "is no class"), ("No", "has no fun")):
+    for name, what in (("Empty", "is no class with"), ("run", "is no class"), ("No", "no class")):
         (line,) = refusal(scores, name, sample(DOUBLE, **row))
         assert line.startswith(f"reward.options.runner = my_runner:{name}: ") and what in line
     (line,) = refusal(get_reward, "code", None, {"runner": 1.0})

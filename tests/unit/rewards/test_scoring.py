@@ -22,7 +22,6 @@ from gspo_megatron.rewards.scoring import (
     FAILED,
     FailedCalls,
     Scorer,
-    given_rewards,
 )
 from gspo_megatron.types import Sample, TurnRewards
 from tests.unit.data.corpora import refusal
@@ -316,18 +315,20 @@ def test_what_an_environment_gave_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "drop_group"])
-def test_episodes_that_failed(on_failure: str) -> None:
+def test_episodes_that_failed(on_failure: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Ended:
         def __init__(self, given: float | None, error: EpisodeError | None = None) -> None:
             self.given, self.error = given, error
 
-    section = RewardSection(on_failure=on_failure)
+    found = scorer(lambda _: 0.0, on_failure=on_failure)
     ended = [Ended(1.0), Ended(None, EpisodeError("first")), Ended(2.0, EpisodeError("second"))]
     if on_failure == "stop":
         with pytest.raises(EpisodeError, match="first"):
-            given_rewards(ended, section)
+            found.given(ended)
     else:
-        assert given_rewards(ended, section) == [1.0, FAILED, FAILED]
+        assert found.given(ended) == [1.0, FAILED, FAILED]
+        told = capsys.readouterr().err.splitlines()
+        assert told == ["first; more of this kind are only counted"]
 
 
 def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.environments.episode import Client, Episode, Limits
 from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.errors import ConfigError, RewardError
+from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
+from gspo_megatron.rl.lockstep import Episodes
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import (
     Collector,
@@ -450,6 +452,35 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
         collected(Prompts(), reward, rollout=rollout, reward=DROPPING)
     with pytest.raises(RewardError, match="its calls failed in all groups of an evaluation"):
         evaluated(collector(reward, reward=DROPPING))
+
+
+def ended(found: Collector, *errors: str) -> Episodes:
+    """Episodes of one turn, of which those with a text have failed."""
+    batch = found.roll_out([Prompts()[0]], 0, len(errors), SAMPLING, 1).batch
+    client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
+    return Episodes(batch, [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors])
+
+
+def test_a_failed_episode_is_the_environment_s_fault() -> None:
+    found = collector()
+    with pytest.raises(EpisodeError, match="environment Mine: no tool"):
+        found.score(ended(found, "", "environment Mine: no tool"), [Prompts()[0]], 0)
+    found = collector(reward=DROPPING)
+    experience = found.score(ended(found, "a", "b"), [Prompts()[0]], 0)
+    assert experience.failed_calls.episodes == 2
+    assert [record["error"] for record in experience.sample_records] == ["a", "b"]
+    responses = [response for _, response in found.responses(experience, 1.0)]
+    assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
+    with pytest.raises(EpisodeError, match="the environment: its episodes failed in all groups"):
+        raise found.nothing_scored("of a step", experience.failed_calls)
+
+
+def test_a_reward_that_raises_an_error_of_ours_is_the_reward_s_fault() -> None:
+    def reward(sample: Sample) -> float:
+        raise DataError("no such table")
+
+    with pytest.raises(RewardError, match="no such table"):
+        collected(Prompts(), reward)
 
 
 def test_an_evaluation_leaves_failed_calls_out() -> None:

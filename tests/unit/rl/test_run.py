@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from gspo_megatron.rl.run import assemble
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
 from tests.unit.models.one_rank import tiny_config
 
+GAME = """
+class Game:
+    gives_rewards = True
+
+    async def rollout(self, client, task):
+        await client.generate()
+"""
+
 
 def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -23,10 +32,14 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         monkeypatch.setenv(name, "0" if name == "RANK" else "1")
     folder = make_tokenizer(tmp_path / "tokenizer")
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "game_of_test_run.py").write_text(GAME)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", ["kalo"] * 4, "prompt")
     config = tiny_config(
         data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
         logging={"dir": str(tmp_path / "run")},
+        environment={"import_path": "game_of_test_run:Game"},
         optimizer={"warmup_steps": 3},
         objective={"mini_batches": 2},
     )
@@ -39,6 +52,11 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         end_ids, found = run.collector.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
     finally:
         stop_processes()
+    # names that nothing reads are no values in what the run has used
+    resolved = (tmp_path / "run" / "config.resolved.yaml").read_text()
+    assert "  # name: not read; the environment gives the rewards\n" in resolved
+    assert "  # name: not read; environment.import_path replaces it\n" in resolved
+    assert "single_turn" not in resolved and "exact_match" not in resolved
     assert schedule.lr_warmup_steps == 3 * 2  # it counts updates, the configuration steps
     # <|doc|> is special; <sep> is a token too, but one that stands in the text
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]

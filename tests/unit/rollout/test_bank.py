@@ -107,7 +107,7 @@ def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
 def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
     path = tmp_path / "a.groups"
     written(path, 0, 1)
-    path.write_bytes(path.read_bytes().replace(b"GSP2", b"GSPO"))  # without `in_response`
+    path.write_bytes(path.read_bytes().replace(b"GSP3", b"GSPO"))  # without `records`
     DrawFile(path, REQUEST).close()
     written(path, 1)
     assert_holds(path, 1)

@@ -224,8 +224,8 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
         return running.status()
 
     status = asyncio.run(run())
-    assert status["done"] and status["error"]["kind"] == "RolloutError"
-    assert "step_00000001_0 was ended by CancelledError" in status["error"]["text"]
+    assert status["done"] and status["error"]["kind"] == "EpisodeError"
+    assert "environment Cancelling: rollout cancelled itself" in status["error"]["text"]
 
 
 def test_what_decides_rollouts_is_told_apart(

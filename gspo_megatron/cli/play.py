@@ -1,0 +1,118 @@
+"""`gspo-megatron play`: prints some episodes of a configuration; trains and writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.cli import ranks
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
+from gspo_megatron.cli.check_inputs import check_all
+from gspo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config
+
+USUAL_EPISODES = 4
+
+
+def add_parser(commands: Commands) -> None:
+    text = "draw some episodes with a configuration's model and environment, and print them"
+    parser = config_parser(commands, "play", run, text)
+    parser.description += (
+        ": who says what, the rewards, and why an episode failed. Nothing is trained, and no run "
+        "folder is written or read. The model itself draws, also where rollout.engine is vllm, "
+        "with the weights of model.checkpoint_path or model.hf_path: "
+        "model.checkpoint_path=runs/NAME plays what a run has learnt."
+    )
+    parser.add_argument(
+        "--episodes",
+        type=positive,
+        default=USUAL_EPISODES,
+        metavar="N",
+        help=f"how many, one for each of the first prompts (default: {USUAL_EPISODES})",
+    )
+    add_nproc(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the episodes. Raises UserError for everything that is wrong with the configuration and
+    its files."""
+    from gspo_megatron.config import load_config
+
+    rank_of = ranks.world_size_of_rank(os.environ)
+    config = _as_played(load_config(arguments.config, arguments.overrides))
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
+    if not (config.data.prompts or config.data.eval_prompts):
+        raise ConfigError(["data.prompts, data.eval_prompts: null; legal: prompts to play"])
+    if rank_of is None:
+        check_all(config, world_size)
+    if rank_of is None and world_size > 1:
+        from gspo_megatron.cli.launch import launch
+
+        command = [sys.executable, "-m", "gspo_megatron", "play", arguments.config]
+        command += [*arguments.overrides, "--episodes", str(arguments.episodes)]
+        return launch(command, world_size)
+    with loading():
+        from gspo_megatron.rl.play import play
+    if os.environ.get("RANK", "0") == "0":
+        print(f"weights: {_weights(config)}", flush=True)
+    records = play(config, arguments.episodes)
+    if records:
+        print("\n".join(lines_of(records)), flush=True)
+    return 0
+
+
+def _as_played(config: Config) -> Config:
+    """The model itself draws, nothing is evaluated, and a failed episode is shown and ends
+    nothing."""
+    from gspo_megatron.config.schema import RolloutSection
+
+    usual = RolloutSection()
+    changes: dict[str, dict[str, Any]] = {
+        "rollout": {"engine": "megatron", "vllm": usual.vllm, "max_staleness": usual.max_staleness},
+        "objective": {"max_token_staleness": None},
+        "reward": {"on_failure": "drop_group"},
+        "training": {"evaluation_interval": 0},
+        "evaluation": {"suites": {}, "interval": 0},
+        "checkpoint": {"keep_best": 0},
+    }
+    sections = {name: getattr(config, name).model_copy(update=c) for name, c in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def _weights(config: Config) -> str:
+    for key in ("checkpoint_path", "hf_path"):
+        if (path := getattr(config.model, key)) is not None:
+            return f"{path} (model.{key})"
+    return "random, as model.checkpoint_path and model.hf_path are null"
+
+
+def lines_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The episodes, and a summary, for people."""
+    from gspo_megatron.observe.report import conversation
+
+    lines = []
+    for number, record in enumerate(records, start=1):
+        lines += ["", f"=== episode {number} of {len(records)}: row {record['row_id']}"]
+        if record.get("turns") is not None:
+            lines.append(conversation(record))
+        else:
+            lines += [f"prompt: {record['prompt']}", f"response: {record['response']}"]
+        lines.append(f"--- {_outcome(record)}")
+    rewards = [record["reward"] for record in records if record["reward"] is not None]
+    mean = f"{statistics.fmean(rewards):.3f}" if rewards else "none"
+    failed = len(records) - len(rewards)
+    return [*lines, "", f"episodes: {len(records)}, mean reward {mean}, {failed} failed"]
+
+
+def _outcome(record: Mapping[str, Any]) -> str:
+    reward = "none" if record["reward"] is None else f"{record['reward']:g}"
+    parts = "".join(f", {name} {value:g}" for name, value in record.get("parts", {}).items())
+    answer = "" if record["answer"] is None else f", answer {record['answer']!r}"
+    cut = ", cut off by a limit" if record["truncated"] else ""
+    return f"reward {reward}{parts}{answer}, {record['num_tokens']} tokens{cut}"

@@ -1,0 +1,83 @@
+"""Episodes for people: who said what, turn by turn, with the rewards of the turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.environments.episode import Client, Episode
+from gspo_megatron.rewards.values import Score
+from gspo_megatron.types import Message
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Tokenizer
+
+POLICY = "assistant"  # the role of what the policy wrote
+
+
+def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
+    """What samples.jsonl has of an episode beside its texts: `turns`, and `error`, why it failed.
+
+    A turn of the policy has its tokens as text, special ones included, so that nothing it writes
+    looks like the end of a turn or like somebody else. What stands between is the messages that the
+    environment gave, or its text. score: None where no reward is known.
+    """
+    rewards = _rewards_of_turns(episode.client, score)
+    error = None if episode.error is None else str(episode.error)
+    return {"turns": [*_turns(episode, rewards)], "error": error}
+
+
+def records_of(episodes: Sequence[Episode], scores: Sequence[Score | None]) -> list[dict[str, Any]]:
+    """The same for several; nothing of single turns."""
+    return [record_of(*pair) for pair in zip(episodes, scores, strict=True)] if episodes else []
+
+
+def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of tokens, with the names of special ones."""
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    runs = itertools.groupby(map(int, token_ids), key=lambda n: n in names)
+    return "".join(
+        "".join(names[n] for n in run) if is_special else tokenizer.decode([*run])
+        for is_special, run in runs
+    )
+
+
+def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[str, Any]]:
+    client, tokenizer = episode.client, episode.client.tokenizer
+    for branch, part in enumerate(client.branches()):
+        for number in part.turns:
+            said, between = client.added[number], client.inserted[number]
+            for message in said:
+                yield {**_of_message(message), "branch": branch, "trained": False}
+            if not said and (number == 0 or between):  # there are no messages
+                ids = between if number else part.prompt
+                role, text = "environment" if number else "prompt", visible(tokenizer, ids)
+                yield {"role": role, "text": text, "branch": branch, "trained": False}
+            turn = client.turns[number]
+            if turn.source is None and episode.error is not None:
+                continue  # the episode failed before its first turn
+            yield {
+                "role": POLICY,
+                "text": visible(tokenizer, turn.token_ids),
+                "branch": branch,
+                "trained": episode.error is None,
+                "truncated": turn.truncated,
+                "reward": None if rewards is None else rewards[number],
+            }
+
+
+def _of_message(message: Message) -> Mapping[str, Any]:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    return {"role": message["role"], "text": "" if content is None else text, **calls}
+
+
+def _rewards_of_turns(client: Client, score: Score | None) -> list[float] | None:
+    """None where the reward is one of the whole episode, or of other parts than the turns."""
+    if score is None or score.ends is None:
+        return None
+    ends = [int(end) for end in client.turn_ends()]
+    return [float(r) for r in score.rewards] if [int(e) for e in score.ends] == ends else None

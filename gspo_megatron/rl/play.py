@@ -1,0 +1,65 @@
+"""Episodes with a model as it is: drawn and scored as in a step, without training or saving."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from gspo_megatron.checkpoint.start import load_initial_weights
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.data.inputs import model_vocab_size, read_inputs
+from gspo_megatron.environments.registry import tools_of
+from gspo_megatron.models.build import build_policy
+from gspo_megatron.platform.collectives import gather_objects
+from gspo_megatron.platform.groups import (
+    patience_minutes,
+    set_up_model_parallel,
+    start_processes,
+    stop_processes,
+)
+from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rl.run import in_process_collector
+from gspo_megatron.rollout.engine import Draw, Sampling
+
+
+def play(config: Config, episodes: int) -> list[dict[str, Any]]:
+    """One episode for each of the first prompts, from the beginning again where there are fewer
+    than `episodes`. Every rank calls it; the main rank gets the records of evaluation.jsonl, the
+    others nothing. Raises UserError."""
+    inputs, wanted = read_inputs(config, tools_of(config)), config.reward
+    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+    patience = patience_minutes(config.training.hang_timeout_seconds)
+    ranks = start_processes(patience)
+    try:
+        parallel = resolve_parallel(config, ranks.world_size)
+        set_up_model_parallel(parallel, config.training.seed, patience)
+        policy = build_policy(config, parallel, model_vocab_size(config, inputs.tokenizer))
+        policy.set_padding_token(load_initial_weights(config, policy))
+        collector = in_process_collector(config, inputs, policy, reward, ranks.device)
+        with closing(collector):
+            count = len(inputs.files[prompts_key(config)])
+            rows = [number % count for number in range(episodes)]
+            experience = collector.sample(_draw(config, rows))
+            mine = collector.responses(experience, config.evaluation.correct_at)
+        told = gather_objects(mine) or []
+    finally:
+        stop_processes()
+    numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
+    return [record for _, record in numbered]
+
+
+def prompts_key(config: Config) -> str:
+    """Which of the configuration's prompts are played."""
+    return "data.prompts" if config.data.prompts else "data.eval_prompts"
+
+
+def _draw(config: Config, rows: list[int]) -> Draw:
+    rollout, key = config.rollout, prompts_key(config)
+    sampling = Sampling(
+        max_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+    return Draw("play_00000000", key, rows, 0, 1, sampling, config.training.seed, version=0)

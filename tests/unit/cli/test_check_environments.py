@@ -1,0 +1,43 @@
+"""What `check` says of an environment or reward that cannot work: exit code 2, all at once."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.unit.cli.conftest import Command, ConfigWriter
+
+
+def test_an_environment_that_no_prompt_fits_is_refused(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    words = ("environment.name=tool_use", "evaluation.suites={}")
+    code, _, err = gspo("check", write_config(), *words)
+    assert code == 2 and "environment ToolUse: it answers turns with messages, and 2 prompts" in err
+    assert "prompts.jsonl:1; legal: data.chat_template = true" in err
+
+
+def test_a_command_is_looked_for_on_this_machine_only(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    path = write_config()
+    words = ("environment.name=agent", "environment.options={command: no-such-program}")
+    code, _, err = gspo("check", path, *words)
+    assert code == 2 and "no-such-program is no program" in err
+    assert "has no chat template, which environment Agent needs" in err
+    code, _, err = gspo("check", path, *words, "--no-files")
+    assert (code, err) == (0, "")
+    code, _, err = gspo(
+        "check", path, words[0], f"environment.options={{command: {sys.executable}}}"
+    )
+    assert code == 2 and "is no program" not in err
+
+
+def test_tests_that_take_longer_than_their_call_are_refused(
+    write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_megatron.rewards.sandbox.fault", lambda: None)
+    words = ("reward.name=code", "reward.timeout_seconds=30.0", "--no-files")
+    code, _, err = gspo("check", write_config(), *words)
+    assert code == 2 and "reward.options.total_seconds = 45: " in err

@@ -1,0 +1,127 @@
+"""Episodes for people: the turns, who said them, and what they are worth."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.chat import CHATML
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.environments.episode import (
+    Asked,
+    Client,
+    Episode,
+    EpisodeRunner,
+    Limits,
+    Trajectory,
+    Written,
+)
+from gspo_megatron.environments.transcript import record_of
+from gspo_megatron.rewards.values import Score, checked
+from gspo_megatron.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("letters")
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789 "
+    symbols = ["<|im_start|>"]
+    train_sentencepiece([letters] * 9, 60, folder / "tokenizer", "char", control_symbols=symbols)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return load_tokenizer(folder / "tokenizer.model")
+
+
+def played(
+    tokenizer: Tokenizer, environment: Any, turns: list[list[int]], chat: bool = True
+) -> Episode:
+    messages = ({"role": "user", "content": "guess"},) if chat else ()
+    ids = tokenizer.encode("guess")
+    if chat:
+        ids = tokenizer.encode_rendered(tokenizer.render(messages, open_answer=True).text).ids
+    task = Prompt("guess", "3", "f:1", token_ids=tuple(ids), messages=messages)
+
+    async def write(wanted: Asked) -> Written:
+        await asyncio.sleep(0)
+        return Written(turns[wanted.turn], False, source=wanted.turn)
+
+    return asyncio.run(EpisodeRunner(environment, tokenizer, Limits(9, 400)).run(task, write))
+
+
+class Guessing:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
+        await client.generate()
+        await client.generate([{"role": "user", "content": "lower"}])
+        if self.fails:
+            raise ConnectionError("no tool")
+        client.begin([{"role": "system", "content": "so far 2"}])
+        await client.generate()
+        return Trajectory(turn_rewards=[0.1, -0.5, 1.0])
+
+
+def score_of(episode: Episode) -> Score:
+    def refuse(what: str) -> Any:
+        raise AssertionError(what)
+
+    return checked(episode.given, len(episode.tokens), refuse)
+
+
+def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
+    """A policy that writes what looks like a user's turn is told apart from a user."""
+    start, eos = tokenizer.special_tokens["<|im_start|>"], tokenizer.eos_id
+    pretends = [*tokenizer.encode("4 user lower"), start, *tokenizer.encode("user"), eos]
+    turns = [pretends, [*tokenizer.encode("7"), eos], [*tokenizer.encode("3"), eos]]
+    episode = played(tokenizer, Guessing(), turns)
+    record = record_of(episode, score_of(episode))
+    assert record["error"] is None
+    told = [(turn["role"], turn["text"], turn["branch"]) for turn in record["turns"]]
+    assert told == [
+        ("user", "guess", 0),
+        ("assistant", "4 user lower<|im_start|>user</s>", 0),
+        ("user", "lower", 0),
+        ("assistant", "7</s>", 0),
+        ("system", "so far 2", 1),
+        ("assistant", "3</s>", 1),
+    ]
+    mine = [turn for turn in record["turns"] if turn["role"] == "assistant"]
+    assert [turn["reward"] for turn in mine] == [0.1, -0.5, 1.0]
+    assert [turn["trained"] for turn in record["turns"]] == [False, True] * 3
+    whole = record_of(episode, Score(np.array([0.6])))
+    assert {turn.get("reward") for turn in whole["turns"]} == {None}
+
+
+def test_a_failed_episode_has_its_turns_and_its_cause(tokenizer: Tokenizer) -> None:
+    turns = [[*tokenizer.encode(n), tokenizer.eos_id] for n in "47"]
+    record = record_of(played(tokenizer, Guessing(fails=True), turns), None)
+    assert "ConnectionError: no tool" in record["error"] and record["error"].endswith("; f:1")
+    assert [turn["text"] for turn in record["turns"]] == ["guess", "4</s>", "lower", "7</s>"]
+    assert not any(turn["trained"] for turn in record["turns"])
+
+    class AtOnce:
+        async def rollout(self, client: Client, task: Prompt) -> None:
+            raise ConnectionError("no tool")
+
+    record = record_of(played(tokenizer, AtOnce(), []), None)
+    assert [turn["text"] for turn in record["turns"]] == ["guess"]
+
+
+def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Tokenizer) -> None:
+    class Texts:
+        async def rollout(self, client: Client, task: Prompt) -> None:
+            await client.generate()
+            await client.generate(text=" 12 ")
+
+    turns = [[*tokenizer.encode(n), tokenizer.eos_id] for n in "47"]
+    record = record_of(played(tokenizer, Texts(), turns, chat=False), None)
+    told = [(turn["role"], turn["text"]) for turn in record["turns"]]
+    assert told == [
+        ("prompt", "guess"),
+        ("assistant", "4</s>"),
+        ("environment", " 12 "),
+        ("assistant", "7</s>"),
+    ]

@@ -1,0 +1,143 @@
+"""Episodes that servers draw: rewards, failures and turns as the ranks find them in the bank."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from gspo_megatron.config import Config, load_config
+from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.errors import UserError, error_of
+from gspo_megatron.rl.served_rollouts import join_groups
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.bank import read_groups
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.client import Client as Server_Client
+from gspo_megatron.rollout.service.client import connected_session
+from gspo_megatron.rollout.service.episodes import RECORDS, Draws, Scorers, read_records
+from gspo_megatron.rollout.service.pool import Pool, PoolSettings
+from gspo_megatron.rollout.service.server import Server
+from gspo_megatron.types import Prompt
+from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
+
+DRAW = Draw("step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0)
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_toy_dataset(tmp_path / "toy", "mixed", train=8, test=2, seed=1)
+    content = {
+        "data": {"tokenizer": "toy/tokenizer.model", "prompts": "toy/train.jsonl"},
+        "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
+        "logging": {"dir": "run"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    return lambda *overrides: load_config(tmp_path / "config.yaml", overrides)
+
+
+def served(
+    config: Config, folder: Path, environment: Any, limits: Limits
+) -> tuple[dict[int, dict[str, np.ndarray]], UserError | None]:
+    """The groups of a draw, and its error as rank 0 gets it."""
+    inputs = read_inputs(config)
+    scorers, told = Scorers(config, inputs), []
+    runner = EpisodeRunner(environment, inputs.tokenizer, limits)
+
+    async def run() -> None:
+        async with Double().serve() as double, connected_session() as session:
+            settings = PoolSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
+            pool = Pool([Server("server", Server_Client(double.url, session))], settings)
+            try:
+                await pool.update(weights(folder, 0))
+                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", "", runner)
+                running = draws.begin(DRAW)
+                assert running.task is not None
+                await running.task
+                told.append(running.status()["error"])
+            finally:
+                await pool.close()
+
+    def work() -> None:
+        try:
+            asyncio.run(run())
+        finally:
+            scorers.stop()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    scorers.work()
+    thread.join()
+    (error,) = told
+    if error is not None:
+        return {}, error_of(error["kind"], error["text"])
+    return read_groups(folder / "bank" / f"{DRAW.name}.groups"), None
+
+
+class Endless:
+    """Gives the rewards itself, and lets the limit pass."""
+
+    gives_rewards = True
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
+        await client.generate(max_tokens=1)
+        while True:
+            await client.generate(text="12", max_tokens=1)
+
+
+class Counting:
+    """A reward for each turn. Changes its row."""
+
+    gives_rewards = True
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
+        await client.generate(max_tokens=1)
+        await client.generate(text="12", max_tokens=1)
+        task.fields["seen"] = task.fields.get("seen", 0) + 1
+        return Trajectory(turn_rewards=[0.25, task.fields["seen"]])
+
+
+def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_group(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    limits = Limits(3, 8)
+    groups, error = served(configured(), tmp_path, Endless(), limits)
+    assert not groups and "rollout has to catch LimitReached" in str(error)
+    assert error is not None and error.resume_when == "the environment works"
+    dropping = configured("reward.on_failure=drop_group")
+    groups, error = served(dropping, tmp_path, Endless(), limits)
+    assert error is None
+    for columns in groups.values():
+        assert np.isnan(columns["rewards"]).all() and columns["failed_calls"].tolist() == [0, 0, 2]
+        assert not columns["sampled"].any()
+        for record in read_records(*(columns[name] for name in RECORDS)):
+            assert "catch LimitReached" in record["error"] and len(record["turns"]) == 6
+
+
+def test_turns_and_their_rewards_are_kept(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    groups, error = served(configured("reward.scale=0.5"), tmp_path, Counting(), Limits(3, 8))
+    assert error is None
+    joined = join_groups(groups[0], [groups[0], groups[1]])
+    assert joined["rewards"].tolist() == [1.25] * 4, "each episode has a row of its own"
+    records = read_records(*(joined[name] for name in RECORDS))
+    assert len(records) == 4
+    for record in records:
+        rewards = [t["reward"] for t in record["turns"] if t["role"] == "assistant"]
+        assert rewards == [0.25, 1.0], "before they are scaled"
+        assert [t["role"] for t in record["turns"]] == [
+            "prompt", "assistant", "environment", "assistant"
+        ]  # fmt: skip
+    assert read_records(*(join_groups(groups[0], [])[name] for name in RECORDS)) == []
