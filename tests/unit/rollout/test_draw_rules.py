@@ -117,7 +117,11 @@ class Unscored:
 
 
 def drawn(
-    folder: Path, pool: Recorder, *draws: Draw, environment: Any = None, limits: Limits | None = None
+    folder: Path,
+    pool: Recorder,
+    *draws: Draw,
+    environment: Any = None,
+    limits: Limits | None = None,
 ) -> tuple[list[dict[int, dict[str, np.ndarray]]], list[Episode]]:
     """The groups of these draws, by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
