@@ -135,14 +135,18 @@ def a_step(*, routes: bool = False) -> Step:
 
 
 def updater_for(
-    policy: Policy, routing: dict[str, Any], objective: dict[str, Any] | None = None
+    policy: Policy,
+    routing: dict[str, Any],
+    objective: dict[str, Any] | None = None,
+    *,
+    padded: bool = False,
 ) -> PolicyUpdater:
     section = ObjectiveSection(**{"name": "grpo", **(objective or {})})
     trainer = build_trainer(policy, OptimizerSection(), Schedule(RATE, RATE, 0, 1, "constant"))
     return PolicyUpdater(
         policy,
         trainer,
-        builder_for(policy),
+        builder_for(policy, padded=padded),
         build_objective(section, max(response for _, response in LENGTHS)),
         section,
         RoutingSection(**routing),
