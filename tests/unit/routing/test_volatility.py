@@ -203,10 +203,11 @@ def test_a_steps_volatility_compares_natural_choices(
 def test_padding_of_a_steps_micro_batches_is_in_no_figure(replay: str) -> None:
     """Rows that are filled up to the longest one give what packed rows give. Padding tokens are all
     alike: they would send a share of the load to the same experts."""
+    routing = {"volatility": True, "replay": replay}
     policies = [moe_policy() for _ in range(2)]
     policies[1].models[0].load_state_dict(policies[0].models[0].state_dict())
     packed, padded = (
-        update(updater_for(policy, {"volatility": True, "replay": replay}, padded=number == 1))
+        update(updater_for(policy, routing, padded=number == 1), together=True)
         for number, policy in enumerate(policies)
     )
     names = [name for name in packed if name.startswith("routing/")]
