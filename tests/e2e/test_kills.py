@@ -31,7 +31,7 @@ STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
 FOUR = "parallel.layout=tp=2,pp=2,ep=2"
-_END_SECONDS = 120
+_END_SECONDS = 300
 # In a mount namespace of its own a program sees another /dev/shm: a folder of the test, or a file
 # system of a few bytes.
 _IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")

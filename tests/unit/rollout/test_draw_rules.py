@@ -20,6 +20,7 @@ from gspo_megatron.environments.episode import (
     Limits,
     Trajectory,
 )
+from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.service.bank import Group, read_groups
 from gspo_megatron.rollout.service.checks import Needs
@@ -333,3 +334,45 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
     tokens = 9 * recorder.length
     expected = {"finished": 3, "tokens": tokens, "scoring": 0, "done": True, "error": None}
     assert asyncio.run(run()) == expected
+
+
+def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path: Path) -> None:
+    """Its finished groups count only if they are of the same request."""
+
+    class Refusing(Recorder):
+        refuses = True
+
+        async def generate_all(self, *asked: Any) -> list[Response]:
+            if self.refuses and len(asked[0]) == 1:  # of group 1; the others are finished
+                await asyncio.sleep(0.05)
+                raise RolloutError("no server is left")
+            return await super().generate_all(*asked)
+
+    recorder = Refusing()
+    scorers: Any = Unscored()
+    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+
+    async def run() -> None:
+        pool: Any = recorder
+        draws = Draws(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+
+        async def ended(draw: Draw) -> dict[str, Any]:
+            running = draws.begin(draw)
+            assert running.task is not None
+            await running.task
+            return running.status()
+
+        failed = await ended(DRAW)
+        assert failed["error"] == {"kind": "RolloutError", "text": "no server is left"}
+        assert failed["finished"] == 2 and len(recorder.seeds()) == 6
+        recorder.refuses = False
+        assert (await ended(DRAW))["error"] is None
+        assert len(recorder.seeds()) == 9  # three more: of the group that was missing
+        assert (await ended(DRAW))["error"] is None
+        assert len(recorder.seeds()) == 9  # it is done
+        other = await ended(replace(DRAW, rows=[1, 2, 3]))
+        assert other["finished"] == 3 and len(recorder.seeds()) == 18
+
+    asyncio.run(run())
+    groups = read_groups(tmp_path / f"{DRAW.name}.groups")
+    assert [groups[n]["prompt_lengths"][0] for n in range(3)] == [2, 3, 4]
