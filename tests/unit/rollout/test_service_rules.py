@@ -20,6 +20,7 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.service import bank, chat
 from gspo_megatron.rollout.service.bank import DrawFile, Group
 from gspo_megatron.rollout.service.checks import Abilities, Needs
+from gspo_megatron.rollout.service.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.service.flight import Flight
 from gspo_megatron.rollout.service.pool import Pool
 from gspo_megatron.rollout.service.proof import Probe
@@ -95,6 +96,26 @@ def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_p
 def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() -> None:
     """A salt would keep groups of two versions from sharing what they may share."""
     assert {salt for _, salt in salts_of(False, keeps_kv=False)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "counts", "tells", "keeps_kv", "pause"),
+    [
+        (False, True, True, True, RECOMPUTE),  # there is nothing to keep
+        (True, False, False, True, WAIT),  # nobody would know which weights drew which tokens
+        (True, False, False, False, WAIT),
+        *[(True, *knows, True, KEEP) for knows in ((True, False), (False, True))],
+        *[(True, *knows, False, RECOMPUTE) for knows in ((True, False), (False, True))],
+    ],
+)
+def test_responses_under_way_go_on_only_where_their_versions_are_known(
+    in_flight: bool, counts: bool, tells: bool, keeps_kv: bool, pause: dict[str, str]
+) -> None:
+    pool, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
+    server.in_flight = {Flight(1)} if in_flight else set()
+    server.abilities = replace(server.abilities, counts_tokens=counts)
+    server.tells_versions = tells
+    assert pool._pause(server) == pause
 
 
 @pytest.mark.parametrize(
