@@ -108,7 +108,9 @@ def all_gather(group: dist.ProcessGroup, tensor_list: list[Tensor], tensor: Tens
 def reduce_scatter_tensor(
     group: dist.ProcessGroup, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """A share is this rank's own one plus those of the ranks before it, the nearest first."""
+    """A share is this rank's own one plus those of the ranks before it, the nearest first. It only
+    adds: `substitute` leaves other operations to gloo."""
+    assert op == dist.ReduceOp.SUM, f"reduce_scatter by {op}"
     rank, size = group.rank(), group.size()
     shares, total = _shares(input, group), output.detach().view(-1)
     if shares[rank].data_ptr() != total.data_ptr():

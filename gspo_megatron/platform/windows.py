@@ -29,6 +29,8 @@ from gspo_megatron.cores import usable_cores
 MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
 MOST_BYTES = 32 * 2**20  # of a window
+_PREFIX = "gspo-megatron-window-"  # of the names of windows, which they have for a moment
+_FORGOTTEN_SECONDS = 60.0  # so old, it was left by a rank that was killed in that moment
 LINE = 64  # bytes of a cache line: each rank's numbers have their own
 WORDS = LINE // 8  # int64 in it: the count of arrivals, and two signs of what it came for
 
@@ -160,7 +162,8 @@ def _make(group: dist.ProcessGroup) -> Window | None:
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
     finally:
         if path:
-            os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
+            with contextlib.suppress(FileNotFoundError):  # another run took it for forgotten
+                os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
     return window if bool(has_window.all()) else None
 
 
@@ -168,12 +171,13 @@ def _new_file(size: int) -> str:
     """A file in memory for `size` ranks, of which every page exists. (Writing to one that the file
     system has no room for would kill the process.) Raises OSError if it would leave little room for
     others."""
+    _remove_forgotten()
     room = os.statvfs(MEMORY)
     unit = 2 * size * size * LINE  # a cache line from each rank to each, in both halves
     data = max(1, min(2 * size * size * PIECE_BYTES, MOST_BYTES) // unit) * unit
     if room.f_bavail * room.f_frsize < 4 * data:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), MEMORY)
-    descriptor, path = tempfile.mkstemp(prefix="gspo-megatron-", dir=MEMORY)
+    descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=MEMORY)
     try:
         os.posix_fallocate(descriptor, 0, size * LINE + data)
     except OSError:
@@ -182,3 +186,17 @@ def _new_file(size: int) -> str:
     finally:
         os.close(descriptor)
     return path
+
+
+def _remove_forgotten() -> None:
+    """Remove this user's windows that still have names. (If the ranks of one were only stopped,
+    they cannot open it any more, and do without.)"""
+    with os.scandir(MEMORY) as entries:
+        for entry in entries:
+            if not entry.name.startswith(_PREFIX):
+                continue
+            with contextlib.suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                is_old = time.time() - found.st_mtime > _FORGOTTEN_SECONDS
+                if is_old and found.st_uid == os.getuid():
+                    os.unlink(entry.path)

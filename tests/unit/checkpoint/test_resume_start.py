@@ -61,12 +61,13 @@ def state_at(config: Config, position: Position) -> RunState:
     )
 
 
-def add(config: Config, position: Position) -> Path:
-    """A checkpoint without tensors."""
+def add(config: Config, position: Position, **of_state: Any) -> Path:
+    """A checkpoint without tensors; `of_state`: other fields of its RunState."""
+    state = dataclasses.replace(state_at(config, position), **of_state)
     publication = Publication(Path(str(config.logging.dir)) / CHECKPOINTS, position.name)
     publication.begin()
     contents = {
-        STATE_FILE: state_at(config, position).dump(),
+        STATE_FILE: state.dump(),
         CONFIG_FILE: to_yaml(config).encode(),
         MODEL_FILE: json.dumps(describe_model(config, 48)).encode(),
         "model/__0_0.distcp": b"weights",
@@ -139,6 +140,17 @@ def test_when_a_run_is_finished(
     add(config, position)
     config = changed(config, f"training.steps={steps}")
     assert preview(config, fresh=False).is_finished == finished
+
+
+@pytest.mark.parametrize(("unevaluated", "finished"), [(None, True), ({"loss": 0.5}, False)])
+def test_a_run_whose_last_step_was_not_evaluated_is_not_finished(
+    config: Config, unevaluated: dict[str, float] | None, finished: bool
+) -> None:
+    """Resumed, it evaluates that step; called finished, its metrics would never be written."""
+    add(config, Position("rl", 9), unevaluated=unevaluated)
+    start = preview(config, fresh=False)
+    assert start.is_finished == finished
+    assert start.state is not None and start.state.unevaluated == unevaluated
 
 
 def test_how_to_go_on_with_a_finished_run(config: Config) -> None:

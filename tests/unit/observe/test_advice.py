@@ -185,3 +185,14 @@ def test_rewards_that_are_slow() -> None:
 )
 def test_steps_are_written_as_ranges(steps: list[int], text: str) -> None:
     assert write_steps(steps) == text
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-4, 1e-2), (1e-2, 1e-4)])
+def test_the_narrower_side_of_a_clip_range_counts(low: float, high: float) -> None:
+    """Noise above it is cut on that side, however wide the other one is."""
+    objective = {"name": "gspo", "clip_low": low, "clip_high": high}
+    found = advise(records({"ratio/noise_floor": [1e-3] * 3}), {"objective": objective})
+    assert only(found, "ratio/noise_floor") == (1, 2, 3)
+    assert "more than the clip range 0.0001" in found[0].text
+    below = {"ratio/noise_floor": [1e-5] * 3}
+    assert advise(records(below), {"objective": objective}) == []

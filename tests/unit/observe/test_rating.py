@@ -79,3 +79,10 @@ def test_what_does_not_fit_is_refused() -> None:
         estimate_rating([Contest([1.0], [1.0])], [1.0, 2.0])
     with pytest.raises(ValueError, match="contest 0: 0 ratings"):
         estimate_rating([Contest([], [])], [1.0])
+
+
+def test_submissions_after_the_solution_cost_nothing() -> None:
+    """Whatever they are: the problem is solved."""
+    for more in ([False], [False] * 9, [True], [False, True, False]):
+        assert score_of([1000.0], [[True, *more]]) == 1000
+        assert score_of([1000.0], [[False, True, *more]]) == 950

@@ -103,8 +103,9 @@ class Step:
     plans: list[MiniBatch]
 
 
-def a_step(*, routes: bool = False) -> Step:
-    """`routes`: random experts for every token, as no router would choose them."""
+def a_step(*, routes: bool = False, together: bool = False) -> Step:
+    """`routes`: random experts for every token, as no router would choose them; `together`: the two
+    sequences of a mini-batch are one micro-batch, not two."""
     tokens = [torch.tensor(p + r) for p, r in random_sequences(1, LENGTHS)]
     prompts, responses = zip(*LENGTHS)
     generator = torch.Generator().manual_seed(5)
@@ -128,30 +129,38 @@ def a_step(*, routes: bool = False) -> Step:
         rewards=torch.tensor([1.0, 0.0] * (len(LENGTHS) // 2), dtype=torch.float64),
     )
     plans = [
-        MiniBatch((((n,), (n + 1,)),), 2, responses[n] + responses[n + 1])
+        MiniBatch(
+            (((n, n + 1),) if together else ((n,), (n + 1,)),), 2, responses[n] + responses[n + 1]
+        )
         for n in range(0, len(LENGTHS), 2)
     ]
     return Step(sequences, index, plans)
 
 
 def updater_for(
-    policy: Policy, routing: dict[str, Any], objective: dict[str, Any] | None = None
+    policy: Policy,
+    routing: dict[str, Any],
+    objective: dict[str, Any] | None = None,
+    *,
+    padded: bool = False,
 ) -> PolicyUpdater:
     section = ObjectiveSection(**{"name": "grpo", **(objective or {})})
     trainer = build_trainer(policy, OptimizerSection(), Schedule(RATE, RATE, 0, 1, "constant"))
     return PolicyUpdater(
         policy,
         trainer,
-        builder_for(policy),
+        builder_for(policy, padded=padded),
         build_objective(section, max(response for _, response in LENGTHS)),
         section,
         RoutingSection(**routing),
     )
 
 
-def update(updater: PolicyUpdater, *, routes: bool = False) -> dict[str, float]:
+def update(
+    updater: PolicyUpdater, *, routes: bool = False, together: bool = False
+) -> dict[str, float]:
     """One step's metrics."""
-    step = a_step(routes=routes)
+    step = a_step(routes=routes, together=together)
     advantages = updater.objective.advantages.of_sequences(
         step.index.rewards, torch.tensor(step.index.groups)
     )

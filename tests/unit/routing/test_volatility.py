@@ -199,6 +199,22 @@ def test_a_steps_volatility_compares_natural_choices(
     assert ("routing/replayed_max_violation" in metrics) == bool(routing)
 
 
+@pytest.mark.parametrize("replay", ["off", "r2"])
+def test_padding_of_a_steps_micro_batches_is_in_no_figure(replay: str) -> None:
+    """Rows that are filled up to the longest one give what packed rows give. Padding tokens are all
+    alike: they would send a share of the load to the same experts."""
+    routing = {"volatility": True, "replay": replay}
+    policies = [moe_policy() for _ in range(2)]
+    policies[1].models[0].load_state_dict(policies[0].models[0].state_dict())
+    packed, padded = (
+        update(updater_for(policy, routing, padded=number == 1), together=True)
+        for number, policy in enumerate(policies)
+    )
+    names = [name for name in packed if name.startswith("routing/")]
+    assert len(names) > 8 and packed["routing/volatility"] > 0.01
+    assert [padded[name] for name in names] == pytest.approx([packed[n] for n in names], rel=1e-3)
+
+
 def test_one_mini_batch_has_nothing_to_compare() -> None:
     figures = RoutingMetrics(LAYERS, EXPERTS, CPU, replayed=True)
     assert reduced(figures) == {}

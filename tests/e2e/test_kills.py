@@ -1,0 +1,302 @@
+"""Deaths and troubles of ranks that no test of a single function reaches: the run ends with its
+cause, or goes on, and at the end every step is there once, as in a run without trouble."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.resuming import (
+    all_records,
+    assert_same_run,
+    checkpoint_names,
+    command,
+    environment,
+    make_small,
+)
+from tests.programs import wait_until
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
+
+STEPS = 8
+LAST = f"rl_{STEPS:08d}"
+TWO = "parallel.layout=dp=2"
+FOUR = "parallel.layout=tp=2,pp=2,ep=2"
+_END_SECONDS = 300
+# In a mount namespace of its own a program sees another /dev/shm: a folder of the test, or a file
+# system of a few bytes.
+_IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")
+_OWN_MEMORY = 'mount --bind "$0" /dev/shm; exec "$@"'
+_FULL_MEMORY = 'mount -t tmpfs -o size=16k tmpfs /dev/shm; exec "$@"'
+# In every process of a run: once the file `set_back` is there, the clock is an hour behind.
+_CLOCK = """
+import os, time
+_folder, _time, _time_ns = os.path.dirname(__file__), time.time, time.time_ns
+def _behind():
+    return 3600 * os.path.exists(os.path.join(_folder, "set_back"))
+time.time = lambda: _time() - _behind()
+time.time_ns = lambda: _time_ns() - _behind() * 10**9
+"""
+
+
+def may_mount() -> bool:
+    """Whether this user may make a mount namespace and mount in it."""
+    try:
+        words = [*_IN_A_NAMESPACE, "mount -t tmpfs tmpfs /mnt"]
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+needs_mounts = pytest.mark.skipif(not may_mount(), reason="no file system may be mounted here")
+
+
+class Runs:
+    """Starts runs of a configuration, and knows their processes."""
+
+    def __init__(self, config: Path) -> None:
+        self.config, self.folder = config, config.parent
+        self.run, self.undisturbed = self.folder / "killed", self.folder / "undisturbed"
+        self.memory = self.folder / "shm"
+        self.memory.mkdir()
+
+    def start(
+        self, *words: str, run: Path | None = None, inside: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """inside: a command that runs another one."""
+        whole = command(self.config, f"logging.dir={run or self.run}", *words)
+        with (self.folder / "stderr").open("w") as err:
+            return subprocess.Popen(
+                [*inside, *whole],
+                env=environment(self.config),
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                text=True,
+            )
+
+    def said(self) -> str:
+        return (self.folder / "stderr").read_text()[-3000:]
+
+    def end(self, process: subprocess.Popen[str], expect: int | None = 0) -> int:
+        """Its exit code; expect: None: any but that of a success."""
+        code = process.wait(timeout=_END_SECONDS)
+        assert code != 0 if expect is None else code == expect, f"{code}: {self.said()}"
+        self.assert_nothing_is_left()
+        return code
+
+    def to_the_end(self, *words: str, run: Path | None = None) -> None:
+        self.end(self.start(*words, run=run))
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to runs of this configuration, whoever started them."""
+        mine = []
+        for process in psutil.process_iter():
+            try:
+                is_mine = str(self.folder) in process.environ().get("PYTHONPATH", "")
+                if is_mine and process.status() != psutil.STATUS_ZOMBIE:
+                    mine.append(process)
+            except psutil.Error:
+                continue
+        return mine
+
+    def ranks(self, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+        """In the order of their numbers, once all are there."""
+        found: dict[int, psutil.Process] = {}
+
+        def are_all_there() -> bool:
+            for child in psutil.Process(process.pid).children():
+                try:
+                    found[int(child.environ()["RANK"])] = child
+                except (psutil.Error, KeyError):
+                    continue
+            return len(found) == count
+
+        assert wait_until(are_all_there, process), self.said()
+        return [found[number] for number in range(count)]
+
+    def assert_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + 30
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+        assert list(self.memory.iterdir()) == [], "files in memory"
+
+    def steps(self) -> int:
+        file = self.run / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def assert_as_undisturbed(self) -> None:
+        assert_same_run(self.run, self.undisturbed, LAST)
+        steps = [record["step"] for record in all_records(self.run)]
+        assert steps == list(range(STEPS + 1))  # 0: the evaluation before the first step
+        assert not [name for name in checkpoint_names(self.run) if name.startswith(".")]
+
+    def forget_moved(self) -> None:
+        """What was killed before its first checkpoint, and is moved aside where it begins anew."""
+        for moved in self.folder.glob("killed.*"):
+            shutil.rmtree(moved)
+
+
+@pytest.fixture
+def runs(config_file: Path) -> Iterator[Runs]:
+    section = {"interval": 1, "keep_last": 2}
+    found = Runs(make_small(config_file, training={"steps": STEPS}, checkpoint=section))
+    yield found
+    for process in found.processes():
+        process.kill()
+
+
+@pytest.fixture
+def own_memory(runs: Runs) -> list[str]:
+    """Words before a command, for which the folder `runs.memory` is the memory of its machine."""
+    return [*_IN_A_NAMESPACE, _OWN_MEMORY, str(runs.memory)] if may_mount() else []
+
+
+def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
+    runs: Runs, own_memory: list[str]
+) -> None:
+    """As one whose machine pauses. The others wait for it."""
+    runs.to_the_end(TWO, run=runs.undisturbed)
+    process = runs.start(TWO, inside=own_memory)
+    _, second = runs.ranks(process, 2)
+    wait_until(lambda: runs.steps() >= 2, process)
+    second.send_signal(signal.SIGSTOP)
+    time.sleep(20)
+    assert process.poll() is None and runs.steps() < STEPS
+    second.send_signal(signal.SIGCONT)
+    runs.end(process)
+    runs.assert_as_undisturbed()
+
+
+@pytest.mark.parametrize(("layout", "count"), [(TWO, 2), (FOUR, 4)])
+def test_each_rank_may_be_the_one_that_is_killed(
+    runs: Runs, own_memory: list[str], layout: str, count: int
+) -> None:
+    """One after the other, in different steps. The launcher ends the others and names the rank."""
+    runs.to_the_end(layout, run=runs.undisturbed)
+    for number in range(count):
+        process = runs.start(layout, inside=own_memory)
+        rank = runs.ranks(process, count)[number]
+        wait_until(lambda wanted=number + 1: runs.steps() >= wanted + 1, process)
+        rank.kill()
+        assert runs.end(process, expect=128 + signal.SIGKILL)
+        assert f"rank {number}" in runs.said()
+    runs.to_the_end(layout)
+    runs.assert_as_undisturbed()
+
+
+def test_a_kill_in_each_of_the_first_seconds_loses_and_repeats_nothing(
+    runs: Runs, own_memory: list[str]
+) -> None:
+    """Of everything at once, while processes start, meet, build the model, read the checkpoint and
+    make their first steps."""
+    runs.to_the_end(TWO, run=runs.undisturbed)
+    for seconds in range(1, 11):
+        end = time.monotonic() + seconds
+        process = runs.start(TWO, inside=own_memory)
+        wait_until(lambda end=end: time.monotonic() >= end, process)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            runs.assert_nothing_is_left()
+        else:
+            runs.end(process)
+        runs.forget_moved()
+    runs.to_the_end(TWO)
+    runs.assert_as_undisturbed()
+
+
+@needs_mounts
+def test_without_room_in_shared_memory_a_run_goes_its_way(runs: Runs) -> None:
+    """The ranks exchange over sockets instead. Of two numbers every order of a sum is the same."""
+    runs.to_the_end(TWO, run=runs.undisturbed)
+    process = runs.start(TWO, inside=[*_IN_A_NAMESPACE, _FULL_MEMORY, "sh"])
+    runs.end(process)
+    runs.assert_as_undisturbed()
+
+
+# Trains on a file system of a given size, then gives it more room and trains again; afterwards what
+# the file system holds is copied.
+_SMALL_DISK = """
+mount -t tmpfs -o size={size}k tmpfs {disk}
+code=0; {train} >{folder}/full_stdout 2>{folder}/full_stderr || code=$?
+echo $code >{folder}/code
+mount -o remount,size=1g {disk}
+{train} >{folder}/more_stdout 2>{folder}/more_stderr
+cp -a {disk}/run {copy}
+"""
+
+
+@needs_mounts
+@pytest.mark.parametrize("checkpoints", [0.5, 1.5, 3.4])
+def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_more_room(
+    runs: Runs, checkpoints: float
+) -> None:
+    """checkpoints: how many find room. Three are on the disk while the oldest is being removed, and
+    there the metrics and samples are what finds no room, if anything does."""
+    runs.to_the_end(TWO, run=runs.undisturbed)
+    saved = runs.undisturbed / "checkpoints" / LAST
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    disk = runs.folder / "disk"
+    disk.mkdir()
+    words = command(runs.config, f"logging.dir={disk / 'run'}", TWO)
+    script = _SMALL_DISK.format(
+        size=int(size * checkpoints / 1024),
+        disk=disk,
+        train=" ".join(words),
+        folder=runs.folder,
+        copy=runs.run,
+    )
+    done = subprocess.run(
+        [*_IN_A_NAMESPACE, script], env=environment(runs.config), check=False, timeout=600
+    )
+    first = (runs.folder / "full_stderr").read_text()
+    code = int((runs.folder / "code").read_text())
+    assert done.returncode == 0, first + (runs.folder / "more_stderr").read_text()
+    assert code in (0, 2), first[-3000:]
+    assert "Traceback" not in first, first[-3000:]
+    told = first + (runs.folder / "full_stdout").read_text()
+    if checkpoints < 3:
+        assert code == 2 and ("no room" in told or "No space left" in told), told[-3000:]
+    runs.assert_nothing_is_left()
+    runs.assert_as_undisturbed()
+
+
+def test_a_clock_that_is_set_back_changes_nothing(runs: Runs, own_memory: list[str]) -> None:
+    """By an hour, between two steps, and again at a resumption: figures of time are no times of
+    day, and the newest checkpoint is the one of the latest step."""
+    runs.to_the_end(TWO, run=runs.undisturbed)
+    (runs.folder / "sitecustomize.py").write_text(_CLOCK)
+    process = runs.start(TWO, inside=own_memory)
+    wait_until(lambda: runs.steps() >= 3, process)
+    (runs.folder / "set_back").touch()
+    wait_until(lambda: runs.steps() >= 5, process)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    runs.assert_nothing_is_left()
+    runs.to_the_end(TWO)
+    runs.assert_as_undisturbed()
+    for record in all_records(runs.run):
+        negative = {k: v for k, v in record.items() if k.startswith("perf/") and v < 0}
+        assert not negative
+
+
+def test_the_clock_of_a_run_is_the_one_that_is_set_back(runs: Runs) -> None:
+    """Otherwise the test above would test nothing."""
+    (runs.folder / "sitecustomize.py").write_text(_CLOCK)
+    (runs.folder / "set_back").touch()
+    program = "import time, os; print(os.environ['PYTHONPATH'] and time.time())"
+    environ = environment(runs.config)
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert time.time() - float(told.stdout) > 3000

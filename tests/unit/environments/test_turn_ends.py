@@ -1,0 +1,71 @@
+"""What follows a turn that ended with one of several end-of-sequence tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gspo_megatron.data.chat import CHATML
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.environments.episode import Asked, Client, Limits, Written
+from gspo_megatron.types import Message, Prompt
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The template ends a turn with </s>; <|end|> ends responses too."""
+    folder = tmp_path_factory.mktemp("ends")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    symbols = ["<|im_start|>", "<|end|>"]
+    lines = [letters, "a b\nc"] * 9
+    train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=symbols)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    plain = load_tokenizer(folder / "tokenizer.model")
+    ends = [plain.eos_id, plain.special_tokens["<|end|>"]]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    found = load_tokenizer(folder / "tokenizer.model")
+    assert set(found.eos_ids) == {*ends} and found.eos_id == plain.eos_id
+    return found
+
+
+@pytest.mark.parametrize(
+    ("last", "after"),
+    [
+        ("</s>", ""),  # what the policy wrote is what the template writes
+        ("<|end|>", "</s>"),  # the template's own token is still to come
+        (None, "</s>"),  # cut off
+    ],
+)
+def test_the_template_closes_a_turn_that_has_not_its_token(
+    tokenizer: Tokenizer, last: str | None, after: str
+) -> None:
+    ids = tokenizer.encode("one") + ([] if last is None else [tokenizer.special_tokens[last]])
+    asked: list[Asked] = []
+
+    async def write(wanted: Asked) -> Written:
+        asked.append(wanted)
+        return Written(ids, truncated=last is None)
+
+    messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
+    rendered = tokenizer.render(messages, open_answer=True)
+    prompt = tuple(tokenizer.encode_rendered(rendered.text).ids)
+    client = Client(
+        Prompt("hi", "", "f:1", token_ids=prompt, messages=messages),
+        Limits(9, 200),
+        tokenizer,
+        write,
+    )
+
+    async def play() -> str:
+        turn = await client.generate(max_tokens=len(ids))
+        await client.generate([{"role": "user", "content": "more"}])
+        return turn.text
+
+    assert asyncio.run(play()) == "one"  # no end token is of the text
+    between = tokenizer.encode_rendered(
+        f"{after}\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
+    ).ids
+    assert list(asked[1].token_ids) == [*prompt, *ids, *between]
+    assert len(client.branches()) == 1

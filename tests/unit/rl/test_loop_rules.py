@@ -1,0 +1,161 @@
+"""Rules of the RL loop that need no model: seeds of draws, the warning of noise, which steps are
+saved, and what the ranks agree on about a scoring."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_megatron.config import Config, parse_config
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rewards.scoring import FailedCalls, Scorer
+from gspo_megatron.rl import rollouts
+from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
+from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rollout.engine import Sampling
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    return parse_config({"data": {"tokenizer": "t"}, **sections})
+
+
+def a_loop(config: Config, **parts: Any) -> Any:
+    """A loop's own lines, without the model that it would build."""
+    loop = object.__new__(ReinforcementLoop)
+    vars(loop).update(config=config, sampling=Sampling(4), **parts)
+    return loop
+
+
+# Draws
+
+
+def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
+    """Of seeds a run each is drawn for comparison: these are to be independent."""
+    loops = [a_loop(config_of(training={"seed": seed})) for seed in range(4)]
+    drawn = [loop._draw(step).seed for loop in loops for step in range(1, 300)]
+    assert len({*drawn}) == len(drawn)
+    # a longer run draws what the shorter one drew
+    longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
+    assert longer._draw(7).seed == loops[3]._draw(7).seed
+
+
+@pytest.mark.parametrize(("ahead", "versions"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
+def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: list[int]) -> None:
+    loop = a_loop(config_of(rollout={"max_staleness": ahead}))
+    assert [loop._draw(step).version for step in (1, 2, 3, 4)] == versions
+
+
+# The warning of noise
+
+NOISE = {"ratio/noise_floor": 0.01}
+NARROW = {"name": "gspo", "clip_low": 0.001, "clip_high": 0.002}
+
+
+def warned(metrics: dict[str, float], known: list[str] | None = None, **objective: Any) -> str:
+    known = [] if known is None else known
+    run = SimpleNamespace(checkpoints=SimpleNamespace(warned=known))
+    loop = a_loop(config_of(objective={**NARROW, **objective}), run_components=run)
+    return loop._noise_warning(metrics) or ""
+
+
+def test_noise_above_the_clip_range_is_warned_of_once() -> None:
+    known: list[str] = []
+    said = warned(NOISE, known)
+    assert said.startswith("warning: the clip range 0.001 is narrower than the noise")
+    assert "0.01 (ratio/noise_floor" in said and known == [NOISE_WARNING]
+    assert warned(NOISE, known) == "" and known == [NOISE_WARNING]
+
+
+def test_the_narrower_side_of_the_range_counts() -> None:
+    noise = {"ratio/noise_floor": 0.0015}
+    assert "range 0.001 " in warned(noise)
+    assert "range 0.001 " in warned(noise, clip_low=0.002, clip_high=0.001)
+    assert warned({"ratio/noise_floor": 0.001}) == ""
+
+
+def test_responses_of_earlier_weights_say_nothing_of_noise() -> None:
+    """A later step, whose responses are all of the newest weights, does."""
+    known: list[str] = []
+    assert warned(NOISE | {"staleness/max": 1.0}, known) == "" and known == []
+    assert warned(NOISE | {"staleness/max": 0.0}, known) != ""
+
+
+@pytest.mark.parametrize("objective", [{"name": "grpo"}, {"clip_low": 0.1, "clip_high": 0.1}])
+def test_where_the_clip_does_not_cut_noise_there_is_no_warning(objective: dict[str, Any]) -> None:
+    assert warned(NOISE, **objective) == ""
+
+
+def test_the_advice_is_of_the_log_probs_in_use() -> None:
+    assert "set old_logprobs = recompute" in warned(NOISE, old_logprobs="rollout")
+    assert "but not out of the samples" in warned(NOISE, old_logprobs="recompute")
+
+
+# What is saved
+
+
+class Saved:
+    """Stands where the checkpoints are, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool]] = []
+        self.warned: list[str] = []
+
+    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool) -> None:
+        self.told.append((step, is_last))
+
+    def saved_step(self, step: int) -> int:
+        return step
+
+
+def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[int, bool]], Any]:
+    """Which steps have to be saved, after this one and the next one of nine."""
+
+    def nothing(*_: Any) -> None: ...
+
+    checkpoints = Saved()
+    logger = SimpleNamespace(write=nothing)
+    config = config_of(training={"steps": 9, "evaluation_interval": 0})
+    loop = a_loop(
+        config,
+        run_components=SimpleNamespace(checkpoints=checkpoints, logger=logger),
+        unevaluated=unevaluated,
+        trainer=None,
+        loader=None,
+        collector=SimpleNamespace(after_checkpoint=nothing),
+        evaluate=lambda *_: {},
+    )
+    progress = SimpleNamespace(update=nothing, note=nothing)
+    for number in (step, step + 1):
+        loop._end_step(number, {"ratio/noise_floor": 0.0}, progress)
+    return checkpoints.told, loop.unevaluated
+
+
+def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
+    """Its checkpoint says that it was not evaluated: resumed from it, the run would evaluate and
+    log the step once more."""
+    assert ended(4, {"loss": 1.0}) == ([(4, True), (5, False)], None)
+    assert ended(4, None) == ([(4, False), (5, False)], None)
+    assert ended(8, None) == ([(8, False), (9, True)], None)
+
+
+# Scoring on several ranks
+
+
+def test_ranks_wait_for_the_slowest_and_count_the_failures_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = [[0.0, 2.0, 0.0, 1.0, 7.5], [0.0, 0.0, 3.0, 0.0, 0.5]]
+
+    def gathered(values: list[float]) -> torch.Tensor:
+        return torch.tensor([[float(value) for value in values], *others], dtype=torch.float64)
+
+    monkeypatch.setattr(rollouts, "all_gather_numbers", gathered)
+    config = config_of()
+    scorer = Scorer(Reward("mine", lambda _: 0.0), config.reward)
+    collector = object.__new__(Collector)
+    vars(collector).update(scorer=scorer, part_names=scorer.part_names)
+    failed, seconds = collector._agree(None, FailedCalls(1, 1, 1))
+    assert failed == FailedCalls(3, 4, 2) and seconds == 7.5

@@ -1,0 +1,211 @@
+"""Responses of servers as a step gets them from the bank: ages of tokens, what is learnt from, and
+their metrics, against values that were counted by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.served_rollouts import ServedCollector
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group
+from gspo_megatron.types import Prompt
+from tests.unit.models.one_rank import tiny_config, tiny_policy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+VERSION, AHEAD = 7, 3  # of the weights now, and how far behind those of a token may be
+DRAW = Draw("step_00000008_0", "data.prompts", [0, 1], 0, 2, Sampling(9), 1, VERSION - AHEAD)
+LAYERS, TOP_K = 2, 2
+
+
+class Tokenizer:
+    pad_id, eos_ids = 0, (2,)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class Row:
+    """kinds: p of a prompt, R what the policy wrote, r what stands between its turns; ages: of each
+    token that is not of a prompt; lost: numbers of tokens whose experts the server did not say."""
+
+    kinds: str
+    ages: str
+    lost: tuple[int, ...] = ()
+
+    @property
+    def response(self) -> str:
+        return self.kinds.replace("p", "")
+
+
+# Two groups of two. Of the 14 tokens that the policy wrote, by age: 5 of 0, 3 of 1, 2 of 2, 4 of 3.
+# Those between the turns have ages too, of the turn that follows, and count nowhere.
+EPISODES = [
+    [Row("ppRRrrRRpR", "0033330"), Row("pRRR", "012", lost=(1,))],
+    # one branch of two turns; three branches
+    [Row("pRrrrR", "13333"), Row("pRppRRprR", "13022", lost=(4, 7))],
+]
+# The same without anything between.
+SINGLE = [[Row("ppRRR", "330"), Row("pR", "2")], [Row("pRR", "10")] * 2]
+
+
+def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool) -> None:
+    file = DrawFile(folder / FOLDER / f"{DRAW.name}{SUFFIX}", {})
+    for number, sequences in enumerate(groups):
+        kinds = "".join(each.kinds for each in sequences)
+        response = "".join(each.response for each in sequences)
+        ages = np.array([int(age) for each in sequences for age in each.ages], np.int32)
+        assert len(ages) == len(response)
+        columns: dict[str, Any] = {
+            "tokens": np.arange(len(kinds), dtype=np.int32),
+            "prompt_lengths": np.array([each.kinds.count("p") for each in sequences]),
+            "response_lengths": np.array([len(each.response) for each in sequences]),
+            "rollout_logprobs": np.full(len(response), -1.0, np.float32),
+            "versions": VERSION - ages,
+            "truncated": np.zeros(len(sequences), bool),
+            "sample_index": np.arange(2) + 2 * number,
+            "group_index": np.full(2, number),
+            "rewards": np.arange(2.0),
+            "shaped": np.arange(2.0),
+            "turns": np.zeros(2, np.int64),
+            "parts": np.zeros((0, 2)),
+            "turn_rewards": np.zeros(0),
+            "turn_tokens": np.zeros(0, np.int64),
+            "part_names": np.frombuffer(json.dumps([]).encode(), np.uint8),
+            "failed_calls": np.zeros(3, np.int64),
+            "reward_seconds": np.full(1, 0.25),
+        }
+        if episodes:
+            columns["sampled"] = np.array([kind == "R" for kind in response])
+            columns["in_response"] = np.array([kind != "p" for kind in kinds])
+        if routes:
+            columns["routes"] = np.concatenate([experts(each) for each in sequences])
+        file.append(Group(number, columns))
+    file.close()
+
+
+def experts(sequence: Row) -> np.ndarray:
+    """[tokens, layers, k]; of the last token of each branch none, as it was never fed."""
+    found = np.ones((len(sequence.kinds), LAYERS, TOP_K), np.uint8)
+    found[list(sequence.lost)] = 0
+    found[[n for n in range(len(found)) if sequence.kinds[n : n + 2] in ("Rp", "R", "r")]] = 0
+    return found
+
+
+def read(
+    folder: Path,
+    groups: list[list[Row]],
+    bound: int | None = None,
+    *,
+    episodes: bool = True,
+    routes: bool = False,
+) -> tuple[Experience, dict[str, float], ServedCollector]:
+    """What a step gets of these groups, and the metrics of it."""
+    write(folder, groups, episodes=episodes, routes=routes)
+    config = tiny_config(
+        rollout={"engine": "vllm", "max_staleness": AHEAD, "vllm": {"servers": 1}},
+        objective={"max_token_staleness": bound},
+        routing={"replay": "r3"} if routes else {},
+        logging={"dir": str(folder)},
+    )
+    prompts = [Prompt("p", "", f"f:{n}", {}, (0,)) for n in range(2)]
+    inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={"data.prompts": prompts})
+    reward = Reward("none", lambda _: 0.0)
+    collector = ServedCollector(config, inputs, tiny_policy(), reward, torch.device("cpu"))
+    collector.version = VERSION
+    experience, metrics = collector.read_draw(DRAW), StepMetrics(collector.device)
+    collector.measure(experience, metrics)
+    found, _ = collector.reduce(metrics)
+    return experience, found, collector
+
+
+def staleness(metrics: dict[str, float]) -> dict[str, float]:
+    prefix = "staleness/"
+    return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+
+
+def test_ages_of_episodes_are_those_of_what_the_policy_wrote(tmp_path: Path) -> None:
+    experience, metrics, _ = read(tmp_path, EPISODES)
+    assert experience.staleness is not None
+    ages = [0, 0, 3, 3, 0, 0, 1, 2, 1, 3, 1, 3, 0, 2]
+    assert experience.staleness.tolist() == ages
+    assert staleness(metrics) == {
+        "mean": pytest.approx(19 / 14),
+        "max": 3,
+        "tokens_older_than_1": pytest.approx(6 / 14),
+    }
+    # without a bound all that the policy wrote is learnt from
+    assert experience.batch.mask is not None
+    assert experience.batch.mask.tolist() == experience.sampled.tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("bound", "masked"), [(0, 9), (1, 6), (2, 4)])
+def test_tokens_of_episodes_beyond_the_bound_are_left_out(
+    tmp_path: Path, bound: int, masked: int
+) -> None:
+    experience, metrics, _ = read(tmp_path, EPISODES, bound)
+    assert staleness(metrics)["masked"] == pytest.approx(masked / 14)
+    kinds = "".join(each.response for group in EPISODES for each in group)
+    ages = "".join(each.ages for group in EPISODES for each in group)
+    wanted = [kind == "R" and int(age) <= bound for kind, age in zip(kinds, ages, strict=True)]
+    assert experience.batch.mask is not None
+    assert experience.batch.mask.tolist() == wanted and sum(wanted) == 14 - masked
+    # what the policy wrote stays known: turns are counted by it
+    assert experience.sampled is not None and int(experience.sampled.sum()) == 14
+
+
+def test_ages_of_single_turns_are_those_of_all_tokens(tmp_path: Path) -> None:
+    experience, metrics, _ = read(tmp_path, SINGLE, 2, episodes=False)
+    assert experience.staleness is not None and experience.sampled is None
+    assert experience.staleness.tolist() == [3, 3, 0, 2, 1, 0, 1, 0]
+    assert experience.batch.mask is not None
+    assert experience.batch.mask.tolist() == [False, False] + [True] * 6
+    assert staleness(metrics) == {
+        "mean": 10 / 8,
+        "max": 3,
+        "tokens_older_than_1": 3 / 8,
+        "masked": 2 / 8,  # those of exactly 2 are within the bound
+    }
+
+
+def test_tokens_at_one_age_exactly_are_not_older_than_it(tmp_path: Path) -> None:
+    _, metrics, _ = read(tmp_path, [[Row("pRR", "11")] * 2] * 2, 1, episodes=False)
+    assert staleness(metrics) == {"mean": 1, "max": 1, "tokens_older_than_1": 0, "masked": 0}
+
+
+def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
+    _, metrics, _ = read(tmp_path, EPISODES)
+    assert metrics["environment/turns"] == (3 + 1 + 2 + 3) / 4
+    assert metrics["environment/branches"] == (2 + 1 + 1 + 3) / 4
+    assert metrics["environment/sampled_share"] == pytest.approx(14 / 20)
+
+
+def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_path: Path) -> None:
+    """The 29 tokens are of seven branches; the server left three other tokens out."""
+    _, _, collector = read(tmp_path, EPISODES, routes=True)
+    assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
+    assert (collector.drawn["missing_routes"], collector.drawn["routes"]) == (3, 29 - 7)
+
+
+def test_missing_experts_of_single_turns_are_counted(tmp_path: Path) -> None:
+    groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
+    _, _, collector = read(tmp_path, groups, episodes=False, routes=True)
+    assert (collector.drawn["missing_routes"], collector.drawn["routes"]) == (4, 14 - 4)
+
+
+def test_tokens_of_weights_older_than_the_draw_may_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="outside of versions 4 to 7"):
+        read(tmp_path, [[Row("pR", "4")] * 2] * 2, episodes=False)

@@ -1,0 +1,378 @@
+"""Rules of draws: seeds, numbers, bounds and columns, without a server. A recorder stands where the
+pool is, and answers with tokens that tell what was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.environments.episode import (
+    Client,
+    Episode,
+    EpisodeRunner,
+    LimitReached,
+    Limits,
+    Trajectory,
+)
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.service.bank import Group, read_groups
+from gspo_megatron.rollout.service.checks import Needs
+from gspo_megatron.rollout.service.episodes import Draws
+from gspo_megatron.rollout.service.server import PoolSettings
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.types import Prompt
+from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
+
+LONGEST = 20  # tokens of a sequence, by the servers
+EOS = 2
+ROWS = 8  # prompts of the file; prompt n has n + 1 tokens 10 + n
+GROUP = 3
+DRAW = Draw(
+    name="step_00000001_0",
+    key="data.prompts",
+    rows=[4, 0, 2],
+    first=0,
+    per_prompt=GROUP,
+    sampling=Sampling(max_tokens=6),
+    seed=7,
+    version=3,
+)
+
+
+class Tokenizer:
+    """Each token is a character."""
+
+    eos_id, eos_ids = EOS, (EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@dataclass
+class Recorder:
+    """Takes requests as the pool does. Its responses have as many tokens as are allowed, at most
+    `length`, and are cut off where more would follow."""
+
+    length: int = 4
+    with_routes: bool = False
+    requests: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        needs = Needs(max_model_len=LONGEST, dtype="float32", with_routes=self.with_routes)
+        self.settings = PoolSettings(FACTS, needs, 0, 30, 30)
+
+    async def generate_all(
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any],
+        seeds: Sequence[Any],
+        version: int,
+        draw: str,
+    ) -> list[Response]:
+        asked = {"prompt": tuple(prompt), "sampling": sampling, "seeds": [*map(tuple, seeds)]}
+        self.requests.append({**asked, "version": version, "draw": draw})
+        await asyncio.sleep(0)
+        return [self._response(len(prompt), sampling["max_tokens"], seed) for seed in seeds]
+
+    def _response(self, before: int, allowed: int, seed: Sequence[int]) -> Response:
+        count = min(self.length, allowed)
+        assert count > 0, "vLLM refuses a request for no token"
+        ids = np.full(count, 100 + sum(seed) % 20, np.int32)
+        routes = None
+        if self.with_routes:
+            routes = np.full((before + count, LAYERS, TOP_K), seed[1] % EXPERTS, np.uint8)
+        versions = np.full(count, 3, np.int32)
+        logprobs = np.full(count, -0.5, np.float32)
+        return Response(ids, logprobs, count < self.length, routes=routes, versions=versions)
+
+    def seeds(self) -> list[tuple[int, ...]]:
+        return [seed for request in self.requests for seed in request["seeds"]]
+
+
+class Unscored:
+    """Keeps groups as they are, with the episodes' outcomes."""
+
+    def __init__(self) -> None:
+        self.episodes: list[Episode] = []
+
+    async def score(
+        self,
+        make: Callable[[], Group],
+        prompt: Prompt,
+        then: Callable[[Group], None],
+        key: str,
+        episodes: Sequence[Episode] = (),
+    ) -> None:
+        self.episodes += episodes
+        then(make())
+
+
+def drawn(
+    folder: Path,
+    pool: Recorder,
+    *draws: Draw,
+    environment: Any = None,
+    limits: Limits | None = None,
+) -> tuple[list[dict[int, dict[str, np.ndarray]]], list[Episode]]:
+    """The groups of these draws, by number, and their episodes."""
+    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+    runner = None
+    if environment is not None:
+        tokenizer: Any = Tokenizer()
+        runner = EpisodeRunner(environment, tokenizer, limits or Limits(9, 12))
+    scorers: Any = Unscored()
+    recorder: Any = pool
+
+    async def run() -> None:
+        all_draws = Draws(
+            recorder, scorers, {DRAW.key: prompts}, {"stop_token_ids": [EOS]}, folder, "o", runner
+        )
+        for draw in draws:
+            running = all_draws.begin(draw)
+            assert running.task is not None
+            await running.task
+            assert running.error is None, running.error
+
+    asyncio.run(run())
+    return [read_groups(folder / f"{draw.name}.groups") for draw in draws], scorers.episodes
+
+
+class Talk:
+    """Three turns; "x" stands between them."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        await client.generate(max_tokens=2)
+        await client.generate(text="x", max_tokens=2)
+        await client.generate(text="x", max_tokens=2)
+
+
+# Seeds
+
+
+def test_a_seed_is_of_the_draw_and_the_sample(tmp_path: Path) -> None:
+    pool = Recorder()
+    drawn(tmp_path, pool, DRAW)
+    assert sorted(pool.seeds()) == [(DRAW.seed, sample) for sample in range(9)]
+    by_prompt = {request["prompt"]: request["seeds"] for request in pool.requests}
+    assert by_prompt == {
+        (10 + row,) * (row + 1): [(DRAW.seed, GROUP * number + n) for n in range(GROUP)]
+        for number, row in enumerate(DRAW.rows)
+    }
+
+
+def test_each_turn_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    pool = Recorder()
+    drawn(tmp_path, pool, DRAW, environment=Talk())
+    turns = [(), (1,), (2,)]  # the first has the seed of a response of a single turn
+    wanted = [(DRAW.seed, sample, *turn) for sample in range(9) for turn in turns]
+    assert sorted(pool.seeds()) == sorted(wanted)
+
+
+@pytest.mark.parametrize("environment", [None, Talk()])
+def test_no_two_responses_of_a_step_with_refills_or_of_two_steps_share_a_seed(
+    tmp_path: Path, environment: Any
+) -> None:
+    refill = replace(DRAW, name="step_00000001_1", first=3, rows=[4, 5, 6])
+    later = replace(DRAW, name="step_00000002_0", seed=DRAW.seed + 1)
+    pool = Recorder()
+    drawn(tmp_path, pool, DRAW, refill, later, environment=environment)
+    seeds = pool.seeds()
+    assert len(seeds) == 27 * (1 if environment is None else 3)
+    assert len({*seeds}) == len(seeds)
+
+
+def test_a_draw_asks_with_its_version_and_name(tmp_path: Path) -> None:
+    pool = Recorder()
+    drawn(tmp_path, pool, DRAW)
+    assert {(each["version"], each["draw"]) for each in pool.requests} == {(3, DRAW.name)}
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("environment", [None, Talk()])
+def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environment: Any) -> None:
+    """Its rows are its own; its groups and samples follow those of the draws before."""
+    refill = replace(DRAW, name="step_00000001_1", first=3, rows=[6, 1])
+    pool = Recorder()
+    (groups, more), _ = drawn(tmp_path, pool, DRAW, refill, environment=environment)
+    assert (sorted(groups), sorted(more)) == ([0, 1, 2], [3, 4])
+    for number, columns in {**groups, **more}.items():
+        row = [*DRAW.rows, *refill.rows][number]
+        assert columns["group_index"].tolist() == [number] * GROUP
+        assert columns["sample_index"].tolist() == [GROUP * number + n for n in range(GROUP)]
+        assert columns["prompt_lengths"].tolist() == [row + 1] * GROUP
+        assert columns["tokens"][: row + 1].tolist() == [10 + row] * (row + 1)
+
+
+# Bounds
+
+
+def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
+    """A prompt near their longest sequence leaves fewer tokens than the configuration allows."""
+    draw = replace(DRAW, rows=[0, 7], sampling=Sampling(max_tokens=15, temperature=0.5))
+    pool = Recorder()
+    drawn(tmp_path, pool, draw)
+    allowed = {len(each["prompt"]): each["sampling"] for each in pool.requests}
+    assert {length: given["max_tokens"] for length, given in allowed.items()} == {1: 15, 8: 12}
+    for given in allowed.values():
+        assert given["temperature"] == 0.5 and given["stop_token_ids"] == [EOS]
+        assert (given["top_p"], given["top_k"]) == (1.0, 0) and "seed" not in given
+
+
+def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
+    """Limits of the configuration that are wider than the servers' longest sequence."""
+
+    class Long:
+        async def rollout(self, client: Client, task: Prompt) -> None:
+            await client.generate()
+            await client.generate(text="x" * 5)
+
+    pool = Recorder(length=9)
+    draw = replace(DRAW, rows=[3])
+    drawn(tmp_path, pool, draw, environment=Long(), limits=Limits(9, 50))
+    sizes = {(len(each["prompt"]), each["sampling"]["max_tokens"]) for each in pool.requests}
+    assert sizes == {(4, 16), (4 + 9 + 5, 2)}
+
+
+# Columns
+
+
+class Ends:
+    """Ends in one of the ways in which episodes do, by the number of the prompt's tokens."""
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
+        kind = len(task.token_ids)
+        if kind == 1:  # its own limit of a turn cuts the last turn off, and no limit of the episode
+            await client.generate(max_tokens=2)
+        elif kind == 2:  # the last turn is whole, and there is no room for another one
+            await client.generate()
+            await client.generate(text="x" * 4)
+            await client.generate(text="x" * 9)
+        elif kind == 3:  # as the second, and the environment lets it pass
+            await client.generate()
+            try:
+                await client.generate(text="x" * 30)
+            except LimitReached:
+                return Trajectory(reward=1.0)
+        elif kind == 4:  # the episode's limit cuts off the last turn
+            await client.generate()
+            await client.generate(text="x" * 6)
+        else:
+            await client.generate()
+        return None
+
+
+def test_an_episode_is_cut_where_its_own_limit_ended_it(tmp_path: Path) -> None:
+    pool = Recorder(length=4)
+    draw = replace(DRAW, rows=[0, 1, 2, 3, 4])
+    [groups], _ = drawn(tmp_path, pool, draw, environment=Ends())
+    cut = [columns["truncated"].tolist() for _, columns in sorted(groups.items())]
+    assert cut == [[False] * 3, [True] * 3, [True] * 3, [True] * 3, [False] * 3]
+
+
+class Fails:
+    """Fails before its first turn where the prompt has one token."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        if len(task.token_ids) == 1:
+            raise ConnectionError("no tool")
+        await client.generate()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
+    tmp_path: Path, temperature: float
+) -> None:
+    """Groups with and without such episodes are put end to end: all columns fit the tokens."""
+    pool = Recorder(with_routes=temperature > 0)
+    pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, with_routes=True))
+    draw = replace(DRAW, rows=[0, 5], sampling=Sampling(6, temperature=temperature))
+    [groups], episodes = drawn(tmp_path, pool, draw, environment=Fails())
+    assert sum(episode.error is not None for episode in episodes) == GROUP
+    for number, columns in groups.items():
+        lengths = columns["prompt_lengths"] + columns["response_lengths"]
+        assert len(columns["tokens"]) == len(columns["in_response"]) == lengths.sum()
+        response = columns["response_lengths"].sum()
+        for name in ("sampled", "rollout_logprobs", "versions"):
+            assert len(columns[name]) == response
+        if temperature > 0:
+            assert columns["routes"].shape == (lengths.sum(), LAYERS, TOP_K)
+            assert columns["routes"].any() == (number == 1)
+        else:
+            assert "routes" not in columns
+    failed = groups[0]
+    assert failed["tokens"].tolist() == [10, EOS] * GROUP
+    assert not failed["sampled"].any() and failed["truncated"].all()
+    assert failed["versions"].tolist() == [DRAW.version] * GROUP
+
+
+def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
+    """What rank 0 shows while it waits."""
+    recorder: Any = Recorder()
+    scorers: Any = Unscored()
+    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+
+    async def run() -> dict[str, Any]:
+        draws = Draws(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        running = draws.begin(DRAW)
+        assert draws.begin(DRAW) is running and not running.status()["done"]
+        assert running.task is not None
+        await running.task
+        return running.status()
+
+    tokens = 9 * recorder.length
+    expected = {"finished": 3, "tokens": tokens, "scoring": 0, "done": True, "error": None}
+    assert asyncio.run(run()) == expected
+
+
+def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path: Path) -> None:
+    """Its finished groups count only if they are of the same request."""
+
+    class Refusing(Recorder):
+        refuses = True
+
+        async def generate_all(self, *asked: Any) -> list[Response]:
+            if self.refuses and len(asked[0]) == 1:  # of group 1; the others are finished
+                await asyncio.sleep(0.05)
+                raise RolloutError("no server is left")
+            return await super().generate_all(*asked)
+
+    recorder = Refusing()
+    scorers: Any = Unscored()
+    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+
+    async def run() -> None:
+        pool: Any = recorder
+        draws = Draws(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+
+        async def ended(draw: Draw) -> dict[str, Any]:
+            running = draws.begin(draw)
+            assert running.task is not None
+            await running.task
+            return running.status()
+
+        failed = await ended(DRAW)
+        assert failed["error"] == {"kind": "RolloutError", "text": "no server is left"}
+        assert failed["finished"] == 2 and len(recorder.seeds()) == 6
+        recorder.refuses = False
+        assert (await ended(DRAW))["error"] is None
+        assert len(recorder.seeds()) == 9  # three more: of the group that was missing
+        assert (await ended(DRAW))["error"] is None
+        assert len(recorder.seeds()) == 9  # it is done
+        other = await ended(replace(DRAW, rows=[1, 2, 3]))
+        assert other["finished"] == 3 and len(recorder.seeds()) == 18
+
+    asyncio.run(run())
+    groups = read_groups(tmp_path / f"{DRAW.name}.groups")
+    assert [groups[n]["prompt_lengths"][0] for n in range(3)] == [2, 3, 4]

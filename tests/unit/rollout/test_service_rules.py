@@ -1,0 +1,247 @@
+"""Rules of the rollout service that need no server: salts of prefix caches, silence, versions of
+responses that updates interrupt, what is on the disk and when, and how often a request is
+repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service import bank, chat
+from gspo_megatron.rollout.service.bank import DrawFile, Group
+from gspo_megatron.rollout.service.checks import Abilities, Needs
+from gspo_megatron.rollout.service.client import KEEP, RECOMPUTE, WAIT
+from gspo_megatron.rollout.service.flight import Flight
+from gspo_megatron.rollout.service.pool import Pool
+from gspo_megatron.rollout.service.proof import Probe
+from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from tests.unit.rollout.double import FACTS, LENGTH
+
+SETTINGS = PoolSettings(
+    FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
+)
+PROBE = Probe([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
+
+
+@dataclass
+class Recorded:
+    """What a client is asked for; every response is [3, 4]."""
+
+    version: int = 0
+    salts: list[tuple[int, str | None]] = field(default_factory=list)  # with the version then
+    figures_told: dict[str, float] = field(default_factory=dict)
+
+    async def generate(self, *_: Any, salt: str | None, **__: Any) -> Response:
+        self.salts.append((self.version, salt))
+        return Response(np.array([3, 4], np.int32), np.full(2, -0.5, np.float32), False)
+
+    async def generate_part(
+        self, _: Any, __: Any, names: Sequence[str], *___: Any, salt: str | None, **____: Any
+    ) -> Any:
+        yield [(number, await self.generate(salt=salt)) for number, _ in enumerate(names)]
+
+    async def weight_version(self, **_: Any) -> str:
+        return str(self.version)
+
+    async def figures(self, **_: Any) -> dict[str, float]:
+        return self.figures_told
+
+
+def served(
+    client: Recorded, settings: PoolSettings = SETTINGS, *, gives_parts: bool = False
+) -> tuple[Pool, Server]:
+    recorded: Any = client
+    server = Server("server", recorded, abilities=Abilities(gives_parts=gives_parts))
+    return Pool([server], settings), server
+
+
+def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None]]:
+    """The salts of the proof and of a group, of two versions of the weights."""
+    client = Recorded()
+    settings = replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv)
+    pool, server = served(client, settings, gives_parts=gives_parts)
+
+    async def run() -> None:
+        for version in (4, 5):
+            client.version, pool.weights = version, Weights(version, "folder", PROBE)
+            assert await pool._prove(server, pool.weights)
+            await pool.generate_all([1, 2], {"temperature": 1.0}, [(1, 0), (1, 1)], version)
+
+    asyncio.run(run())
+    return client.salts
+
+
+@pytest.mark.parametrize("gives_parts", [False, True])
+def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_parts: bool) -> None:
+    """The proof has the salt of its weights too: it is to notice a cache of others."""
+    found = salts_of(gives_parts, keeps_kv=True)
+    by_version = {version: {salt for v, salt in found if v == version} for version in (4, 5)}
+    assert all(len(salts) == 1 for salts in by_version.values())
+    assert None not in by_version[4] | by_version[5]
+    assert by_version[4] != by_version[5]
+    assert len(found) == 2 * (1 + 2)
+
+
+def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() -> None:
+    """A salt would keep groups of two versions from sharing what they may share."""
+    assert {salt for _, salt in salts_of(False, keeps_kv=False)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "counts", "tells", "keeps_kv", "pause"),
+    [
+        (False, True, True, True, RECOMPUTE),  # there is nothing to keep
+        (True, False, False, True, WAIT),  # nobody would know which weights drew which tokens
+        (True, False, False, False, WAIT),
+        *[(True, *knows, True, KEEP) for knows in ((True, False), (False, True))],
+        *[(True, *knows, False, RECOMPUTE) for knows in ((True, False), (False, True))],
+    ],
+)
+def test_responses_under_way_go_on_only_where_their_versions_are_known(
+    in_flight: bool, counts: bool, tells: bool, keeps_kv: bool, pause: dict[str, str]
+) -> None:
+    pool, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
+    server.in_flight = {Flight(1)} if in_flight else set()
+    server.abilities = replace(server.abilities, counts_tokens=counts)
+    server.tells_versions = tells
+    assert pool._pause(server) == pause
+
+
+@pytest.mark.parametrize(
+    ("figures", "silent", "is_lost"),
+    [
+        # neither an answer nor a token, with requests under way
+        ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 31.0, True),
+        ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 20.0, False),
+        # it draws
+        ({"generation_tokens_total": 10.0, "num_requests_running": 2.0}, 31.0, False),
+        # it has nothing to do
+        ({"generation_tokens_total": 9.0, "num_requests_running": 0.0}, 31.0, False),
+    ],
+)
+def test_a_server_is_lost_after_its_silence_and_not_before(
+    figures: dict[str, float], silent: float, is_lost: bool
+) -> None:
+    pool, server = served(Recorded(figures_told=figures))
+
+    async def run() -> None:
+        server.version, server.why_out, server.tokens = 1, None, 9.0
+        server.heard = time.monotonic() - silent
+        await pool._look(server)
+        if server.tending is not None:
+            await server.tending
+
+    asyncio.run(run())
+    assert server.serves != is_lost
+    why = str(server.why_out)
+    assert why.startswith("has not answered or drawn a token for 3") if is_lost else why == "None"
+
+
+def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_flight() -> None:
+    """A server that had no update names its weights with a word of its own. By the time of the
+    answer, the flight has seen newer ones."""
+    flight = Flight(version=1)
+    flight.spans, flight.version = [(1, 2), (3, 4)], 6
+    spans = (("default", 2), ("3", 4), ("6", 7))
+    flight.arrive(Response(np.arange(7), np.zeros(7), truncated=False, spans=spans))
+    assert flight.response is not None and flight.response.versions is not None
+    assert flight.response.versions.tolist() == [1, 1, 3, 3, 6, 6, 6]
+    whole = Flight(version=2)
+    whole.arrive(Response(np.arange(3), np.zeros(3), False, spans=(("default", 3),)))
+    assert whole.response is not None and whole.response.versions is not None
+    assert whole.response.versions.tolist() == [2, 2, 2]
+
+
+class Disk:
+    """What has reached the disk: the size of a file whenever it is synchronised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: dict[int, list[int]] = {}  # sizes by inode
+        self.folders: list[Path] = []
+        sync = os.fsync
+
+        def fsync(file: int) -> None:
+            found = os.fstat(file)
+            self.files.setdefault(found.st_ino, []).append(found.st_size)
+            sync(file)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(bank, "sync", self.folders.append)
+
+    def sizes(self, path: Path) -> list[int]:
+        return self.files.get(path.stat().st_ino, [])
+
+
+def test_a_group_is_on_the_disk_before_anyone_is_told_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, path = Disk(monkeypatch), tmp_path / "a.groups"
+    file = DrawFile(path, {"rows": [1, 2]})
+    assert disk.sizes(path) == [path.stat().st_size] and disk.folders == [tmp_path]
+    for number in (1, 0):
+        assert number not in file.finished
+        file.append(Group(number, {"tokens": np.arange(50 + number)}))
+        assert number in file.finished
+        assert disk.sizes(path)[-1] == path.stat().st_size
+    assert len(disk.sizes(path)) == 3 and disk.sizes(path) == sorted({*disk.sizes(path)})
+    file.close()
+
+
+class Failing:
+    """A session whose first answers fail."""
+
+    def __init__(self, failures: int, status: int) -> None:
+        self.left, self.status, self.asked = failures, status, 0
+
+    @asynccontextmanager
+    async def request(self, *_: Any, **__: Any) -> Any:
+        self.asked += 1
+        self.left -= 1
+        yield Answer(self.status if self.left >= 0 else 200)
+
+
+@dataclass
+class Answer:
+    status: int
+
+    async def read(self) -> bytes:
+        return b"busy"
+
+    async def json(self, **_: Any) -> Any:
+        return {"done": True}
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "asked"),
+    [(0, 503, 1), (4, 503, 5), (4, 429, 5), (5, 503, None), (1, 400, None), (1, 404, None)],
+)
+def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
+    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(chat.asyncio, "sleep", sleep)
+    session: Any = Failing(failures, status)
+    call = chat._call(session, "http://server/v1", {})
+    if asked is None:
+        with pytest.raises(RolloutError, match=f"http://server/v1: HTTP {status}: busy"):
+            asyncio.run(call)
+        asked = 5 if status == 503 else 1
+    else:
+        assert asyncio.run(call) == {"done": True}
+    assert session.asked == asked
+    assert waits == [0.5, 1.0, 2.0, 4.0][: asked - 1]
