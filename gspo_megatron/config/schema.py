@@ -442,8 +442,7 @@ class SuiteSection(Section):
     )
     failed: Literal["left_out", "wrong"] = harmless(
         "left_out",
-        "a response whose reward fails, with reward.on_failure = drop_group: its problem is left "
-        "out of all figures, or it counts as wrong",
+        "with reward.on_failure = drop_group, a problem whose reward fails: left out, or wrong",
     )
 
 

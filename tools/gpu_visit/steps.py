@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 GSPO = (sys.executable, "-m", "gspo_megatron")
@@ -61,142 +61,77 @@ logging: {{dir: {machine.out}/bf16, plots: false}}
 
 def all_steps(machine: Machine) -> list[Step]:
     """All checks, the most important first."""
-    out, config, nproc = machine.out, str(machine.config), ("--nproc", str(machine.gpus))
+    return [*_visit(machine), *_with_transformer_engine(machine), *_hour_alone(machine)]
+
+
+def _visit(machine: Machine) -> list[Step]:
+    """The checks that need no more than torch and Megatron-Core."""
+    out, config = machine.out, str(machine.config)
     layouts = ("tp=1",) if machine.gpus == 1 else ("tp=1", "tp=2")
-
-    def train(name: str, *settings: str) -> tuple[str, ...]:
-        return (*GSPO, "train", config, *nproc, f"logging.dir={out}/{name}", *settings)
-
-    def metrics(name: str) -> dict[str, Path]:
-        return {"metrics": out / name / "metrics.jsonl"}
-
-    def script(name: str, *words: str) -> tuple[str, ...]:
-        return (sys.executable, str(TOOLS / name), *words)
-
-    engine = {"needs": "transformer_engine"}
     # the layers that a CPU has, too: the same weights on both
-    on_cpu = ("model.backend=torch_native", "--reference-on-cpu")
-    head = ("--rows", "32768", "--dtype", "bfloat16", "--matmul", "high", "--rounds", "3")
-    throughput = ("--rehearse",) if machine.rehearsed else ("--layers", "2")
-    if machine.rehearsed:
-        head = ("--rows", "256", "--vocab", "1000", "--dtype", "bfloat16", "--rounds", "1")
+    on_cpu = ("model.backend=torch_native", "--reference-on-cpu", "--tolerance", "1e-4")
+    pytest = ("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu")
+    trip = _script("gpu_visit/round_trip.py", str(out / "bf16"), str(out / "roundtrip"))
+    finite = "two steps, finite losses"
     return [
         Step("data", "nothing", _write_data(out), 20, 1),
         Step("doctor", "the GPUs by name, memory, precisions", (*GSPO, "doctor"), 40, 2),
         Step(
             "tests",
             "passed; skipped only what this GPU or a missing package cannot do",
-            (sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu"),
+            (sys.executable, *pytest),
             90,
             15,
         ),
         Step(
             "verify",
             "equal=1; worst_error of 1e-5 or less where both compute in fp32",
-            (*GSPO, "verify", config, *on_cpu, "--tolerance", "1e-4", "--layouts", *layouts),
+            (*GSPO, "verify", config, *on_cpu, "--layouts", *layouts),
             75,
             10,
         ),
-        Step(
-            "r2",
-            "two steps, finite losses",
-            train("r2", "routing.replay=r2"),
-            60,
-            5,
-            **metrics("r2"),
-        ),
-        Step(
-            "r3",
-            "two steps, finite losses",
-            train("r3", "routing.replay=r3"),
-            60,
-            5,
-            **metrics("r3"),
-        ),
+        _train(machine, "r2", finite, "routing.replay=r2"),
+        _train(machine, "r3", finite, "routing.replay=r3"),
         Step(
             "throughput",
             "tokens/s, share of the measured ceilings, waits, launches, memory against `check`",
-            script("gpu_visit/throughput.py", *throughput),
+            _script("gpu_visit/throughput.py", *_size(machine)),
             150,
             10,
         ),
-        Step(
-            "head",
-            "memory and time of the log-prob head beside all logits, hidden size 2,048",
-            script("bench_logprob_head.py", "--hidden", "2048", *head),
-            90,
-            5,
-        ),
-        Step(
-            "head-4096",
-            "the same, hidden size 4,096",
-            script("bench_logprob_head.py", "--hidden", "4096", *head),
-            90,
-            5,
-        ),
-        Step(
-            "bf16",
-            "two steps, finite losses, a checkpoint each",
-            train("bf16"),
-            60,
-            5,
-            **metrics("bf16"),
-        ),
-        Step(
-            "resume",
-            "the run goes on after step 2",
-            train("bf16", "training.steps=3"),
-            60,
-            5,
-            **metrics("bf16"),
-        ),
-        Step(
-            "roundtrip",
-            "checkpoint -> Hugging Face -> checkpoint: equal tensors",
-            script("gpu_visit/round_trip.py", str(out / "bf16"), str(out / "roundtrip")),
-            75,
-            5,
-        ),
-        Step(
-            "engine",
-            "two steps by Transformer Engine",
-            train("engine", "model.backend=transformer_engine"),
-            75,
-            5,
-            **engine,
-            **metrics("engine"),
-        ),
-        Step(
-            "fp8",
-            "two steps in FP8, and their mismatch",
-            train("fp8", "training.precision=fp8-blockwise"),
-            75,
-            10,
-            **engine,
-            **metrics("fp8"),
-        ),
-        Step(
-            "fp8-delayed",
-            "two steps in FP8 with delayed scaling, and their mismatch",
-            train("fp8-delayed", "training.precision=fp8-delayed"),
-            75,
-            10,
-            **engine,
-            **metrics("fp8-delayed"),
-        ),
+        *(_head(machine, name, size) for name, size in (("head", 2048), ("head-4096", 4096))),
+        _train(machine, "bf16", f"{finite}, a checkpoint each"),
+        _train(machine, "resume", "the run goes on after step 2", "training.steps=3", run="bf16"),
+        Step("roundtrip", "checkpoint -> Hugging Face -> checkpoint: equal tensors", trip, 75, 5),
+    ]
+
+
+def _with_transformer_engine(machine: Machine) -> list[Step]:
+    """The checks of its layers, in bf16 and FP8."""
+    steps = [
+        _train(machine, "engine", "two steps by its layers", "model.backend=transformer_engine"),
+        _train(machine, "fp8", "two steps in FP8 by blocks", "training.precision=fp8-blockwise"),
+        _train(machine, "fp8-delayed", "two steps in FP8", "training.precision=fp8-delayed"),
         Step(
             "engine-throughput",
-            "the same figures as throughput, by Transformer Engine",
-            script("gpu_visit/throughput.py", *throughput, "--backend", "transformer_engine"),
+            "the same figures as throughput, by its layers",
+            _script("gpu_visit/throughput.py", *_size(machine), "--backend", "transformer_engine"),
             120,
             10,
-            **engine,
         ),
-        # The rest is for the first hour alone.
+    ]
+    return [replace(step, needs="transformer_engine") for step in steps]
+
+
+def _hour_alone(machine: Machine) -> list[Step]:
+    """The checks that a visit has no time for."""
+    out, nproc = machine.out, ("--nproc", str(machine.gpus))
+    told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
+    return [
         Step(
             "preflight",
             "memory, matmul and collectives of each GPU, and no unfit host",
-            (*GSPO, "preflight", config, *nproc),
+            (*GSPO, "preflight", str(machine.config), *nproc),
             None,
             5,
         ),
@@ -210,19 +145,37 @@ def all_steps(machine: Machine) -> list[Step]:
         Step(
             "compare",
             "the same reward and loss to two digits in bf16 and engine",
-            (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare"),
+            told,
             None,
             2,
-            **engine,
+            needs="transformer_engine",
         ),
-        Step(
-            "rollout",
-            "a last line of name=value",
-            script("bench_rollout.py"),
-            None,
-            10,
-        ),
+        Step("rollout", "a last line of name=value", _script("bench_rollout.py"), None, 10),
     ]
+
+
+def _train(machine: Machine, name: str, shows: str, *settings: str, run: str | None = None) -> Step:
+    """A run of the toy task, in the folder `run` or one of the step's name."""
+    folder = machine.out / (run or name)
+    words = ("--nproc", str(machine.gpus), f"logging.dir={folder}", *settings)
+    command = (*GSPO, "train", str(machine.config), *words)
+    return Step(name, shows, command, 75, 10, metrics=folder / "metrics.jsonl")
+
+
+def _head(machine: Machine, name: str, hidden: int) -> Step:
+    """The log-prob head of 32,768 tokens beside all logits."""
+    rows = ("--rows", "256", "--vocab", "1000") if machine.rehearsed else ("--rows", "32768")
+    words = ("--hidden", str(hidden), "--dtype", "bfloat16", "--matmul", "high", "--rounds", "2")
+    shows = f"memory and time of the log-prob head beside all logits, hidden size {hidden:,}"
+    return Step(name, shows, _script("bench_logprob_head.py", *words, *rows), 90, 5)
+
+
+def _size(machine: Machine) -> tuple[str, ...]:
+    return ("--rehearse",) if machine.rehearsed else ("--layers", "2")
+
+
+def _script(name: str, *words: str) -> tuple[str, ...]:
+    return (sys.executable, str(TOOLS / name), *words)
 
 
 def _write_data(out: Path) -> tuple[str, ...]:
