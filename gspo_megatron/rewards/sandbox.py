@@ -114,7 +114,7 @@ def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
 
 def call(program: bytes, name: str, arguments: Sequence[Any], limits: Limits) -> Outcome:
     """Call the function `name` of a program, or that method of its class Solution. The result is
-    for `sandbox_harness.decode`."""
+    for `results.read_result`."""
     request = {"name": name, "arguments": sandbox_harness.encode(list(arguments))}
     with _Sandbox("call", program, limits, request) as sandbox:
         return sandbox.finish()
@@ -219,7 +219,7 @@ class _Sandbox:
         """Wait for its end, or for the first limit; the one `beside` is held to limits, too.
         Raises SandboxError."""
         sandboxes = [self] if beside is None else [self, beside]
-        failure, is_started = None, False
+        failure, is_started, full = None, False, None
         deadline, num_open = time.monotonic() + _START_SECONDS, len(self._pipes)
         with selectors.DefaultSelector() as selector:
             for each in sandboxes:
@@ -236,11 +236,14 @@ class _Sandbox:
                         num_open -= each is self
                     if len(each._found[name]) > self._limits.output_bytes:
                         failure = f"output limit of {self._limits.output_bytes} bytes"
+                        full = each
                 if not is_started and all(each._is_started for each in sandboxes):
                     is_started, deadline = True, time.monotonic() + 2 * self._limits.seconds
                 if time.monotonic() > deadline:
                     failure = self._time_limit
-        if not all(each._is_started for each in sandboxes):
+        # a program that is at its limit has started, though another one may not run yet
+        started = [each._is_started for each in (sandboxes if full is None else [full])]
+        if not all(started):
             texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
             raise SandboxError(" ".join(texts)[-_TAIL:] or failure or "bwrap ended without a word")
         if failure is None:

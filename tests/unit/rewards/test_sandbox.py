@@ -419,6 +419,14 @@ def test_a_solution_cannot_tamper_with_its_tests(solution: str) -> None:
     assert judged(solution, *tests) is not None
 
 
+def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandbox() -> None:
+    """Its own sandbox starts first. A fault would end the run."""
+    limits = replace(LIMITS, output_bytes=64)
+    for _ in range(3):
+        outcome = sandbox.judge(b"while True: print('x' * 99)", (), (), ("assert f(1)",), limits)
+        assert outcome.failure == "output limit of 64 bytes"
+
+
 def test_expected_values_never_enter() -> None:
     """Nothing in the solution's sandbox has the text of a test."""
     program = """
