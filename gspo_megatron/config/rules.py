@@ -106,7 +106,9 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
 
 
 # Of a suite: config cannot import observe.suite_scores, which makes them.
-_SUITE_FIGURES = ("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed")
+_SUITE_FIGURES = (
+    *("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed", "left_out"),
+)
 
 
 def _best_metric_is_measured(plan: Plan) -> Problems:

@@ -225,7 +225,8 @@ class Gateway:
 
         session = None
         try:
-            session, asked = self._session(request), await _json(request)
+            session = self._session(request)
+            asked = await _json(request)
             answer = await session.complete(asked, request)
             if asked.get("stream"):
                 return web.Response(text=_as_stream(answer, asked), content_type=_STREAM)

@@ -106,5 +106,6 @@ def test_report_prints_the_path_of_what_it_wrote(
     from gspo_megatron.observe import report as writer
 
     monkeypatch.setattr(writer, "write_report", lambda runs, out: Path(out, "-".join(runs)))
-    monkeypatch.setattr(writer, "print_comparison", lambda runs: None)
+    for name in ("print_results", "print_comparison"):
+        monkeypatch.setattr(writer, name, lambda runs: None)
     assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")
