@@ -257,3 +257,15 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     os.unlink(path)
     letters.read()
     assert letters.servers == {} and letters.heard == heard
+
+
+def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [NODE], "127.0.0.1")
+    nodes.nodes[0].exchange()
+    agent = agent_module.Agent(tmp_path, NODE)
+    agent.wanted.read()
+    assert agent._way_to_service() == "127.0.0.1"
+    write_letter(agent.wanted.path, {}, "no-such-host.invalid")
+    agent.wanted.read()
+    with pytest.raises(RolloutError, match=r"node-a has no way .* give --host"):
+        agent._way_to_service()
