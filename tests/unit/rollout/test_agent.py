@@ -27,7 +27,7 @@ from tests.programs import command_environment
 
 # Answers everything, on the address that it is given.
 _SERVER = """
-import http.server, os, socket, sys
+import http.server, os, shutil, signal, socket, sys
 from pathlib import Path
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -43,7 +43,11 @@ class Server(http.server.HTTPServer):
     def server_bind(self):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
         super().server_bind()
-Server((options["--host"], int(options["--port"])), Handler).serve_forever()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+try:
+    Server((options["--host"], int(options["--port"])), Handler).serve_forever()
+finally:  # as gspo_vllm_server does
+    shutil.rmtree(os.environ["TMPDIR"])
 """
 NODE = "node-a"
 
