@@ -226,7 +226,14 @@ def main() -> None:
 
     torch.set_float32_matmul_precision(arguments.matmul)
     if arguments.tp > 1:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        from gspo_megatron.platform.rendezvous import join_store
+
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=join_store(dist.default_pg_timeout),
+            rank=int(os.environ["RANK"]),
+            world_size=arguments.tp,
+        )
     result = TASKS[arguments.task](arguments)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result))

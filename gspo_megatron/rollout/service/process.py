@@ -119,6 +119,8 @@ class ServerProcess:
             FOLDER_VARIABLE: self._folder,
             "TMPDIR": self._folder,
             "VLLM_RPC_BASE_PATH": self._folder,  # of the sockets between its processes
+            # All of these are on this machine; by itself gloo looks up the name of the host.
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
 
     def last_lines(self) -> str:

@@ -27,7 +27,7 @@ from tests.programs import command_environment
 
 # Answers everything, on the address that it is given.
 _SERVER = """
-import http.server, os, socket, sys
+import http.server, os, shutil, signal, socket, sys
 from pathlib import Path
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -43,7 +43,11 @@ class Server(http.server.HTTPServer):
     def server_bind(self):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as in servers
         super().server_bind()
-Server((options["--host"], int(options["--port"])), Handler).serve_forever()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+try:
+    Server((options["--host"], int(options["--port"])), Handler).serve_forever()
+finally:  # as gspo_vllm_server does
+    shutil.rmtree(os.environ["TMPDIR"])
 """
 NODE = "node-a"
 
@@ -257,3 +261,15 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     os.unlink(path)
     letters.read()
     assert letters.servers == {} and letters.heard == heard
+
+
+def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [NODE], "127.0.0.1")
+    nodes.nodes[0].exchange()
+    agent = agent_module.Agent(tmp_path, NODE)
+    agent.wanted.read()
+    assert agent._way_to_service() == "127.0.0.1"
+    write_letter(agent.wanted.path, {}, "no-such-host.invalid")
+    agent.wanted.read()
+    with pytest.raises(RolloutError, match=r"node-a has no way .* give --host"):
+        agent._way_to_service()
