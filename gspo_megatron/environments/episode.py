@@ -20,6 +20,7 @@ of one branch, so that it is learnt from once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -298,10 +299,9 @@ class Client:
     def branches(self) -> list[Branch]:
         """Those that have turns."""
         starts = [turn for turn in sorted(self.prompts) if turn < len(self.turns)]
-        ends = [*starts[1:], len(self.turns)]
         return [
             Branch(self.prompts[start], range(start, end))
-            for start, end in zip(starts, ends, strict=True)
+            for start, end in itertools.pairwise([*starts, len(self.turns)])
         ]
 
     def turn_ends(self) -> np.ndarray:

@@ -216,10 +216,7 @@ class Answer:
     status: int
 
     async def read(self) -> bytes:
-        return b"busy"
-
-    async def json(self, **_: Any) -> Any:
-        return {"done": True}
+        return b'{"done": true}' if self.status == 200 else b"busy"
 
 
 @pytest.mark.parametrize(
