@@ -46,7 +46,7 @@ class Suites:
             records = self._records(name, experience)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
             if figures is None:
-                reward, failed = self.scorers[name].reward, experience.failed_calls
+                reward, failed = self.scorers[name].reward, [experience.failed_calls]
                 raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
             responses += records

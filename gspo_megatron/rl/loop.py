@@ -37,7 +37,6 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
@@ -335,8 +334,7 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
             shown = experience
         drawn.append(experience.of_groups(chosen.candidates(first)))
     if not chosen.groups():
-        of_all = FailedCalls(*map(sum, zip(*failed)))
-        raise collector.nothing_scored("of a step", of_all)
+        raise collector.nothing_scored("of a step", failed)
     experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
     experience.metrics, experience.has_turns = collector.reduce(metrics)
     length_mean = experience.metrics["response/length_mean"]

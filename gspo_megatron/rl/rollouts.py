@@ -422,7 +422,7 @@ class Collector:
         reduced = metrics.reduce(self.data_group)
         failed_share = reduced.pop("evaluation/failed")
         if failed_share == 1:
-            raise self.nothing_scored("of an evaluation", experience.failed_calls)
+            raise self.nothing_scored("of an evaluation", [experience.failed_calls])
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
         count = len(rows) - round(failed_share * len(rows))
@@ -434,10 +434,10 @@ class Collector:
         return reduced, [response for _, response in numbered]
 
     def nothing_scored(
-        self, of_what: str, failed: FailedCalls, reward: Reward | None = None
+        self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None
     ) -> EpisodeError | RewardError:
         """For a step or evaluation in which no response has a reward."""
-        if failed.episodes and not (failed.errors or failed.timeouts):
+        if any(each.episodes for each in failed) and not any(sum(each[:2]) for each in failed):
             return EpisodeError(f"the environment: its episodes failed in all groups {of_what}")
         name = (reward or self.scorer.reward).name
         return RewardError(f"reward {name!r}: its calls failed in all groups {of_what}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
+from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.service.bank import FOLDER
 
 MEMORY = Path("/dev/shm")  # a file system in memory, in which every user may write
@@ -26,7 +27,7 @@ def make_weights_folder(config: Config) -> Path:
     for folder in weights_folders(config):
         shutil.rmtree(folder, ignore_errors=True)
     parent, prefix = _place(config)
-    parent.mkdir(parents=True, exist_ok=True)
+    make_folder(parent)
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     if not is_private(config):  # servers by their urls may be another user's
         made.chmod(0o777 & ~_umask())

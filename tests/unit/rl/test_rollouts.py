@@ -472,7 +472,7 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     responses = [response for _, response in found.responses(experience, 1.0)]
     assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
     with pytest.raises(EpisodeError, match="the environment: its episodes failed in all groups"):
-        raise found.nothing_scored("of a step", experience.failed_calls)
+        raise found.nothing_scored("of a step", [experience.failed_calls])
 
 
 def test_a_reward_that_raises_an_error_of_ours_is_the_reward_s_fault() -> None:
