@@ -123,7 +123,8 @@ def _has_module(folder: Path, name: str) -> bool:
 
 def _is_there(path: Path) -> bool:
     try:
-        return any(path.with_name(path.name + ending).exists() for ending in _ENDINGS)
+        names = [path.name + ending for ending in _ENDINGS if path.name]  # none of "."
+        return path.exists() or any(path.with_name(name).exists() for name in names)
     except (OSError, ValueError):  # no name that a file can have: told where it is read
         return False
 

@@ -132,7 +132,8 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
         if not is_slip or name in ("loss", "reward/mean"):
             return
         meant = meant or [without[each] for each in nearest(name, without)]
-    if name not in legal:
+    beside = [f"evaluation/{figure}" for figure in ("accuracy_low", "accuracy_high", "prompts")]
+    if name not in legal + beside:
         hint = did_you_mean(meant) if meant else f"legal: {', '.join(legal[:8])}"
         yield "checkpoint.best_metric", f"no evaluation of this run has it; {hint}"
 

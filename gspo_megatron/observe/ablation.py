@@ -31,6 +31,7 @@ from gspo_megatron.observe.report import (
     render_html,
     warning_section,
     window,
+    window_means,
 )
 from gspo_megatron.observe.suite_scores import share_interval
 
@@ -143,8 +144,7 @@ def largest_fall(rewards: Sequence[float]) -> float:
 
 def running_means(values: Sequence[float]) -> list[float]:
     """The means of all windows in order; of a run shorter than one, the mean of all of it."""
-    size = min(window(len(values)), len(values))
-    return [statistics.fmean(values[end - size : end]) for end in range(size, len(values) + 1)]
+    return window_means(values, min(window(len(values)), len(values)))
 
 
 def collapse(run: Run) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader
 from rich import box
@@ -153,6 +154,7 @@ class Summary(NamedTuple):
     best_step: int | None
     not_finite: int  # number of steps at which the metric was NaN or infinite
     steps: int = 1  # that are averaged
+    of_steps: int = 0  # with a value
 
 
 def main_phase(records: Sequence[Record]) -> str:
@@ -171,15 +173,16 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
     found = (series(records, key, phase) for key in metric.keys)
     steps, values = next((curve for curve in found if curve[0]), ([], []))
     not_finite = sum(not math.isfinite(value) for value in values)
-    averaged = window(len(values)) if metric.is_noisy and len(values) >= _LONG_RUN else 1
-    steps, values = _means(steps, values, averaged)
+    count = len(values)
+    averaged = window(count) if metric.is_noisy and count >= _LONG_RUN else 1
+    steps, values = steps[averaged - 1 :], window_means(values, averaged)
     finite = {step: value for step, value in zip(steps, values) if math.isfinite(value)}
     best = best_step = None
     if metric.best is not None and finite:
         best_step = metric.best(finite, key=finite.__getitem__)
         best = finite[best_step]
     first, last = (values[0], values[-1]) if values else (None, None)
-    return Summary(metric, first, last, best, best_step, not_finite, averaged)
+    return Summary(metric, first, last, best, best_step, not_finite, averaged, count)
 
 
 def window(steps: int) -> int:
@@ -187,17 +190,19 @@ def window(steps: int) -> int:
     return max(SMALLEST_WINDOW, math.ceil(steps / 10))
 
 
-def _means(
-    steps: Sequence[int], values: Sequence[float], size: int
-) -> tuple[Sequence[int], Sequence[float]]:
-    """The means of the finite values in all windows of `size`, each at its last step."""
+def window_means(values: Sequence[float], size: int) -> list[float]:
+    """The means of the finite values in all windows of `size`, in their order; NaN without any. A
+    window of one value is that value."""
     if size == 1:
-        return steps, values
-    means = []
-    for end in range(size, len(values) + 1):
-        finite = [value for value in values[end - size : end] if math.isfinite(value)]
-        means.append(statistics.fmean(finite) if finite else math.nan)
-    return steps[size - 1 :], means
+        return list(values)
+    array = np.array(values, dtype=float)
+    is_finite = np.isfinite(array)
+    totals, counts = (
+        np.concatenate([[0.0], np.cumsum(each)])
+        for each in (np.where(is_finite, array, 0.0), is_finite)
+    )
+    totals, counts = totals[size:] - totals[:-size], counts[size:] - counts[:-size]
+    return np.where(counts > 0, totals / np.maximum(counts, 1), math.nan).tolist()
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:
@@ -417,7 +422,7 @@ def _headline(entry: Summary, run: Run) -> str:
     """What a tile shows, and over how many steps or prompts."""
     name = f"{_name(entry.metric, [run.path])}, first to last"
     if entry.steps > 1:
-        return f"{name} {entry.steps} of {len(run.series(entry.metric.keys[0])[0])} steps"
+        return f"{name} {entry.steps} of {entry.of_steps} steps"
     interval = _last_interval(run.records) if entry.metric is _ACCURACY else None
     if interval is None:
         return name

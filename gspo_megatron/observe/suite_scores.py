@@ -180,8 +180,11 @@ def suite_text(figures: Mapping[str, float]) -> str:
 
 def failed_text(figures: Mapping[str, float]) -> str:
     """How many calls of a suite's reward failed, and what became of their problems."""
-    calls, left_out = int(figures["failed"]), int(figures.get("left_out", 0))
+    calls = int(figures["failed"])
     told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
+    if "left_out" not in figures:  # of an earlier version
+        return told
+    left_out = int(figures["left_out"])
     if not left_out:
         return f"{told}: counted as wrong"
     return f"{told}: {left_out} problem{'s' if left_out > 1 else ''} left out"

@@ -53,14 +53,15 @@ def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
         (python(steps, "bad", "raise SystemExit('broken: a cause')"), 20.0),
         (python(steps, "hangs", child), 2.0),
         (python(steps, "absent", "", needs="no_such_package_at_all"), 20.0),
-        (python(steps, "cannot", "print('two GPUs are needed'); raise SystemExit(2)"), 20.0),
+        (python(steps, "cannot", f"print('no GPU'); raise SystemExit({steps.NOT_HERE})"), 20.0),
+        (python(steps, "refused", "print('a key is wrong'); raise SystemExit(2)"), 20.0),
         (python(steps, "last", "print('done')"), 20.0),
     ]
     results: dict[str, Any] = {"machine": {}, "steps": {}}
-    assert run.run_all(chosen, tmp_path, results, 100.0) == 2
+    assert run.run_all(chosen, tmp_path, results, 100.0) == 3
     kept = json.loads((tmp_path / "visit.json").read_text())["steps"]
     assert [kept[name]["status"] for name in kept] == [
-        *("ok", "FAILED", "TIME OUT", "left out", "not here", "ok"),
+        *("ok", "FAILED", "TIME OUT", "left out", "not here", "FAILED", "ok"),
     ]
     assert kept["good"]["figures"] == {"rate": 2.5, "name": "x", "equal": 1.0}
     assert kept["bad"]["says"] == "broken: a cause" and kept["hangs"]["says"] == "began"

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from steps import Machine, Step, all_steps, write_config
+from steps import NOT_HERE, Machine, Step, all_steps, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 VISIT_SECONDS = 540
@@ -56,7 +56,7 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     )
     try:
         output, _ = process.communicate(timeout=seconds)
-        status = {0: "ok", 2: "not here"}.get(process.returncode, "FAILED")
+        status = {0: "ok", NOT_HERE: "not here"}.get(process.returncode, "FAILED")
     except subprocess.TimeoutExpired:
         status = "TIME OUT"
     _end_group(process)

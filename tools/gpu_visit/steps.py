@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 GSPO = (sys.executable, "-m", "gspo_megatron")
+NOT_HERE = 69  # exit code of a step that this machine cannot do, which is no failure
 TOOLS = Path(__file__).resolve().parents[1]
 
 
@@ -202,5 +203,5 @@ def _synchronise(machine: Machine) -> tuple[str, ...]:
 
 
 def _say(text: str) -> tuple[str, ...]:
-    """A command that only says why the step cannot be done here, with exit code 2."""
-    return (sys.executable, "-c", f"import sys; print({text!r}); sys.exit(2)")
+    """A command that only says why the step cannot be done here."""
+    return (sys.executable, "-c", f"import sys; print({text!r}); sys.exit({NOT_HERE})")

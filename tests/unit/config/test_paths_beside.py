@@ -39,6 +39,16 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_the_present_folder_itself_is_one_that_is_there(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".", "./"):
+        text = TEXT.replace("tokenizer: toy/tokenizer.model", f"tokenizer: {name}")
+        (task / "config.yaml").write_text(text)
+        assert Path(load_config("task/config.yaml").data.tokenizer) == Path()
+    assert "data.tokenizer" not in capsys.readouterr().err
+
+
 def test_they_are_read_from_its_folder_and_that_is_told(
     task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

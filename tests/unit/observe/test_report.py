@@ -3,6 +3,7 @@ from __future__ import annotations
 import html
 import io
 import math
+import random
 import re
 import statistics
 import subprocess
@@ -242,6 +243,30 @@ def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path
     page = write_report([tmp_path], tmp_path).read_text()
     assert "reward, first to last 5 of 20 steps</span><b>0.340 → 0.660" in page
     assert "reward, means of 5" in printed_at_the_end(tmp_path)
+
+
+def test_the_headline_of_a_fine_tuning_counts_its_own_steps(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 41):
+            writer.write({"phase": "sft", "step": step, "loss": 1 / step})
+    assert "first to last 5 of 40 steps" in write_report([tmp_path], tmp_path).read_text()
+
+
+def test_means_of_windows_are_those_of_a_plain_loop() -> None:
+    generator = random.Random(1)
+    values = [generator.gauss(0, 1) for _ in range(40)]
+    for place in (3, 4, 5, 6, 20):
+        values[place] = generator.choice([math.nan, math.inf, -math.inf])
+    for size in (1, 2, 3, 7, 40):
+        expected = []
+        for end in range(size, len(values) + 1):
+            finite = [v for v in values[end - size : end] if math.isfinite(v)]
+            expected.append(statistics.fmean(finite) if finite else math.nan)
+        if size == 1:  # single values stay as they are
+            expected = values
+        # sums of 40 numbers near 1, in another order
+        found = report.window_means(values, size)
+        assert found == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 def test_means_leave_out_what_is_not_finite_and_say_so(tmp_path: Path) -> None:

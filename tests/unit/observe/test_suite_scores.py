@@ -14,6 +14,7 @@ from scipy import stats
 from gspo_megatron.observe.suite_scores import (
     Answers,
     bootstrap_interval,
+    failed_text,
     majority_at_k,
     pass_at_k,
     powers_of_two,
@@ -144,6 +145,7 @@ def test_the_line_of_a_suite_says_what_failed_and_what_became_of_it() -> None:
     wrong = suite_text(suite_figures(problems, samples=2, failed_is_wrong=True))
     assert wrong.endswith("3 calls of the reward failed: counted as wrong")
     assert "failed" not in suite_text(suite_figures([answers("10")], samples=2))
+    assert failed_text({"failed": 3.0}) == "3 calls of the reward failed"  # of an earlier version
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 40, 1000])
