@@ -63,6 +63,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     from gspo_megatron.rollout.service.process import hold_port
+    from gspo_megatron.rollout.service.standalone import device_of
 
     if arguments.join:
         for name in ("port", "dtype"):
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
     hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
+    device_of(_python(arguments))  # whether it has vLLM, also before that
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
     from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
@@ -87,12 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any]) -> int:
     from gspo_megatron.rollout.service.standalone import serve, server_command, until_told_to_end
 
-    python = arguments.python or sys.executable
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
-    words, environ = server_command(folder, python, dtype, options)
+    words, environ = server_command(folder, _python(arguments), dtype, options)
     address = (_host(arguments), arguments.port)
     until_told_to_end(lambda ended: serve(words, environ, *address, ended))
     return 0
+
+
+def _python(arguments: argparse.Namespace) -> str:
+    return arguments.python or sys.executable
 
 
 def _host(arguments: argparse.Namespace) -> str:
