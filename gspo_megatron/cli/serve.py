@@ -74,11 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
     hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
-    device_of(_python(arguments))  # whether it has vLLM, also before that
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
     from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
 
+    if arguments.source.exists():
+        device_of(_python(arguments))  # whether it has vLLM, also before that
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         taken, notes = megatron_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:
