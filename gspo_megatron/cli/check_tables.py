@@ -52,7 +52,10 @@ def summary(checked: Checked, world_size: int) -> Rows:
         rows += _of_reinforcement(config, inputs)
     steps = config.training.steps
     length = "as many steps as the epochs take" if steps is None else f"{steps:,} steps"
-    return [*rows, ("run", f"{length} into {config.logging.dir}")]
+    rows.append(("run", f"{length} into {config.logging.dir}"))
+    if steps != 0 and config.checkpoint.interval == 0:
+        rows.append(("saved", "no checkpoint, as checkpoint.interval = 0"))
+    return rows
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:

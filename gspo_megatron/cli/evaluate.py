@@ -135,8 +135,25 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
     values = _read(path)
     values["model"] = {**(values.get("model") or {}), "checkpoint_path": str(folder)}
     values["model"]["hf_path"] = None
+    values["data"] = _with_tokenizer(dict(values.get("data") or {}), folder)
     run = folder.resolve().parents[1] if is_checkpoint else folder
     return values, str(run / "evaluation")
+
+
+def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The section with the tokenizer that the run's checkpoint names, where its path, relative to
+    the folder in which the run was started, leads nowhere from here."""
+    from gspo_megatron.checkpoint.resume import given_checkpoint
+    from gspo_megatron.checkpoint.run_state import read_model
+
+    named = data.get("tokenizer")
+    if not isinstance(named, str) or Path(named).exists():
+        return data
+    with contextlib.suppress(DataError):  # told where the checkpoint is read
+        known = read_model(given_checkpoint(str(folder))).get("tokenizer")
+        if isinstance(known, str) and Path(known).exists():
+            return {**data, "tokenizer": known}
+    return data
 
 
 def _as_rl(values: dict[str, Any]) -> dict[str, Any]:

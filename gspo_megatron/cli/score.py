@@ -99,8 +99,11 @@ def _response(arguments: argparse.Namespace) -> str:
         return sys.stdin.read()
     try:
         return Path(arguments.file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--file {arguments.file}: cannot be read: {error}") from error
+    except OSError as error:
+        wrong = f"cannot be read: {error.strerror or error}"
+        raise DataError(f"--file {arguments.file}: {wrong}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--file {arguments.file}: not a text file: {error}") from error
 
 
 def _sample(config: Config, prompt: Prompt, response: str) -> Sample:

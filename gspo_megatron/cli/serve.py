@@ -63,6 +63,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     from gspo_megatron.rollout.service.process import hold_port
+    from gspo_megatron.rollout.service.standalone import device_of
 
     if arguments.join:
         for name in ("port", "dtype"):
@@ -77,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(arguments, arguments.source, options)
     from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
 
+    if arguments.source.exists():
+        device_of(_python(arguments))  # whether it has vLLM, also before that
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         taken, notes = megatron_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:
@@ -87,12 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any]) -> int:
     from gspo_megatron.rollout.service.standalone import serve, server_command, until_told_to_end
 
-    python = arguments.python or sys.executable
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
-    words, environ = server_command(folder, python, dtype, options)
+    words, environ = server_command(folder, _python(arguments), dtype, options)
     address = (_host(arguments), arguments.port)
     until_told_to_end(lambda ended: serve(words, environ, *address, ended))
     return 0
+
+
+def _python(arguments: argparse.Namespace) -> str:
+    return arguments.python or sys.executable
 
 
 def _host(arguments: argparse.Namespace) -> str:

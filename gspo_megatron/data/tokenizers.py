@@ -62,7 +62,8 @@ class SentencePieceTokenizer:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            raise DataError(f"{path}: no such tokenizer; {HELP}") from None
+            where = "" if path.is_absolute() else f"; the present folder is {Path.cwd()}"
+            raise DataError(f"{path}: no such tokenizer; {HELP}{where}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
         if not content:  # sentencepiece accepts an empty file and fails later

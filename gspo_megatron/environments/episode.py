@@ -244,7 +244,7 @@ class Client:
         room = self._room(before, len(between))
         if self.turns_left == 0 or room <= 0:
             self.is_cut = True
-            raise LimitReached(f"{number} turns, {self._used} response tokens")
+            raise LimitReached(f"{number} turn{'s' * (number != 1)}, {self._used} response tokens")
         self._asked = time.monotonic()
         try:
             written = await self.write(Asked(before, number, min(room, max_tokens or room)))

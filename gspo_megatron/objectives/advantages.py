@@ -116,12 +116,12 @@ def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
         return problem(f"objective.{key}", value, reason)
 
     if section.import_path is None and recipe.terms != "token":
-        why = "and its terms are of whole responses"
+        why = "which an objective with one ratio for a whole response cannot use"
         if section.ratio is not None:
             yield wrong("ratio", why, "sequence_token, token")
         else:
             names = [name for name, each in RECIPES.items() if each.terms == "token"]
-            yield wrong("name", why, ", ".join(names))
+            yield wrong("name", why, f"{', '.join(names)}, or one reward for a whole response")
     if section.advantage_import_path is not None:
         yield wrong("advantage_import_path", "and it judges whole responses", "null")
     elif recipe.advantage not in ("group_mean_std", "group_mean"):

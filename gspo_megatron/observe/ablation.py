@@ -109,7 +109,8 @@ class Measure(NamedTuple):
 
     name: str
     key: str
-    reduce: Callable[[Sequence[float]], float]  # of at least one value
+    # of at least one value; None where they are too few to tell
+    reduce: Callable[[Sequence[float]], float | None]
     write: Writer
     write_difference: Writer | None = None  # `write` unless given
     is_binned: bool = False  # a quantile that was read from a histogram
@@ -117,7 +118,8 @@ class Measure(NamedTuple):
     def of(self, variant: VariantRuns) -> dict[int, float]:
         """The values of the runs that have the metric, by seed."""
         series = {seed: run.series(self.key)[1] for seed, run in variant.runs.items()}
-        return {seed: self.reduce(values) for seed, values in series.items() if values}
+        found = {seed: self.reduce(values) for seed, values in series.items() if values}
+        return {seed: value for seed, value in found.items() if value is not None}
 
 
 def _of_finite(reduce: Callable[[list[float]], float]) -> Callable[[Sequence[float]], float]:
@@ -136,9 +138,12 @@ def _last_window(values: Sequence[float]) -> float:
     return running_means(values)[-1]
 
 
-def largest_fall(rewards: Sequence[float]) -> float:
-    """The largest distance of the windowed mean reward below its best value so far."""
+def largest_fall(rewards: Sequence[float]) -> float | None:
+    """The largest distance of the windowed mean reward below its best value so far; None for a
+    run that is too short to have two windows."""
     means = np.array(running_means(rewards))
+    if len(means) < 2:
+        return None
     return float(np.max(np.maximum.accumulate(means) - means))
 
 
@@ -408,6 +413,8 @@ def _enough_prompts(variants: Sequence[VariantRuns]) -> bool:
 def _interval(found: Difference, measure: Measure) -> str:
     write = measure.write_difference or measure.write
     unit = " points" if write is points else ""
+    if found.half_width == 0:
+        return f"{write(found.mean)}{unit}, the same for all seeds"
     width = "" if found.half_width is None else f" ± {write(found.half_width)}"
     return f"{write(found.mean)}{width}{unit}"
 

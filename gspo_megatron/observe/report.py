@@ -19,6 +19,7 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 
+from gspo_megatron.config.problems import format_value
 from gspo_megatron.errors import UserError
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
@@ -262,7 +263,7 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
     steps = steps_done(records, main_phase(records))
     summary = _summary_table(Path(run_dir), records)
     table = rich_table.Table(
-        title=f"{run_names([Path(run_dir).resolve()])[0]}: {steps} steps",
+        title=f"{run_names([Path(run_dir).resolve()])[0]}: {steps} step{'s' * (steps != 1)}",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -523,7 +524,7 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
     for run in runs:
         if sections := _config_of(run.path):
             configs[run.name] = {
-                key: str(value)
+                key: value if isinstance(value, str) else format_value(value)
                 for key, value in flattened(sections).items()
                 if not key.startswith("logging.")
             }

@@ -164,11 +164,18 @@ def suite_figures(
     return found | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
 
 
+def interval_text(figures: Mapping[str, float], between: str) -> str | None:
+    """The 95% interval of a suite's mean; None where all problems have the same mean reward. Then
+    every draw of problems has it too: an interval without width, which would claim certainty."""
+    low, high = figures["ci_low"], figures["ci_high"]
+    return f"{low:.3f}{between}{high:.3f}" if low < high else None
+
+
 def suite_text(figures: Mapping[str, float]) -> str:
     """The figures of a suite on one line, for people."""
     most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
-    interval = f"{figures['ci_low']:.3f} to {figures['ci_high']:.3f}"
-    found = [f"mean@{most} {figures['mean']:.3f} ({interval})"]
+    interval = interval_text(figures, " to ")
+    found = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
     for label, name in (("pass", "pass_at_"), ("maj", "maj_at_")):
         if most > 1 and f"{name}{most}" in figures:
             found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gspo_megatron.observe.metrics_files import read_metrics
 from gspo_megatron.observe.progress import MISSING, SafeStream
-from gspo_megatron.observe.suite_scores import CONFIDENCE, failed_text
+from gspo_megatron.observe.suite_scores import CONFIDENCE, failed_text, interval_text
 
 _INTERVAL = f"{CONFIDENCE:.0%} interval"
 _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cut off", "tokens"
@@ -70,7 +70,7 @@ def _row(figures: Mapping[str, float]) -> list[str]:
         f"{figures['problems']:.0f}",
         str(samples),
         f"{figures['mean']:.3f}",
-        f"{figures['ci_low']:.3f}–{figures['ci_high']:.3f}",
+        interval_text(figures, "–") or MISSING,
         f"{figures[f'pass_at_{samples}']:.3f}",
         MISSING if votes is None else f"{votes:.3f}",
         f"{figures['truncated']:.1%}",

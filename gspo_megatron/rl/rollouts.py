@@ -438,9 +438,15 @@ class Collector:
     ) -> EpisodeError | RewardError:
         """For a step or evaluation in which no response has a reward."""
         if any(each.episodes for each in failed) and not any(sum(each[:2]) for each in failed):
-            return EpisodeError(f"the environment: its episodes failed in all groups {of_what}")
+            return EpisodeError(
+                f"the environment: its episodes failed in all groups {of_what}, so nothing is "
+                "left; the reasons are above; `gspo-megatron play CONFIG.yaml` shows episodes"
+            )
         name = (reward or self.scorer.reward).name
-        return RewardError(f"reward {name!r}: its calls failed in all groups {of_what}")
+        return RewardError(
+            f"reward {name!r}: its calls failed in all groups {of_what}, so nothing is left; the "
+            "reasons are above; `gspo-megatron score CONFIG.yaml` calls it once"
+        )
 
     def responses(
         self, experience: Experience, correct_at: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import signal
@@ -37,7 +38,7 @@ def server_command(
     RolloutError where `python` has no vLLM, and ConfigError where the folder has no model that we
     know.
     """
-    shape, on_cpu = shape_of(preset_of_folder(str(folder))), _device_of(python) == "cpu"
+    shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     arguments = needed_arguments(
         str(folder.resolve()),
         dtype,
@@ -97,7 +98,8 @@ def _tell_ready(url: str, token: str) -> None:
         print(f"and in the run's environment: {TOKEN_VARIABLE}={token}", flush=True)
 
 
-def _device_of(python: str) -> str:
+@functools.cache
+def device_of(python: str) -> str:
     """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
     try:
         done = subprocess.run(

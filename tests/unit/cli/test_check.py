@@ -19,13 +19,16 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     path = write_config(("abc", "hgfed", "a"))
     code, out, _ = gspo("check", path, "--world-size", 4, "parallel.layout=tp=2")
     assert code == 0
-    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:8])  # tables follow
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:9])  # tables follow
     assert lines["layout"] == "tp=2 on 4 ranks, dp=2"
     assert lines["model"].startswith("tiny: 4 layers of 64, 2 of 8 experts, ")
     assert lines["weights"] == "random"
     assert lines["prompts"] == "3 in data.prompts"
     assert lines["lengths"].startswith("prompts of at most 5 tokens (96 allowed)")
     assert lines["run"] == "100 steps into runs/config"
+    assert lines["saved"] == "no checkpoint, as checkpoint.interval = 0"
+    _, out, _ = gspo("check", path, "checkpoint.interval=5")
+    assert "\nsaved" not in out
 
 
 def test_problems_of_all_parts_are_told_at_once(

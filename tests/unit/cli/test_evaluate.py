@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,25 @@ def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     assert evaluated.training.steps == 0 and evaluated.data.tokenizer == "t.model"
     assert evaluated.data.chat_template is (stage != "pretrain")
     assert [*evaluated.evaluation.suites] == ["near"]
+
+
+def test_a_run_is_evaluated_from_another_folder_with_the_tokenizer_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path in its configuration is of the folder in which it was started."""
+    started, run = tmp_path / "started", tmp_path / "started" / "run"
+    checkpoint = run / "checkpoints" / "sft_00000008"
+    checkpoint.mkdir(parents=True)
+    config = parse_config({"data": {"tokenizer": "t.model", "examples": "a"}}, schema=STAGES["sft"])
+    (run / "config.resolved.yaml").write_text(to_yaml(config))
+    (started / "t.model").touch()
+    (checkpoint / "manifest.json").touch()
+    known = {"shape": {}, "vocab_size": 1, "tokenizer": str(started / "t.model")}
+    (checkpoint / "model.json").write_text(json.dumps(known))
+    monkeypatch.chdir(started)
+    assert _values(Path("run"), SUITES)[0]["data"]["tokenizer"] == "t.model"
+    monkeypatch.chdir(tmp_path)
+    assert _values(Path("started/run"), SUITES)[0]["data"]["tokenizer"] == known["tokenizer"]
 
 
 def test_a_mistake_in_a_configuration_is_told_and_not_dropped(tmp_path: Path) -> None:

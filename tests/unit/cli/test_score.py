@@ -92,6 +92,16 @@ def test_why_a_program_failed(gspo: Command, tmp_path: Path, config: Path) -> No
     assert lines(out)[-1] == ["reason", "no fenced block with a program"]
 
 
+def test_a_file_of_a_response_that_cannot_be_read_is_named_once(
+    gspo: Command, config: Path, tmp_path: Path
+) -> None:
+    code, _, err = gspo("score", config, "--file", "none")
+    assert (code, err) == (2, "--file none: cannot be read: No such file or directory\n")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    code, _, err = gspo("score", config, "--file", "bytes")
+    assert code == 2 and err.startswith("--file bytes: not a text file: ")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

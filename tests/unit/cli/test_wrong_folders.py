@@ -119,3 +119,11 @@ def test_convert_names_the_other_direction(
     code, _, err = gspo("convert", direction, source, "new")
     assert code == 2 and err.startswith(f"{source}: {line}") and err.count("\n") == 1
     assert not Path("new").exists()
+
+
+def test_vllm_is_looked_for_before_a_checkpoint_is_converted(gspo: Command, tmp_path: Path) -> None:
+    """A conversion of a large model takes minutes; here there is not even one to convert."""
+    code, _, err = gspo("serve", tmp_path, "--python", tmp_path / "python")
+    assert code == 2 and err.startswith(f"--python {tmp_path / 'python'}: ")
+    code, _, err = gspo("serve", tmp_path / "none", "--python", tmp_path / "python")
+    assert code == 2 and err == f"{tmp_path / 'none'}: no such folder\n"

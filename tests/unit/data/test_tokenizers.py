@@ -188,10 +188,14 @@ def test_an_option_that_the_template_never_reads_is_refused_by_name(tmp_path: Pa
     ]
 
 
-def test_the_right_path_is_named(tmp_path: Path, toy_model: Path) -> None:
+def test_the_right_path_is_named(
+    tmp_path: Path, toy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "no such tokenizer; give a sentencepiece .model file or a Hugging Face" in refused(
         tmp_path / "none.model"
     )
+    monkeypatch.chdir(tmp_path)
+    assert f"the present folder is {tmp_path}" in refused(Path("none.model"))
     assert "a folder without tokenizer.json" in refused(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(toy_model.read_bytes())
     assert f"name the file {tmp_path / 'tokenizer.model'}" in refused(tmp_path)

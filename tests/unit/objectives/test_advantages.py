@@ -208,3 +208,4 @@ def test_what_cannot_use_rewards_of_turns_is_refused(
         assert "rewards of turns" in problem
     if "objective.name" in expected[0]:
         assert "gspo_token, grpo" in caught.value.problems[0]
+        assert "or one reward for a whole response" in caught.value.problems[0]

@@ -141,6 +141,7 @@ def test_the_largest_fall_is_from_the_best_so_far() -> None:
     rewards = [0.2] * 10 + [0.8] * 10 + [0.5] * 10 + [0.9] * 20
     assert ablation.largest_fall(rewards) == pytest.approx(0.3)
     assert ablation.largest_fall(RISING) == 0.0
+    assert ablation.largest_fall([0.9, 0.1, 0.0]) is None  # shorter than two windows: not 0
 
 
 def test_collapsed_runs_are_named() -> None:
@@ -299,6 +300,7 @@ def test_differences_that_are_the_same_for_all_seeds_show_nothing() -> None:
     one, other = with_accuracies("a", [0.5] * 3), with_accuracies("b", [0.375] * 3)
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.half_width == 0 and not found.significant
+    assert ablation._interval(found, ablation._ACCURACY) == "12.5 points, the same for all seeds"
 
 
 @pytest.mark.parametrize(("prompts", "is_tested"), [(29, False), (30, True)])
@@ -366,7 +368,11 @@ def test_the_tables_have_means_and_spreads(tmp_path: Path) -> None:
     assert gspo[column] == "75.3% ± 5.0%"
     assert grpo[-1] == "0 of 3"
     differences = {row[0]: row for row in rows(text, "Differences")[2:]}
-    assert differences["gspo − grpo"][1:] == ["3", "20.3 ± 1.4 points, significant", "0 ± 0"]
+    assert differences["gspo − grpo"][1:] == [
+        "3",
+        "20.3 ± 1.4 points, significant",
+        "0, the same for all seeds",
+    ]
     assert differences["gspo+r3 − gspo"][2] == "-0.3 ± 24.9 points"
     [[over, *cost]] = rows(text, "Cost of replay")[2:]
     assert over == "gspo+r3 over gspo"

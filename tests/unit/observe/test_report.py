@@ -159,6 +159,14 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
     assert found[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]  # settings that differ
 
 
+def test_settings_that_differ_are_spelled_as_in_a_configuration(make_run: RunMaker) -> None:
+    runs, printed = [make_run("a"), make_run("b")], io.StringIO()
+    for run, given in zip(runs, ("null", "true")):
+        (run / "config.resolved.yaml").write_text(f"data: {{chat_template: {given}}}\n")
+    report.print_comparison(runs, printed)
+    assert "data.chat_template null true" in " ".join(printed.getvalue().split())
+
+
 def test_equal_settings_and_healthy_runs_add_nothing(make_run: RunMaker, tmp_path: Path) -> None:
     runs, printed = [make_run("a"), make_run("b")], io.StringIO()
     for run in runs:

@@ -164,5 +164,14 @@ def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
     assert not any(name.startswith("maj") for name in found)
 
 
+def test_problems_of_one_mean_have_no_interval() -> None:
+    """Nothing right in three problems does not show that nothing would be right in others."""
+    assert suite_text(suite_figures([answers("00")] * 3, samples=2)).startswith(
+        "mean@2 0.000, pass"
+    )
+    found = suite_text(suite_figures([answers("00"), answers("11")], samples=2))
+    assert found.startswith("mean@2 0.500 (0.000 to 1.000), pass")
+
+
 def test_powers_of_two_end_with_all_samples() -> None:
     assert [powers_of_two(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -448,7 +448,7 @@ def test_without_any_spread_the_first_draw_has_no_failed_group_either() -> None:
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])
 def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str, Any]) -> None:
     reward = failing_for(*range(100))
-    with pytest.raises(RewardError, match="'mine': its calls failed in all groups of a step"):
+    with pytest.raises(RewardError, match="'mine': its calls failed in all groups of a step, so"):
         collected(Prompts(), reward, rollout=rollout, reward=DROPPING)
     with pytest.raises(RewardError, match="its calls failed in all groups of an evaluation"):
         evaluated(collector(reward, reward=DROPPING))
@@ -471,7 +471,8 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     assert [record["error"] for record in experience.sample_records] == ["a", "b"]
     responses = [response for _, response in found.responses(experience, 1.0)]
     assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
-    with pytest.raises(EpisodeError, match="the environment: its episodes failed in all groups"):
+    told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"
+    with pytest.raises(EpisodeError, match=f"the environment: {told}"):
         raise found.nothing_scored("of a step", [experience.failed_calls])
 
 
