@@ -172,6 +172,9 @@ def _serve(channel: socket.socket) -> None:
         try:
             if "name" in request:
                 value = names[request["name"]]
+            elif "set" in request:
+                given = decode(request["value"], objects.__getitem__)
+                value = setattr(objects[request["object"]], request["set"], given)
             elif "attribute" in request:
                 value = getattr(objects[request["object"]], request["attribute"])
             else:
@@ -212,6 +215,13 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
         def __call__(self, *arguments: Any, **keywords: Any) -> Any:
             given = encode((arguments, keywords), lambda value: value._number)
             return ask({"object": self._number, "arguments": given})
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                object.__setattr__(self, name, value)
+            else:
+                given = encode(value, lambda other: other._number)
+                ask({"object": self._number, "set": name, "value": given})
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

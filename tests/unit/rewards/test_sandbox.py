@@ -389,6 +389,26 @@ def fails():
     assert judged(solution, "assert nothing()") == "NameError: name 'nothing' is not defined"
 
 
+def test_attributes_that_tests_set_reach_the_solution() -> None:
+    """As in MBPP, where a tree is built before the asserts."""
+    solution = """
+class Node:
+    def __init__(self, data):
+        self.data, self.left, self.right = data, None, None
+class Fixed:
+    __slots__ = ("a",)
+def height(node):
+    return 0 if node is None else 1 + max(height(node.left), height(node.right))
+"""
+    tree = (
+        "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)\nroot.left.data = (4, [5])"
+    )
+    assert judged(solution, "assert height(root) == 3", setup=(tree,)) is None
+    assert judged(solution, "assert root.left.data == (4, [5])", setup=(tree,)) is None
+    assert judged(solution, "assert height(root) == 1", setup=(tree,)) == "AssertionError"
+    assert (judged(solution, "Fixed().b = 1") or "").startswith("AttributeError: ")
+
+
 @pytest.mark.parametrize(
     "solution",
     [
