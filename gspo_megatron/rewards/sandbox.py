@@ -320,6 +320,8 @@ def _words(limits: Limits) -> list[str]:
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "LD_LIBRARY_PATH": f"{_PYTHON}/lib",
+        # by itself glibc gives each of the first threads 64 MB of address space to allocate from
+        "MALLOC_ARENA_MAX": "2",
     }
     for name, value in environment.items():
         words += ["--setenv", name, value]

@@ -54,6 +54,23 @@ def test_a_program_reads_and_prints() -> None:
     assert run("import threading as t; a = t.Thread(target=print); a.start(); a.join()").stdout
 
 
+def test_threads_fit_in_the_usual_memory_as_many_as_are_allowed() -> None:
+    program = """
+import threading
+count = 30
+all_there = threading.Barrier(count + 1)
+threads = [threading.Thread(target=all_there.wait) for _ in range(count)]
+for thread in threads:
+    thread.start()
+all_there.wait()
+for thread in threads:
+    thread.join()
+print(count)
+"""
+    found = sandbox.run(program.encode(), b"", sandbox.Limits(seconds=10.0))
+    assert found == sandbox.Outcome(None, b"30\n", b"")
+
+
 @pytest.mark.parametrize(
     ("program", "failure"),
     [
@@ -289,7 +306,8 @@ def test_nothing_is_in_the_environment_of_any_process() -> None:
         (outcome,) = user.run([read], LIMITS, SECRET="secret")
     first, own = ast.literal_eval(outcome.stdout.decode())  # of bwrap, and of the program
     names = [entry.partition("=")[0] for entry in own.split("\0") if entry]
-    assert first == "" and sorted(names) == ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PWD"]
+    known = ["HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PATH", "PWD"]
+    assert first == "" and sorted(names) == known
     assert "PWD=/tmp\0" in own
 
 
