@@ -35,8 +35,9 @@ from math import *
 
 
 def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
-    """Plain values as JSON that keeps their types; subclasses become their base. Another value
-    becomes the number that `other` gives it. Raises TypeError where there is no `other`."""
+    """Plain values as JSON that keeps their types; subclasses become their base, and what
+    NumPy has becomes what its `tolist` returns. Another value becomes the number that `other` gives
+    it. Raises TypeError where there is no `other`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -55,6 +56,10 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [encode(item, other) for item in kind.__iter__(value)]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        plain = value.tolist()
+        if type(plain) is not type(value):  # a longdouble stays what it is
+            return encode(plain, other)
     if other is None:
         raise TypeError(f"a {type(value).__name__} is no plain value")
     return {"object": other(value)}

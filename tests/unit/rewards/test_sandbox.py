@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -373,6 +374,18 @@ def test_values_travel_with_their_types() -> None:
     assert repr(decode(encode(values))) == repr(values)
     with pytest.raises(TypeError, match="a object is no plain value"):
         encode([object()])
+
+
+def test_values_of_numpy_travel_as_plain_ones() -> None:
+    values = [np.int64(7), np.bool_(True), np.float32(0.5), np.array([[1, 2]]), np.array(3)]
+    for value in values:
+        found = decode(encode({"x": (value,)}))["x"][0]
+        assert found == value.tolist() and type(found) is type(value.tolist())
+    assert decode(encode(np.array([None, "a"], dtype=object))) == [None, "a"]
+    numbers = {}
+    assert encode(np.longdouble(1), lambda value: numbers.setdefault(value, 5)) == {"object": 5}
+    with pytest.raises(TypeError, match="a longdouble is no plain value"):
+        encode(np.longdouble(1))
 
 
 def judged(program: str, *tests: str, setup: tuple[str, ...] = ()) -> str | None:
