@@ -138,6 +138,11 @@ TREES = {
         ["1 2 0:3 /docker/x ROOT/memory rw - cgroup cgroup rw,memory"],
         [(1, "memory/y")],
     ),
+    "a mount without a source beside it": (
+        ["0::/"],
+        ["1 2 0:9 / /tmp rw - tmpfs  rw,size=1k", "1 2 0:3 / ROOT/cg rw - cgroup2 cgroup2 rw"],
+        [(2, "cg")],
+    ),
     "another part of the tree": (
         ["4:memory:/a"],
         ["1 2 0:3 /docker/x ROOT/memory rw - cgroup cgroup rw,memory"],
