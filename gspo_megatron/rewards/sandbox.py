@@ -164,6 +164,9 @@ class _Sandbox:
         with ExitStack() as ours:
             told, status = os.pipe()
             ours.callback(os.close, status)
+            # what is closed at once where the sandbox cannot start, else at its end
+            unstarted = ours.enter_context(ExitStack())
+            unstarted.callback(os.close, told)
             files = {
                 _HARNESS: _harness(),
                 SOLUTION: program,
@@ -189,12 +192,10 @@ class _Sandbox:
             words += [_interpreter(), "-I", "-B", "-X", "utf8", _HARNESS, json.dumps(settings)]
             given = ours.enter_context(_in_memory(stdin))
             self._group = _memory_group(limits)
-            try:
-                self._process = _start(words, inherited, given, self._group)
-            except BaseException:
-                if self._group is not None:
-                    self._group.close()
-                raise
+            if self._group is not None:
+                unstarted.callback(self._group.close)
+            self._process = _start(words, inherited, given, self._group)
+            unstarted.pop_all()
         assert self._process.stdout is not None and self._process.stderr is not None
         self._pipes = {
             "stdout": self._process.stdout.fileno(),

@@ -117,6 +117,20 @@ def test_a_program_that_cannot_enter_does_not_run(
         sandbox.run(b"print(1)", b"", LIMITS)
 
 
+@pytest.mark.parametrize("fails", ["place", "find_bubblewrap"])
+def test_a_sandbox_that_cannot_start_keeps_no_descriptor(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fails == "place":
+        monkeypatch.setattr(sandbox_memory, "place", lambda: Place(2, tmp_path / "gone"))
+    else:
+        monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: None)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(SandboxError):
+        sandbox.run(b"print(1)", b"", LIMITS)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 TREES = {
     "version 2": (
         ["0::/user.slice/app.slice/run.scope"],
