@@ -35,7 +35,6 @@ _HARNESS = "/harness.py"
 _NOBODY = 65534
 _START_SECONDS = 60.0  # of a sandbox, before its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
-_SHARED_BYTES = 1 << 20  # in /dev/shm
 _OVERHEAD_MB = 64  # of the sandbox itself, and of buffers of the kernel
 # The first of all processes goes first if memory gets scarce: what a process sets for itself it can
 # take back, what it inherits it cannot. bwrap's own environment can be read in the sandbox, in
@@ -343,10 +342,7 @@ def _words(limits: Limits) -> list[str]:
     for name in ("/proc/keys", "/proc/key-users"):  # of the user's other processes
         if os.path.exists(name):
             words += ["--ro-bind", "/dev/null", name]
-    words += ["--remount-ro", "/proc", "--dev", "/dev"]
-    # multiprocessing keeps its locks there
-    words += ["--perms", "1777", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
-    words += ["--remount-ro", "/dev"]
+    words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     size = str(limits.disk_mb << 20)
     words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     return words
