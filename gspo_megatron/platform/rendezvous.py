@@ -78,7 +78,12 @@ def choose_interface(master: str) -> None:
     itself it takes the address of this host's own name, which may be 127.0.1.1."""
     if os.environ.get(_INTERFACE):
         return
-    own = own_address(master)
+    try:
+        own = own_address(master)
+    except UserError:
+        if not addresses_of(master):
+            raise
+        return  # nothing tells the way to the others: gloo may find it by itself
     for name, found in psutil.net_if_addrs().items():
         addresses = [each.address.partition("%")[0] for each in found if each.family in _FAMILIES]
         if own in addresses or (is_loopback(own) and any(map(is_loopback, addresses))):
