@@ -143,6 +143,26 @@ def test_gloo_is_left_alone_where_nothing_tells_the_way(
         rendezvous.choose_interface("nodd1")
 
 
+@pytest.mark.parametrize("ranks_here", ["1", "2", None])
+def test_rank_0_on_loopback_says_who_does_not_reach_it(
+    ranks_here: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("GSPO_STORE_FD", raising=False)
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "GSPO_ROLLOUT_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks_here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    with rendezvous._listener("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    warned = (
+        "MASTER_ADDR = 127.0.0.1: rank 0 listens on 127.0.0.1, which ranks on other hosts do not "
+        "reach; if there are any, set it to an address of rank 0's host"
+    )
+    assert caplog.messages == ([warned] if ranks_here == "1" else [])
+
+
 @pytest.mark.parametrize(
     ("nodes", "last"),
     [
