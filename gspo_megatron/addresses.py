@@ -48,7 +48,8 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """The address of this machine for the other hosts of its job, of which `master` is the first.
 
     On many systems a host's own name stands for 127.0.1.1 on the host itself, where nobody else
-    reaches it: then it is the address on the way to another host. Raises UserError where none is
+    reaches it: then it is the address on the way to another host. So it is where the name stands
+    for several addresses of the host, in several networks. Raises UserError where none is
     known, and where `master` is no name here.
     """
     known = addresses_of(master)
@@ -58,17 +59,46 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
             "the first host of the job"
         )
     if not is_loopback(known[0]):
-        return route_to(known[0]) or known[0]
-    others = other_hosts(environ)
-    found = [way for way in map(route_to, others) if way is not None]
+        own = route_to(known[0]) or known[0]
+        if own in known and len(known) > 1:  # this is the first host
+            return next((way for way in _ways_to_others(environ) if way in known), own)
+        return own
+    found = _ways_to_others(environ)
     if found or not _spans_hosts(master, environ):
         return next((way for way in found if not is_loopback(way)), known[0])
+    return _way_abroad(
+        f"MASTER_ADDR = {master}: is {known[0]} on this host, which other hosts do not reach"
+    )
+
+
+def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
+    """The address of this machine, the first of its job, for the hosts that only serve rollouts.
+
+    Raises UserError as `own_address`, and where the way to these hosts is unknown and there is no
+    default route.
+    """
+    master = environ.get("MASTER_ADDR") or socket.gethostname()
+    own = own_address(master, environ)
+    if not is_loopback(own):
+        return own
+    unknown = [name for name in _serving_hosts(environ) if route_to(name) is None]
+    if not unknown:  # all of them are on this host
+        return own
+    return _way_abroad(
+        f"{ROLLOUT_NODES} = {','.join(unknown)}: this host knows no way there; MASTER_ADDR = "
+        f"{master}: is {own} on this host, which other hosts do not reach"
+    )
+
+
+def _ways_to_others(environ: Mapping[str, str]) -> list[str]:
+    return [way for way in map(route_to, other_hosts(environ)) if way is not None]
+
+
+def _way_abroad(problem: str) -> str:
+    """The address of this machine on its default route. Raises UserError where it has none."""
     way = route_to(_ABROAD)
     if way is None or is_loopback(way):
-        raise UserError(
-            f"MASTER_ADDR = {master}: is {known[0]} on this host, which other hosts do not reach; "
-            "set it to an address of the first host of the job"
-        )
+        raise UserError(f"{problem}; set it to an address of the first host of the job")
     return way
 
 
@@ -76,7 +106,11 @@ def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Some hosts of the job, as the environment names them: Slurm's last one, and those that serve
     rollouts."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    return [*last_host(nodes), *filter(None, environ.get(ROLLOUT_NODES, "").split(","))]
+    return [*last_host(nodes), *_serving_hosts(environ)]
+
+
+def _serving_hosts(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in environ.get(ROLLOUT_NODES, "").split(",") if name]
 
 
 def last_host(nodes: str) -> list[str]:
@@ -100,6 +134,8 @@ def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> s
     own = own_address(master, environ)
     if is_loopback(own):
         return known[0]
+    if own in known:
+        return own
     return next((each for each in known if _is_here(each) and not is_loopback(each)), own)
 
 

@@ -93,6 +93,9 @@ def read_samples(run_dir: str | Path) -> list[Record]:
     return read_json_lines(path) if path.is_file() else []
 
 
+NOTHING: Record = {"phase": _PHASES[0], "step": -1}  # a position before all records
+
+
 def phase_of(record: Mapping[str, Any]) -> str:
     """The phase a record belongs to."""
     return str(record.get("phase", RL))

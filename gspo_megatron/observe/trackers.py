@@ -23,6 +23,7 @@ from gspo_megatron.errors import DataError, UserError, gathered_in
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.metrics_files import (
     METRICS_FILE,
+    NOTHING,
     RL,
     jsonable,
     phase_of,
@@ -115,6 +116,11 @@ def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}
+_TRACES = {  # what each leaves in the run folder when it is opened
+    "tensorboard": "tensorboard",
+    "wandb": "wandb_run_id",
+    "mlflow": "mlflow_run_id",
+}
 _ADVICE = {
     "tensorboard": "see that the run folder can be written",
     "wandb": "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline",
@@ -140,13 +146,13 @@ class TrackerSet:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send one step's metrics to every tracker that does not have the step yet."""
         self._send({**metrics, "step": step})
-        self._note()
+        self.note()
 
     def catch_up(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Send every tracker those of the records of earlier starts that it lacks."""
         for record in sorted(records, key=position_of):
             self._send(record)
-        self._note()
+        self.note()
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():
@@ -170,7 +176,7 @@ class TrackerSet:
             else:
                 self._sent[name] = {"phase": phase_of(record), "step": step}
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """Keep what was sent for the next start; written after it, so that a run that is killed in
         between sends a step twice rather than never."""
         if self._run_dir is None or not self._sent:
@@ -198,9 +204,12 @@ def open_trackers(
         raise UserError(
             f"logging.trackers = {', '.join(unknown)}: unknown; choose from {', '.join(_TRACKERS)}"
         )
+    sent = _sent_before(names, run_dir) if names else {}
     opened = {name: _open(name, run_dir, config or {}) for name in names}
     trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
-    return TrackerSet(trackers, run_dir, _sent_before(names, run_dir) if names else None)
+    found = TrackerSet(trackers, run_dir, sent)
+    found.note()  # also of a tracker that fails before it has a record
+    return found
 
 
 def require_packages(names: Sequence[str]) -> None:
@@ -230,18 +239,28 @@ def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None
 
 
 def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, Any]]:
-    """The last record that each tracker has from earlier starts. Where SENT_FILE is damaged, all of
-    metrics.jsonl counts as sent. Raises DataError where that is damaged, too."""
+    """The last record that each tracker has from earlier starts; to be called before the trackers
+    are opened. Raises DataError where metrics.jsonl is needed for it and damaged.
+
+    Where SENT_FILE is damaged, all of metrics.jsonl counts as sent. So it does where an earlier
+    version, which had no such file, has opened the tracker.
+    """
     path = run_dir / SENT_FILE
-    if not path.exists():
-        return {}
-    with contextlib.suppress(DataError, KeyError, ValueError):
-        lines = read_json_lines(path)
-        if lines:
-            position_of(max(lines, key=position_of))  # raises for what is no position
-            return {line["tracker"]: line for line in lines}
-    last = max(read_metrics(run_dir), key=position_of, default=None)
-    return {} if last is None else dict.fromkeys(names, last)
+    if path.exists():
+        with contextlib.suppress(DataError, KeyError, ValueError, TypeError):
+            lines = read_json_lines(path)
+            for line in lines:
+                if not isinstance(line["step"], int):
+                    raise ValueError(line["step"])
+                position_of(line)  # raises for what is no position
+            if lines:
+                return dict.fromkeys(names, NOTHING) | {line["tracker"]: line for line in lines}
+        have_all = list(names)
+    else:
+        have_all = [name for name in names if (run_dir / _TRACES[name]).exists()]
+    last = max(read_metrics(run_dir), key=position_of, default=NOTHING) if have_all else NOTHING
+    last = {"phase": phase_of(last), "step": last["step"]}
+    return dict.fromkeys(names, NOTHING) | dict.fromkeys(have_all, last)
 
 
 def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

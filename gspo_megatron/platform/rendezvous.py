@@ -7,6 +7,7 @@ they listen on the one address that the ranks use, and never on all interfaces.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ from gspo_megatron.errors import UserError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_logger = logging.getLogger(__name__)
 _NAME_SECONDS = 60.0  # for a name that appears when its host has started
 
 
@@ -58,6 +60,14 @@ def _listener(host: str, port: int) -> socket.socket:
         os.set_inheritable(int(given), False)
         return socket.socket(fileno=int(given))
     address = listening_address(host)
+    world_size = os.environ.get("WORLD_SIZE")
+    if is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
+        _logger.warning(
+            "MASTER_ADDR = %s: rank 0 listens on %s, which ranks on other hosts do not reach; if "
+            "there are any, set it to an address of rank 0's host",
+            host,
+            address,
+        )
     try:
         return listen(address, port)
     except OSError as error:
@@ -78,7 +88,12 @@ def choose_interface(master: str) -> None:
     itself it takes the address of this host's own name, which may be 127.0.1.1."""
     if os.environ.get(_INTERFACE):
         return
-    own = own_address(master)
+    try:
+        own = own_address(master)
+    except UserError:
+        if not addresses_of(master):
+            raise
+        return  # nothing tells the way to the others: gloo may find it by itself
     for name, found in psutil.net_if_addrs().items():
         addresses = [each.address.partition("%")[0] for each in found if each.family in _FAMILIES]
         if own in addresses or (is_loopback(own) and any(map(is_loopback, addresses))):

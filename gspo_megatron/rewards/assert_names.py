@@ -48,10 +48,12 @@ def resolve(
     if entry is not None:
         free.setdefault(entry, [])
     before: dict[str, None] = {}  # in their order
-    asked, rest = [], []
+    asked, rest, theirs = [], [], []
     for name, uses in free.items():
         if name == entry or (entry is None and name in told.defined):
             asked.append(name)
+        elif name in told.defined:  # a helper, also one that is named as a function of the library
+            theirs.append(name)
         elif hasattr(builtins, name):
             continue
         elif (line := told.imports.get(name) or _module_import(name, uses)) is not None:
@@ -59,7 +61,7 @@ def resolve(
         else:
             rest.append(name)
     known = [name for name in rest if name in _library()]
-    others = [name for name in rest if name not in known]
+    others = [*theirs, *(name for name in rest if name not in known)]
     if entry is None:
         asked += others
         others = []
@@ -77,6 +79,12 @@ def resolve(
     return Names(tuple(before), tuple(name for name in asked if name not in judges))
 
 
+def names_in(text: str) -> set[str]:
+    """Names that a row's own code defines and imports; none where the text is no code."""
+    told = _Reference(text)
+    return told.defined | told.imports.keys()
+
+
 class _Reference:
     """What a row's own code defines and imports."""
 
@@ -92,7 +100,7 @@ class _Reference:
             for statement in tree.body:
                 if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                     self.defined.add(statement.name)
-                elif isinstance(statement, ast.Assign):
+                elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
                     stored = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
                     self.defined |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
 

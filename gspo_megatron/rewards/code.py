@@ -218,12 +218,13 @@ def _mbpp(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
     name, call = row["entry_point"], f"check({row['entry_point']})"
-    # a prompt that is code may have functions that the tests use
+    # A prompt that is code may have functions that the tests use. It is run only then: code in a
+    # prompt may as well be an example, or a form to be filled in, that cannot be run.
     whole = [text for text in (prompt, row.get("prompt")) if isinstance(text, str)]
     blocks = [block for text in whole for block in _BLOCK.findall(text)]
-    reference = next(filter(_compiles, [*whole, *blocks]), "")
+    reference = next(filter(assert_names.names_in, [*whole, *blocks]), "")
     names = assert_names.resolve([row["test"]], [call], reference, name)
-    yield _asserts([reference, *names.setup, row["test"]], names.asked, [call])
+    yield _asserts([*names.setup, row["test"]], names.asked, [call])
 
 
 _READERS = {"mbpp": _mbpp, "humaneval": _humaneval}  # of asserts
@@ -398,11 +399,3 @@ def _asserts(setup: Sequence[str], candidates: Sequence[str], tests: Sequence[st
         return outcome.failure
 
     return test
-
-
-def _compiles(text: str) -> bool:
-    try:
-        compile(text, "<prompt>", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True

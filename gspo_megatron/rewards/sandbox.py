@@ -163,6 +163,9 @@ class _Sandbox:
         with ExitStack() as ours:
             told, status = os.pipe()
             ours.callback(os.close, status)
+            # what is closed at once where the sandbox cannot start, else at its end
+            unstarted = ours.enter_context(ExitStack())
+            unstarted.callback(os.close, told)
             files = {
                 _HARNESS: _harness(),
                 SOLUTION: program,
@@ -188,12 +191,10 @@ class _Sandbox:
             words += [_interpreter(), "-I", "-B", "-X", "utf8", _HARNESS, json.dumps(settings)]
             given = ours.enter_context(_in_memory(stdin))
             self._group = _memory_group(limits)
-            try:
-                self._process = _start(words, inherited, given, self._group)
-            except BaseException:
-                if self._group is not None:
-                    self._group.close()
-                raise
+            if self._group is not None:
+                unstarted.callback(self._group.close)
+            self._process = _start(words, inherited, given, self._group)
+            unstarted.pop_all()
         assert self._process.stdout is not None and self._process.stderr is not None
         self._pipes = {
             "stdout": self._process.stdout.fileno(),
@@ -319,6 +320,8 @@ def _words(limits: Limits) -> list[str]:
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "LD_LIBRARY_PATH": f"{_PYTHON}/lib",
+        # by itself glibc gives each of the first threads 64 MB of address space to allocate from
+        "MALLOC_ARENA_MAX": "2",
     }
     for name, value in environment.items():
         words += ["--setenv", name, value]

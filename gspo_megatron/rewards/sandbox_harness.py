@@ -35,8 +35,9 @@ from math import *
 
 
 def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
-    """Plain values as JSON that keeps their types; subclasses become their base. Another value
-    becomes the number that `other` gives it. Raises TypeError where there is no `other`."""
+    """Plain values as JSON that keeps their types; subclasses become their base, and what
+    NumPy has becomes what its `tolist` returns. Another value becomes the number that `other` gives
+    it. Raises TypeError where there is no `other`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -55,6 +56,10 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [encode(item, other) for item in kind.__iter__(value)]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        plain = value.tolist()
+        if type(plain) is not type(value):  # a longdouble stays what it is
+            return encode(plain, other)
     if other is None:
         raise TypeError(f"a {type(value).__name__} is no plain value")
     return {"object": other(value)}
@@ -172,6 +177,9 @@ def _serve(channel: socket.socket) -> None:
         try:
             if "name" in request:
                 value = names[request["name"]]
+            elif "set" in request:
+                given = decode(request["value"], objects.__getitem__)
+                value = setattr(objects[request["object"]], request["set"], given)
             elif "attribute" in request:
                 value = getattr(objects[request["object"]], request["attribute"])
             else:
@@ -212,6 +220,13 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
         def __call__(self, *arguments: Any, **keywords: Any) -> Any:
             given = encode((arguments, keywords), lambda value: value._number)
             return ask({"object": self._number, "arguments": given})
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                object.__setattr__(self, name, value)
+            else:
+                given = encode(value, lambda other: other._number)
+                ask({"object": self._number, "set": name, "value": given})
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -131,7 +131,7 @@ def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
     for line in _lines("/proc/self/mountinfo"):
         first, _, last = line.partition(" - ")
         _, _, _, root, folder, *_ = first.split()
-        kind, _, options = last.split(maxsplit=2)
+        kind, _, options = last.split(" ", 2)  # the source may be empty
         yield kind, root, folder, options.split(",")
 
 

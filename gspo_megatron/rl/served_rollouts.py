@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.addresses import is_loopback, own_address, route_to
+from gspo_megatron.addresses import is_loopback, own_address_for_servers, route_to
 from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import Config
@@ -498,7 +497,7 @@ def _sender(config: Config, device: torch.device) -> WeightStream:
     ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
     address = next(iter(ways), "127.0.0.1")
     if rollout_nodes():
-        address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        address = own_address_for_servers()
     try:
         return WeightStream(address, device, config.rollout.vllm.update_seconds)
     except OSError as error:

@@ -8,7 +8,6 @@ whose layout the workers are told beforehand (`GspoWorker.receive_weights` is th
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from gspo_megatron.addresses import listen
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16  # bytes: of a tensor in its bucket
@@ -32,7 +33,7 @@ class WeightStream:
         machine."""
         self.host, self.device, self.seconds = host, device, seconds
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        listener = socket.create_server((host, 0))
+        listener = listen(host, 0)
         self.port = listener.getsockname()[1]
         self._store = dist.TCPStore(
             host,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -13,9 +14,11 @@ from gspo_megatron.addresses import (
     listening_address,
     other_hosts,
     own_address,
+    own_address_for_servers,
     route_to,
 )
 from gspo_megatron.errors import UserError
+from gspo_megatron.platform import rendezvous
 
 # A host as Debian sets it up: its own name is a loopback address there.
 NAMES = {
@@ -23,6 +26,7 @@ NAMES = {
     "node2": ["10.9.0.2"],
     "far": ["198.51.100.7"],
     "twice": ["127.0.1.1", "10.9.0.1"],
+    "both": ["10.9.0.1", "10.8.0.1"],
     "10.9.0.2": ["10.9.0.2"],
     "127.0.1.1": ["127.0.1.1"],
     "127.0.0.1": ["127.0.0.1"],
@@ -84,6 +88,79 @@ def test_without_a_known_host_the_default_route_decides(debian: dict[str, str]) 
 def test_a_name_that_nobody_knows_is_told(debian: dict[str, str]) -> None:
     with pytest.raises(UserError, match="MASTER_ADDR = nodd1: this host knows no such name"):
         own_address("nodd1", {})
+
+
+def test_servers_on_hosts_without_a_known_way_are_told_no_loopback(debian: dict[str, str]) -> None:
+    alone = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    for master in ("node1", "localhost"):
+        told = {**alone, "MASTER_ADDR": master}
+        # servers on this host, and on a host that is known
+        assert own_address_for_servers({**told, "GSPO_ROLLOUT_NODES": "node1"}).startswith("127.")
+        assert own_address_for_servers({**told, "GSPO_ROLLOUT_NODES": "node2"}) == OWN
+    lost = {**alone, "MASTER_ADDR": "node1", "GSPO_ROLLOUT_NODES": "node1,nodd9"}
+    with pytest.raises(UserError) as refused:
+        own_address_for_servers(lost)
+    assert str(refused.value) == (
+        "GSPO_ROLLOUT_NODES = nodd9: this host knows no way there; MASTER_ADDR = node1: is "
+        "127.0.1.1 on this host, which other hosts do not reach; set it to an address of the first "
+        "host of the job"
+    )
+    debian["192.0.2.1"] = OWN
+    assert own_address_for_servers(lost) == OWN
+    # ranks of this host still meet where its name leads
+    assert listening_address("node1", {**alone, "GSPO_ROLLOUT_NODES": "nodd9"}) == "127.0.1.1"
+
+
+def test_of_several_addresses_the_one_on_the_way_to_the_others_counts(
+    debian: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_is_here", lambda address: True)
+    debian |= {"10.9.0.1": "10.9.0.1", "far": "10.8.0.1"}
+    slurm = {"SLURM_STEP_NODELIST": "both,far"}
+    assert own_address("both", slurm) == listening_address("both", slurm) == "10.8.0.1"
+    assert own_address("both", {}) == listening_address("both", {}) == "10.9.0.1"
+    # the way there is through a network that the name does not stand for
+    debian["far"] = "172.16.0.1"
+    assert own_address("both", slurm) == listening_address("both", slurm) == "10.9.0.1"
+    # on another host
+    debian["10.9.0.1"] = "10.9.0.2"
+    assert own_address("both", slurm) == "10.9.0.2"
+
+
+def test_gloo_is_left_alone_where_nothing_tells_the_way(
+    debian: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "GSPO_ROLLOUT_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    # set first: what is set below is taken back after the test
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "addresses_of", lambda host: NAMES.get(host, []))
+    rendezvous.choose_interface("node1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ""
+    with pytest.raises(UserError, match="MASTER_ADDR = nodd1: this host knows no such name"):
+        rendezvous.choose_interface("nodd1")
+
+
+@pytest.mark.parametrize("ranks_here", ["1", "2", None])
+def test_rank_0_on_loopback_says_who_does_not_reach_it(
+    ranks_here: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("GSPO_STORE_FD", raising=False)
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "GSPO_ROLLOUT_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks_here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    with rendezvous._listener("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    warned = (
+        "MASTER_ADDR = 127.0.0.1: rank 0 listens on 127.0.0.1, which ranks on other hosts do not "
+        "reach; if there are any, set it to an address of rank 0's host"
+    )
+    assert caplog.messages == ([warned] if ranks_here == "1" else [])
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,10 @@ class ServerGone(Exception):  # noqa: N818 (not the program's error: the request
     """The server is away, late, or failed by itself; another one may answer."""
 
 
+class NoAnswer(ServerGone):
+    """Nobody has answered: away, or late."""
+
+
 class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the server's setup)
     """The server will not do that; asking again, or another one, is of no use."""
 
@@ -221,11 +225,14 @@ class Client:
 
     async def why_not_proven(self, *, seconds: float) -> str | None:
         """None: whoever listens at the url knows the token of this start of the server. Another
-        program may have taken its port."""
+        program may have taken its port. Raises NoAnswer where nothing is known, because the server
+        is busy, for example: it may be asked again."""
         assert self._token is not None, "a server that was started without a token"
         challenge = secrets.token_hex(32)  # new each time: an old answer is of no use
         try:
             found = await self._call("GET", PROOF, query={"challenge": challenge}, seconds=seconds)
+        except NoAnswer:
+            raise
         except (ServerGone, ServerRefused) as error:
             return f"{self.url}: what listens there does not prove that it is this server: {error}"
         proof = str(found.get("proof")) if isinstance(found, dict) else ""
@@ -333,11 +340,11 @@ class Client:
                 yield answer
         except asyncio.TimeoutError:
             limit = _CONNECT_SECONDS if seconds is None else seconds
-            raise ServerGone(f"{path}: no answer within {limit:g} s") from None
+            raise NoAnswer(f"{path}: no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 raise OutOfFilesError from error
-            raise ServerGone(f"{path}: {error or type(error).__name__}") from error
+            raise NoAnswer(f"{path}: {error or type(error).__name__}") from error
 
 
 def connected_session() -> aiohttp.ClientSession:

@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gspo_megatron.addresses import own_address
+from gspo_megatron.addresses import own_address_for_servers
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
@@ -64,7 +63,7 @@ class Service:
         self.folder = Path(str(config.logging.dir)) / FOLDER
         names, address = settings["nodes"], None
         if names:  # their servers listen where this host reaches them
-            address = own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
+            address = own_address_for_servers()
         self.nodes = Nodes(self.folder / SERVERS, names, address)
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None

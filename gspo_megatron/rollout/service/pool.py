@@ -23,6 +23,7 @@ from gspo_megatron.rollout.service.client import (
     KEEP,
     RECOMPUTE,
     WAIT,
+    NoAnswer,
     OutOfFilesError,
     ServerGone,
     ServerRefused,
@@ -308,11 +309,14 @@ class Pool:
         while True:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
-            if (why := await server.client.why_not_healthy(seconds=_CALL_SECONDS)) is None:
-                if server.start is not None:
-                    why = await server.client.why_not_proven(seconds=_CALL_SECONDS)
-                if why is not None:
-                    raise ServerGone(why)
+            why = await server.client.why_not_healthy(seconds=_CALL_SECONDS)
+            if why is None and server.start is not None:
+                try:
+                    if wrong := await server.client.why_not_proven(seconds=_CALL_SECONDS):
+                        raise ServerGone(wrong)
+                except NoAnswer as error:
+                    why = str(error)  # which is no wrong proof: it is asked again
+            if why is None:
                 return
             ended = server.process and server.process.has_ended()
             if ended:

@@ -57,14 +57,22 @@ class ServerProcess:
         RolloutError where it cannot be started."""
         self.log = log
         self._held = hold_port(host, port or 0)
-        self._folder = _temporary_folder()
         port = self._held.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as unstarted, contextlib.ExitStack() as stack:
+            unstarted.callback(self._held.close)
             output: Any = sys.stderr
-            if log is not None:
-                make_folder(log.parent)
-                output = stack.enter_context(log.open("ab"))
+            try:
+                self._folder = _temporary_folder()
+                unstarted.callback(shutil.rmtree, self._folder, ignore_errors=True)
+                if log is not None:
+                    make_folder(log.parent)
+                    output = stack.enter_context(log.open("ab"))
+            except OSError as error:
+                raise RolloutError(
+                    f"a server cannot be started: it needs a temporary folder and a log: {error}; "
+                    "see that both places can be written, and have room (TMPDIR, logging.dir)"
+                ) from error
             try:
                 self._process = subprocess.Popen(
                     [*words, "--host", host, "--port", str(port)],
@@ -76,10 +84,9 @@ class ServerProcess:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
-                self._held.close()
-                shutil.rmtree(self._folder, ignore_errors=True)
                 wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
+            unstarted.pop_all()  # what goes again unless it has been started
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import Any
 from gspo_megatron.config.families import preset_of_folder
 from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, connected_session
+from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client, NoAnswer, connected_session
 from gspo_megatron.rollout.service.process import (
     ServerProcess,
     common_environment,
@@ -25,6 +26,7 @@ from gspo_megatron.rollout.service.process import (
 )
 
 _LOOK_SECONDS = 0.2
+_CALL_SECONDS = 5.0
 _PROBE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
 _PROBE_SECONDS = 300
 
@@ -69,11 +71,13 @@ async def serve(
             while not ended.is_set():
                 if how := process.has_ended():
                     raise RolloutError(f"the server {how}")
-                if not is_ready and await client.why_not_healthy(seconds=5.0) is None:
-                    if why := await client.why_not_proven(seconds=5.0):
-                        raise RolloutError(why)
-                    is_ready = True
-                    _tell_ready(process.url, environ[TOKEN_VARIABLE])
+                if not is_ready and await client.why_not_healthy(seconds=_CALL_SECONDS) is None:
+                    # without an answer nothing is known: it is asked again
+                    with contextlib.suppress(NoAnswer):
+                        if why := await client.why_not_proven(seconds=_CALL_SECONDS):
+                            raise RolloutError(why)
+                        is_ready = True
+                        _tell_ready(process.url, environ[TOKEN_VARIABLE])
                 await asyncio.sleep(_LOOK_SECONDS)
     finally:
         await process.end()

@@ -200,6 +200,41 @@ def test_half_a_note_of_what_was_sent_counts_for_nothing(crashing: Run) -> None:
     assert crashing.steps == [("loss", 1), ("loss", 2)]
 
 
+@pytest.mark.parametrize("step", ["null", '"3"', "[1]", "1.5"])
+def test_a_note_without_a_step_counts_for_nothing(step: str, crashing: Run) -> None:
+    crashing.go_on(None, ("rl", 1))
+    line = f'{{"tracker": "tensorboard", "phase": "rl", "step": {step}}}\n'
+    (crashing.folder / SENT_FILE).write_text(line)
+    crashing.go_on(("rl", 1), ("rl", 2))
+    assert crashing.steps == [("loss", 1), ("loss", 2)]
+
+
+def test_a_run_of_a_version_that_kept_no_notes_is_not_sent_twice(crashing: Run) -> None:
+    """Where the tracker has been opened before, as its traces tell."""
+    records = [{"phase": "rl", "step": step, "loss": 0.5} for step in (1, 2)]
+    with MetricsWriter(crashing.folder) as writer:
+        for record in records:
+            writer.write(record)
+    (crashing.folder / "tensorboard").mkdir()
+    trackers = open_trackers(["tensorboard"], crashing.folder)
+    trackers.catch_up(records)
+    trackers.log(3, {"phase": "rl", "loss": 0.5})
+    assert crashing.steps == [("loss", 3)]
+
+
+def test_a_tracker_that_failed_before_its_first_record_gets_all_at_the_next_start(
+    crashing: Run,
+) -> None:
+    """Its traces are there, and nothing else."""
+    (crashing.folder / "tensorboard").mkdir()
+    crashing.go_on(None)
+    with MetricsWriter(crashing.folder) as writer:
+        writer.write({"phase": "rl", "step": 1, "loss": 0.5})
+    trackers = open_trackers(["tensorboard"], crashing.folder)
+    trackers.catch_up([{"phase": "rl", "step": 1, "loss": 0.5}])
+    assert crashing.steps == [("loss", 1)]
+
+
 def test_a_resumed_run_goes_on_in_its_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,38 @@ def test_helpers_of_a_prompt_that_is_no_code() -> None:
         verdict(right, "Find a zero.", **row)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Write add. Answer as\n```python\nYOUR_CODE\n```\n",
+        "Answer as\n```python\ndef add(a, b):\n    ...\nprint(YOUR_TEST)\n```\n",
+        "Double",  # a text that happens to be an expression
+    ],
+)
+def test_code_of_a_prompt_that_the_tests_do_not_need_is_not_run(prompt: str) -> None:
+    row = {"entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n"}
+    assert verdict("def add(a, b):\n    return a + b", prompt, **row) == ""
+    assert verdict("def add(a, b):\n    return a", prompt, **row) == "test 1: AssertionError"
+
+
+@pytest.mark.parametrize("name", ["gcd", "sum", "poly"])
+def test_a_helper_of_the_prompt_wins_over_the_library(name: str) -> None:
+    """Also where a form of the answer stands before it."""
+    row = {"entry_point": "f", "test": f"def check(f):\n    assert f(4) == {name}([4], 6)\n"}
+    prompt = (
+        f"Answer as\n```python\nYOUR_CODE\n```\nGiven is\n```python\nSTEP: int = 3\n"
+        f"def {name}(x, y):\n    return 'own'\n```\n"
+    )
+    assert verdict("def f(x):\n    return 'own'", prompt, **row) == ""
+    assert verdict(f"def f(x):\n    return 1\ndef {name}(x, y):\n    return 1", prompt, **row) == (
+        "test 1: AssertionError"
+    )
+    text = f"STEP: int = 3\ndef {name}(x, y):\n    return 'own'\n"
+    names = resolve([row["test"]], ["check(f)"], text, "f")
+    assert names == Names((text,), ("f",))
+    assert resolve(["def check(f): return STEP"], ["check(f)"], text, "f") == names
+
+
 def test_only_what_is_wanted_is_asked_of_the_solution() -> None:
     """A name that neither side has is an error, also where the solution has one."""
     row = {"entry_point": "f", "test": "def check(f):\n    assert f(1) == globals()['two']\n"}

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -52,6 +53,23 @@ def test_a_program_reads_and_prints() -> None:
     assert run("print(open('/dev/stdin').read())", "a").stdout == b"a\n"
     assert run("open('/tmp/a', 'w').write('x'); print(open('/tmp/a').read())").stdout == b"x\n"
     assert run("import threading as t; a = t.Thread(target=print); a.start(); a.join()").stdout
+
+
+def test_threads_fit_in_the_usual_memory_as_many_as_are_allowed() -> None:
+    program = """
+import threading
+count = 30
+all_there = threading.Barrier(count + 1)
+threads = [threading.Thread(target=all_there.wait) for _ in range(count)]
+for thread in threads:
+    thread.start()
+all_there.wait()
+for thread in threads:
+    thread.join()
+print(count)
+"""
+    found = sandbox.run(program.encode(), b"", sandbox.Limits(seconds=10.0))
+    assert found == sandbox.Outcome(None, b"30\n", b"")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +305,8 @@ def test_nothing_is_in_the_environment_of_any_process() -> None:
         (outcome,) = user.run([read], LIMITS, SECRET="secret")
     first, own = ast.literal_eval(outcome.stdout.decode())  # of bwrap, and of the program
     names = [entry.partition("=")[0] for entry in own.split("\0") if entry]
-    assert first == "" and sorted(names) == ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PWD"]
+    known = ["HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PATH", "PWD"]
+    assert first == "" and sorted(names) == known
     assert "PWD=/tmp\0" in own
 
 
@@ -355,6 +374,18 @@ def test_values_travel_with_their_types() -> None:
         encode([object()])
 
 
+def test_values_of_numpy_travel_as_plain_ones() -> None:
+    values = [np.int64(7), np.bool_(True), np.float32(0.5), np.array([[1, 2]]), np.array(3)]
+    for value in values:
+        found = decode(encode({"x": (value,)}))["x"][0]
+        assert found == value.tolist() and type(found) is type(value.tolist())
+    assert decode(encode(np.array([None, "a"], dtype=object))) == [None, "a"]
+    numbers = {}
+    assert encode(np.longdouble(1), lambda value: numbers.setdefault(value, 5)) == {"object": 5}
+    with pytest.raises(TypeError, match="a longdouble is no plain value"):
+        encode(np.longdouble(1))
+
+
 def judged(program: str, *tests: str, setup: tuple[str, ...] = ()) -> str | None:
     outcome = sandbox.judge(program.encode(), setup, (), tests, LIMITS)
     assert (outcome.result == b"passed") == (outcome.failure is None)
@@ -387,6 +418,26 @@ def fails():
     assert judged(solution, "assert add(1, b=2) == 4") == "AssertionError"
     assert judged(solution, "assert fails()") == "KeyError: \"'x'\""
     assert judged(solution, "assert nothing()") == "NameError: name 'nothing' is not defined"
+
+
+def test_attributes_that_tests_set_reach_the_solution() -> None:
+    """As in MBPP, where a tree is built before the asserts."""
+    solution = """
+class Node:
+    def __init__(self, data):
+        self.data, self.left, self.right = data, None, None
+class Fixed:
+    __slots__ = ("a",)
+def height(node):
+    return 0 if node is None else 1 + max(height(node.left), height(node.right))
+"""
+    tree = (
+        "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)\nroot.left.data = (4, [5])"
+    )
+    assert judged(solution, "assert height(root) == 3", setup=(tree,)) is None
+    assert judged(solution, "assert root.left.data == (4, [5])", setup=(tree,)) is None
+    assert judged(solution, "assert height(root) == 1", setup=(tree,)) == "AssertionError"
+    assert (judged(solution, "Fixed().b = 1") or "").startswith("AttributeError: ")
 
 
 @pytest.mark.parametrize(

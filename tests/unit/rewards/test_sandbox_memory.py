@@ -117,6 +117,20 @@ def test_a_program_that_cannot_enter_does_not_run(
         sandbox.run(b"print(1)", b"", LIMITS)
 
 
+@pytest.mark.parametrize("fails", ["place", "find_bubblewrap"])
+def test_a_sandbox_that_cannot_start_keeps_no_descriptor(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fails == "place":
+        monkeypatch.setattr(sandbox_memory, "place", lambda: Place(2, tmp_path / "gone"))
+    else:
+        monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: None)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(SandboxError):
+        sandbox.run(b"print(1)", b"", LIMITS)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 TREES = {
     "version 2": (
         ["0::/user.slice/app.slice/run.scope"],
@@ -137,6 +151,11 @@ TREES = {
         ["4:memory:/docker/x/y"],
         ["1 2 0:3 /docker/x ROOT/memory rw - cgroup cgroup rw,memory"],
         [(1, "memory/y")],
+    ),
+    "a mount without a source beside it": (
+        ["0::/"],
+        ["1 2 0:9 / /tmp rw - tmpfs  rw,size=1k", "1 2 0:3 / ROOT/cg rw - cgroup2 cgroup2 rw"],
+        [(2, "cg")],
     ),
     "another part of the tree": (
         ["4:memory:/a"],

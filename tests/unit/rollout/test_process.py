@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service import process
 from gspo_megatron.rollout.service.process import ServerProcess, errors_of, last_lines_of
 from tests.programs import command_environment, gspo, wait_until
 
@@ -125,6 +127,29 @@ def test_a_port_that_is_taken_is_told_at_once(taken: int, tmp_path: Path) -> Non
     ):
         said = gspo("serve", tmp_path, *words, expect=2).stderr.strip()
         assert told in said and len(said.splitlines()) == 1
+
+
+def test_a_server_without_a_place_for_its_files_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a port nor a folder; and the reason is told."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(process, "_LONGEST", 1000)
+    words = [sys.executable, "-c", "pass"]
+    before = sorted(os.listdir("/proc/self/fd"))
+    for log, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "log", "File exists")):
+        with pytest.raises(RolloutError, match=f"^a server cannot be started: .*{why}.*TMPDIR"):
+            ServerProcess(words, {}, log)
+    with pytest.raises(RolloutError, match="rollout.vllm.python = 'no-such-program': cannot be"):
+        ServerProcess(["no-such-program"], {}, tmp_path / "log")
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
+    with pytest.raises(RolloutError, match="^a server cannot be started: .*No such file"):
+        ServerProcess(words, {}, tmp_path / "log")
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:

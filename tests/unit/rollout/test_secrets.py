@@ -15,6 +15,8 @@ import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.service import pool as pool_module
+from gspo_megatron.rollout.service import standalone
 from gspo_megatron.rollout.service.checks import Needs
 from gspo_megatron.rollout.service.client import Client, ServerGone, connected_session
 from gspo_megatron.rollout.service.handle import Handle
@@ -166,6 +168,65 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
     asyncio.run(run())
     assert [line.split("?")[0].split()[0] for line in heard] == ["/health", PROOF]
     assert TOKEN not in " ".join(heard) and "Authorization" not in " ".join(heard)
+
+
+def late(answers: int) -> Handler:
+    """A server that is too busy to prove itself when it is asked first; the proof is wrong then."""
+    asked = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        if request.path == PROOF:
+            asked += 1
+            if asked <= answers:
+                await asyncio.sleep(30)
+            return web.json_response({"proof": "wrong"})
+        return web.json_response({})
+
+    return answer
+
+
+def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_CALL_SECONDS", 0.5)
+
+    async def start_up(answers: int, update_seconds: float) -> str:
+        async with site(late(answers)) as url, connected_session() as session:
+            client = Client("", session)
+
+            def start(_: str) -> Any:
+                client.begin(TOKEN)
+                return Started(url)
+
+            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
+            limits = {"restarts": 0, "update_seconds": update_seconds, "silence_seconds": 30}
+            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
+            try:
+                with pytest.raises(RolloutError) as told:
+                    await pool.update(weights(tmp_path, 0))
+                return str(told.value)
+            finally:
+                await pool.close()
+
+    assert "another program: it has not the token" in asyncio.run(start_up(2, 60))
+    assert asyncio.run(start_up(999, 1)) == "server 0: not ready within 1 s"
+
+
+def test_a_standalone_server_that_proves_itself_late_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "_CALL_SECONDS", 0.5)
+
+    async def run() -> None:
+        async with site(late(2)) as url:
+            started = Started(url)
+            monkeypatch.setattr(standalone, "ServerProcess", lambda *_: started)
+            environ = {"GSPO_SERVER_TOKEN": TOKEN}
+            await standalone.serve([], environ, "127.0.0.1", None, asyncio.Event())
+
+    with pytest.raises(RolloutError, match="another program: it has not the token"):
+        asyncio.run(run())
 
 
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:

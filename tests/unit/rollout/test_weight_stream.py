@@ -4,6 +4,7 @@ takes them in tests/vllm/test_stream.py."""
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gspo_megatron.addresses import listen
 from gspo_megatron.rollout import weight_stream
 from gspo_megatron.rollout.service.process import WORKER_FOLDER
 from gspo_megatron.rollout.weight_stream import WeightStream, bucket_layout
@@ -117,6 +119,17 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def test_a_stream_has_an_address_of_either_family() -> None:
+    try:
+        listen("::1", 0).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    found = WeightStream("::1", torch.device("cpu"), seconds=60)
+    with socket.create_connection(("::1", found.port), timeout=30):
+        pass
+    assert found.host == "::1"
 
 
 @pytest.mark.parametrize("limit", [1, 64, 200, 1 << 20])
