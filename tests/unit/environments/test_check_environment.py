@@ -85,6 +85,10 @@ def test_a_command_that_cannot_be_run_is_named(
     (tmp_path / "agent.py").touch()
     assert not check(Agent(command), TEXT)
     assert not check(Agent(f"{sys.executable} -c pass"), TEXT)
+    for words in ("-c 'cd x && python run.py'", "-c 'exec ./solve.sh'", "-ec ./solve.sh"):
+        assert not check(Agent(f"sh {words}"), TEXT)
+    assert not check(Agent("env A=1 'no path.py'"), TEXT)
+    assert "solve.sh: no such file" in check(Agent("sh -e solve.sh"), TEXT)
     assert "t.model: has no chat template, which environment Agent needs" in check(
         Agent(command), TEXT, template=None
     )
