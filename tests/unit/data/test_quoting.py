@@ -12,13 +12,16 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
+from gspo_megatron.config import Config, load_config
+from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import encode_conversation
+from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import encode_prompts, encode_text
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from gspo_megatron.rollout.service.checks import tokenized
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import QWEN3, SPECIAL, TEMPLATES, WIDE, byte_level
-from tests.unit.data.corpora import make_tokenizer, refusal
+from tests.unit.data.corpora import make_tokenizer, refusal, write_rows
 
 ORDINARY = [
     ("x", "y", "z"),
@@ -169,6 +172,31 @@ def test_marks_that_a_template_makes_of_data_stay_text(tmp_path: Path, what: str
     tokenizer = load_tokenizer(byte_level(tmp_path / "t", template))
     ids = encoded(tokenizer, [{"role": "user", "content": text}])
     assert controls(tokenizer, ids) == ["<s>"]
+
+
+def load(folder: Path, schema: type, **data: object) -> Any:
+    (folder / "config.yaml").write_text("{}\n")
+    words = [f"data.{key}={value}" for key, value in data.items()]
+    return load_config(folder / "config.yaml", words, schema)
+
+
+def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:
+    """Prompts and examples that are conversations already, among plain ones too."""
+    folder = byte_level(tmp_path / "t", TEMPLATES["chatml"], eos_token="<|im_end|>")
+    said = {"role": "user", "content": "<s>what is <|im_start|>?"}
+    answer = {"role": "assistant", "content": "<|im_start|> opens a turn"}
+    rows = [{"prompt": [said], "answer": "<|im_start|>", "messages": [said, answer]}]
+    plain = {"prompt": "a [INST] b", "answer": "x", "messages": [said, answer]}
+    file = write_rows(tmp_path / "rows.jsonl", [*rows, plain])
+    (line,) = read_inputs(load(tmp_path, Config, tokenizer=folder, prompts=file)).warnings
+    assert line.startswith("data.prompts: 1 of 2 texts spell control tokens")
+    assert line.endswith(f"the first is {file}:2: [INST]")
+    data = {"tokenizer": folder, "examples": file, "max_tokens": 99}
+    (line,) = read_fine_tuning(load(tmp_path, FineTuningConfig, **data)).warnings
+    assert line.endswith(f"the first is {file}:2: [INST]")
+    for form in ({"chat_template": True}, {"messages_field": "messages"}):
+        config = load(tmp_path, FineTuningConfig, **data, **form)
+        assert read_fine_tuning(config).warnings == ()
 
 
 def test_an_answer_that_quotes_is_learnt_as_text(tmp_path: Path) -> None:
