@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import encode_conversation
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import encode_prompts, encode_text
+from gspo_megatron.data.quoting import Controls
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from gspo_megatron.rollout.service.checks import tokenized
 from gspo_megatron.types import Message, Prompt
@@ -172,6 +174,41 @@ def test_marks_that_a_template_makes_of_data_stay_text(tmp_path: Path, what: str
     tokenizer = load_tokenizer(byte_level(tmp_path / "t", template))
     ids = encoded(tokenizer, [{"role": "user", "content": text}])
     assert controls(tokenizer, ids) == ["<s>"]
+
+
+def test_threads_do_not_change_each_other_s_tokens(tmp_path: Path) -> None:
+    """One encodes text and the other what the template wrote, with the same tokenizer."""
+    tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
+    text, rendered = "<|im_start|>" * 40, tokenizer.render(chat("x", "y", "z"))
+    wanted = tokenizer.encode(text), tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+
+    def work(number: int) -> list[int]:
+        if number % 2:
+            return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+        return tokenizer.encode(text)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(work, range(400))):
+            assert found == wanted[number % 2]
+
+
+def test_only_control_tokens_are_looked_for_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
+    rendered, asked, place = tokenizer.render(chat("x < " * 99, "y", "z")), [], Controls.place
+
+    def counted(controls: Controls, number: int, *others: Any) -> Any:
+        asked.append(number)
+        return place(controls, number, *others)
+
+    monkeypatch.setattr(Controls, "place", counted)
+    ids = tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+    assert len(ids) > 300
+    assert len(asked) == len(controls(tokenizer, ids)) == 6
+    asked.clear()
+    assert tokenizer.encode_rendered(rendered.text).ids == ids
+    assert not asked
 
 
 def load(folder: Path, schema: type, **data: object) -> Any:
