@@ -41,10 +41,13 @@ class Example:
     source: str  # "file:line"
 
 
+_Read = tuple[Example, str, bool]  # with all its text, and whether the chat template wrote it
+
+
 @dataclass
 class Counts:
-    """Rows that were too long, and among the other rows texts with unknown characters and texts
-    that spell control tokens."""
+    """Rows that were too long, and among the other rows texts with unknown characters and plain
+    texts that spell control tokens."""
 
     dropped: int = 0
     truncated: int = 0
@@ -108,8 +111,7 @@ def load_supervised(
 
 def _from_prompts(
     path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
-) -> Iterator[tuple[Example, str]]:
-    """Examples, each with the text of its prompt and answer."""
+) -> Iterator[_Read]:
     fields = FieldMap(
         form.prompt_field,
         form.answer_field,
@@ -134,14 +136,14 @@ def _from_prompts(
         answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]
         mask = np.arange(len(question) + len(answer)) >= len(question)
         example = Example(np.array(question + answer, np.int32), mask, prompt.source)
-        yield example, prompt.text + prompt.answer
+        yield example, prompt.text + prompt.answer, False
     if form.chat_template_options and not is_checked:
         problems.add(*IDLE_OPTIONS)
 
 
 def _from_messages(
     path: Path, tokenizer: Tokenizer, form: FineTuningDataSection, problems: Problems
-) -> Iterator[tuple[Example, str]]:
+) -> Iterator[_Read]:
     name = form.messages_field
     assert name is not None
     for where, row in read_rows(path, [(MESSAGES_SETTING, name)], problems):
@@ -160,7 +162,7 @@ def _from_messages(
 
 def _conversation(
     where: str, messages: Sequence[Message], tokenizer: Tokenizer, problems: Problems
-) -> Iterator[tuple[Example, str]]:
+) -> Iterator[_Read]:
     """One example, or a problem."""
     try:
         token_ids, mask = encode_conversation(messages, tokenizer)
@@ -177,11 +179,11 @@ def _conversation(
         )
     else:
         text = "".join(message["content"] for message in messages)
-        yield Example(token_ids, mask, where), text
+        yield Example(token_ids, mask, where), text, True
 
 
 def _fitting(
-    examples: Iterator[tuple[Example, str]],
+    examples: Iterator[_Read],
     tokenizer: Tokenizer,
     form: FineTuningDataSection,
     problems: Problems,
@@ -191,7 +193,7 @@ def _fitting(
     and counted."""
     most = form.max_tokens
     assert most is not None
-    for example, text in examples:
+    for example, text, is_conversation in examples:
         length = len(example.token_ids)
         if length > most:
             if form.too_long == "error":
@@ -204,6 +206,6 @@ def _fitting(
             counts.truncated += 1
             example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
         counts.unknown.add(tokenizer, example.source, example.token_ids, text)
-        is_plain = form.messages_field is None and not form.chat_template
-        counts.quoted.add(tokenizer, example.source, text, is_plain)
+        if not is_conversation:
+            counts.quoted.add(tokenizer, example.source, text)
         yield example

@@ -173,7 +173,8 @@ def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> lis
     for prompt in itertools.chain(*files):
         texts = [message["content"] for message in prompt.messages] or [prompt.text]
         unknown.add(tokenizer, prompt.source, prompt.token_ids, "".join(texts))
-        quoted.add(tokenizer, prompt.source, "\n".join(texts), not prompt.messages)
+        if not prompt.messages:
+            quoted.add(tokenizer, prompt.source, prompt.text)
     return unknown.warnings(key, total) + quoted.warnings(key, total)
 
 

@@ -10,8 +10,11 @@ from gspo_megatron.data.quoting import Controls, Span, touches
 
 def has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Controls) -> bool:
     """Whether a control token of `encoded` has a character of the data in `text`."""
-    columns = zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
-    places = (controls.place(n, text, (start, end)) for n, start, end in columns if quoted)
+    if not quoted:
+        return False
+    names, columns = controls.names, zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
+    # most tokens are no control tokens
+    places = (controls.place(n, text, (a, b)) for n, a, b in columns if n in names)
     return any(place is not None and touches(place, quoted) for place in places)
 
 

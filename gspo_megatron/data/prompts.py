@@ -248,9 +248,10 @@ class QuotedControls:
     bos_source: str = ""
     bos_text: str = ""
 
-    def add(self, tokenizer: Tokenizer, source: str, text: str, is_plain: bool) -> None:
-        """Counts `text`; is_plain: it was encoded by `encode_text`."""
-        bos = tokenizer.bos_text if is_plain else ""
+    def add(self, tokenizer: Tokenizer, source: str, text: str) -> None:
+        """Counts a text that is no message: the control tokens of messages are written by the
+        chat template, so that a quotation there is nothing to warn of."""
+        bos = tokenizer.bos_text
         if bos and text.startswith(bos):
             text, self.bos_count, self.bos_text = text[len(bos) :], self.bos_count + 1, bos
             self.bos_source = self.bos_source or source

@@ -9,6 +9,7 @@ out as one of these is data.
 from __future__ import annotations
 
 import bisect
+import codecs
 import contextlib
 import re
 from collections import Counter
@@ -136,25 +137,20 @@ def trace(
     text, answers = render(messages, tools)
     words, looked_for = _looks(template)
     texts = [*_strings(messages, words), *_strings(tools, words)]
-    letters = set(map(ord, set().union(*texts)))
-    free = (n for n in _PRIVATE if n not in letters)
-    # In the order of the letters, so that sorted data stays sorted.
-    table = dict(zip(sorted(n for n in letters if n not in _PRIVATE), free))
-    back = {other: n for n, other in table.items()}
+    exchange = _Exchange(set(text).union(*texts))
 
     def shade_all(part: str) -> str:
-        return part.translate(table)
+        return exchange.strange(part)
 
     def shade_quotations(part: str) -> str:
         spans = controls.quotations(part)
-        return _mixed(part, part.translate(table), spans) if spans else part
-
-    few = {n: m for n, m in table.items() if n >= 32 and not _is_changed(chr(n))}
+        return _mixed(part, exchange.strange(part), spans) if spans else part
 
     def shade_most(part: str) -> str:
         kept = [match.span() for match in looked_for.finditer(part)]
-        shaded, spans = _mixed(part.translate(few), part, kept), controls.quotations(part)
-        return _mixed(shaded, part.translate(table), spans) if spans else shaded
+        shaded, spans = exchange.strange(part, most=True), controls.quotations(part)
+        shaded = _mixed(shaded, part, kept) if kept else shaded
+        return _mixed(shaded, exchange.strange(part), spans) if spans else shaded
 
     def traced_with(shade: Shade) -> Traced:
         written, spans = render(
@@ -162,7 +158,7 @@ def trace(
             [_shaded(tool, shade, words) for tool in tools],
         )
         quoted = [match.span() for match in _SHADED.finditer(written)]
-        return Traced(written.translate(back), spans, quoted)
+        return Traced(exchange.plain(written), spans, quoted)
 
     safe: Traced | None = None
     for shade in (shade_all, shade_most):
@@ -180,6 +176,49 @@ def trace(
             raise DataError(f"the chat template makes {', '.join(more)} of the text of messages")
         return safe
     return found
+
+
+class _Exchange:
+    """Another character for each letter of a conversation and its data. They are in the order of
+    the letters, so that sorted data stays sorted.
+
+    Most data has letters of Latin-1 only. For them codecs do what `str.translate` does, many times
+    as fast: it would take most of the time of a render.
+    """
+
+    def __init__(self, letters: set[str]) -> None:
+        numbers = set(map(ord, letters))
+        self._is_shifted = max(numbers, default=0) < len(_PRIVATE)
+        if self._is_shifted:
+            self._table = {n: _PRIVATE.start + n for n in numbers}
+        else:
+            free = (n for n in _PRIVATE if n not in numbers)
+            self._table = dict(zip(sorted(n for n in numbers if n not in _PRIVATE), free))
+
+    def strange(self, text: str, most: bool = False) -> str:
+        """The text with all letters exchanged; most: but those that templates trim or escape."""
+        if self._is_shifted:
+            with contextlib.suppress(UnicodeEncodeError):
+                table = _MOST_SHIFTED if most else _SHIFTED
+                return codecs.charmap_decode(text.encode("latin-1"), "strict", table)[0]
+        return text.translate(self._few if most else self._table)
+
+    def plain(self, text: str) -> str:
+        """The text with the letters that were exchanged."""
+        if self._is_shifted:
+            # U+F0041 for U+0041: only one of the four bytes of a letter differs
+            content = text.encode("utf-32-le", errors="surrogatepass")
+            if not any(content[1::4]) and not content[2::4].translate(None, b"\x00\x0f"):
+                return content[::4].decode("latin-1")
+        return text.translate(self._back)
+
+    @cached_property
+    def _few(self) -> dict[int, int]:
+        return {n: other for n, other in self._table.items() if not _is_changed(chr(n))}
+
+    @cached_property
+    def _back(self) -> dict[int, int]:
+        return {other: n for n, other in self._table.items()}
 
 
 def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
@@ -205,7 +244,12 @@ def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
 
 
 def _is_changed(letter: str) -> bool:
-    return letter.isspace() or letter in _CHANGED
+    return letter < " " or letter.isspace() or letter in _CHANGED
+
+
+# By the numbers of the letters of Latin-1: see _Exchange.
+_SHIFTED = "".join(chr(_PRIVATE.start + n) for n in range(256))
+_MOST_SHIFTED = "".join(chr(n) if _is_changed(chr(n)) else _SHIFTED[n] for n in range(256))
 
 
 def _is_clear(key: object, words: frozenset[str]) -> bool:

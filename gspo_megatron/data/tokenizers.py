@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _load_hugging_face(path)
+        # `split_special_tokens` is a switch in the library's one tokenizer, not an argument of a
+        # call: a call in another thread would turn it in the middle of this one.
+        self._switch = threading.Lock()
         self.name = str(path)
         # Not len(): a vocabulary may have gaps, and the model's embedding must hold the last id.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -263,21 +267,23 @@ class HuggingFaceTokenizer:
     def _ids(self, text: str | list[str]) -> Any:
         """Of a text or of each text; those of special tokens only where the model itself has
         them among its pieces."""
-        return self._tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
+        with self._switch:
+            return self._tokenizer(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )["input_ids"]
 
     def _has_controls(self, ids: Sequence[int]) -> bool:
         return self.controls.among(ids)
 
     def _encoded(self, text: str, as_text: bool) -> Encoded:
-        encoding = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=as_text,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with self._switch:
+            encoding = self._tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=as_text,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
         starts, ends = zip(*encoding["offset_mapping"]) if encoding["input_ids"] else ((), ())
         return Encoded(encoding["input_ids"], list(starts), list(ends))
 

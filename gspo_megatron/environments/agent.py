@@ -9,8 +9,10 @@ give the reward by `POST /reward` with {"reward": 1.0}, or leave it to the rewar
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 
@@ -23,6 +25,7 @@ from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 500  # of what a failed program printed last
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
+_INLINE = re.compile(r"-[A-Za-z]*c")  # -c, also behind other letters: bash -lc
 
 
 @register("agent")
@@ -44,8 +47,12 @@ class Agent:
         key = f"environment.options.command = {shlex.join(self._command)!r}"
         if shutil.which(program) is None:
             return f"{key}: {program} is no program; legal: one on PATH, or a path to one"
-        script = next((word for word in words if not word.startswith("-")), "")
-        if script.endswith(_SCRIPTS) and not os.path.isfile(script):
+        # What follows -c is a command line of a shell or code of Python, and no path.
+        options = [*itertools.takewhile(lambda word: word.startswith("-"), words)]
+        script = words[len(options)] if len(words) > len(options) else ""
+        is_inline = any(_INLINE.fullmatch(option) for option in options)
+        is_path = script.endswith(_SCRIPTS) and not any(map(str.isspace, script))
+        if is_path and not is_inline and not os.path.isfile(script):
             where = f"a path from {os.getcwd()}, or an absolute one"
             return f"{key}: {script}: no such file; legal: {where}"
         return None

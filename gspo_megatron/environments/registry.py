@@ -136,9 +136,15 @@ def _says_messages(environment: Environment) -> bool:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
+    # A judge or another model of the environment may have such a method, too.
+    client = next(iter(inspect.signature(environment.rollout).parameters))
     turns = [call for call in calls if call.func.attr == "generate"]
+    says = any(
+        call.args or any(keyword.arg == "messages" for keyword in call.keywords)
+        for call in turns
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == client
+    )
     named = {keyword.arg for call in turns for keyword in call.keywords}
-    says = any(call.args for call in turns) or "messages" in named
     return says and "text" not in named and all(call.func.attr != "begin" for call in calls)
 
 

@@ -69,10 +69,40 @@ def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[s
 
 
 def _of_message(message: Message) -> Mapping[str, Any]:
-    content = message.get("content")
+    """An environment may put anything into a message that its chat template can write."""
+    keys = ("role", "content", "tool_calls")
+    role, content, calls = (_shown(_field(message, key)) for key in keys)
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
-    return {"role": message["role"], "text": "" if content is None else text, **calls}
+    return {
+        "role": "" if role is None else str(role),
+        "text": "" if content is None else text,
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _field(message: Any, key: str) -> Any:
+    return message.get(key) if isinstance(message, Mapping) else getattr(message, key, None)
+
+
+def _shown(value: Any) -> Any:
+    """A value as JSON; the name of its type where it refuses to be written."""
+    try:
+        return _plain(value)
+    except Exception:  # noqa: BLE001 (code of the value's own class, or a list that holds itself)
+        return f"({type(value).__name__})"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON, with the text of what JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):  # numpy and tensors, without importing either library
+        return _plain(value.tolist())
+    return str(value)
 
 
 def _rewards_of_turns(client: Client, score: Score | None) -> list[float] | None:

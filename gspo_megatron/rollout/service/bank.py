@@ -28,7 +28,9 @@ from gspo_megatron.files import WRONG_VALUES, make_folder, sync
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
-_MAGIC = b"GSP3"  # the form of the columns: groups of another one are drawn again
+# The form of the columns: groups of another one are drawn again. Columns that a reader can do
+# without are added without a new form.
+_MAGIC = b"GSP2"
 _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import timeit
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
+from gspo_megatron.config import Config, load_config
+from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import encode_conversation
+from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import encode_prompts, encode_text
+from gspo_megatron.data.quoting import Controls, _Exchange
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from gspo_megatron.rollout.service.checks import tokenized
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import QWEN3, SPECIAL, TEMPLATES, WIDE, byte_level
-from tests.unit.data.corpora import make_tokenizer, refusal
+from tests.unit.data.corpora import make_tokenizer, refusal, write_rows
 
 ORDINARY = [
     ("x", "y", "z"),
@@ -169,6 +175,98 @@ def test_marks_that_a_template_makes_of_data_stay_text(tmp_path: Path, what: str
     tokenizer = load_tokenizer(byte_level(tmp_path / "t", template))
     ids = encoded(tokenizer, [{"role": "user", "content": text}])
     assert controls(tokenizer, ids) == ["<s>"]
+
+
+def test_threads_do_not_change_each_other_s_tokens(tmp_path: Path) -> None:
+    """One encodes text and the other what the template wrote, with the same tokenizer."""
+    tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
+    text, rendered = "<|im_start|>" * 40, tokenizer.render(chat("x", "y", "z"))
+    wanted = tokenizer.encode(text), tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+
+    def work(number: int) -> list[int]:
+        if number % 2:
+            return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+        return tokenizer.encode(text)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(work, range(400))):
+            assert found == wanted[number % 2]
+
+
+def test_only_control_tokens_are_looked_for_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
+    rendered, asked, place = tokenizer.render(chat("x < " * 99, "y", "z")), [], Controls.place
+
+    def counted(controls: Controls, number: int, *others: Any) -> Any:
+        asked.append(number)
+        return place(controls, number, *others)
+
+    monkeypatch.setattr(Controls, "place", counted)
+    ids = tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+    assert len(ids) > 300
+    assert len(asked) == len(controls(tokenizer, ids)) == 6
+    asked.clear()
+    assert tokenizer.encode_rendered(rendered.text).ids == ids
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "data", ['aA <|"\0é\xff\n', "aé日本\ud800<😀", "a\U000f0041b<", "a\U000300f0", ""]
+)
+@pytest.mark.parametrize("written", ["", "ab", "｜", "\U000f0042", "\ud800"])
+def test_exchanged_letters_come_back(data: str, written: str) -> None:
+    """All of the data, and what the template writes stays."""
+    exchange = _Exchange({*data, *written})
+    strange = exchange.strange(data)
+    assert len(strange) == len(data)
+    assert all(ord(letter) >= 0xF0000 for letter in strange)
+    assert sorted(data) == [*map(exchange.plain, map(exchange.strange, sorted(data)))]
+    most = exchange.strange(data, most=True)
+    for found in (strange, most):
+        assert exchange.plain(written + found + written) == written + data + written
+    assert [letter for letter in most if ord(letter) < 0xF0000] == [
+        letter for letter in data if letter < " " or letter.isspace() or letter in '"\\'
+    ]
+
+
+def test_long_texts_are_exchanged_by_codecs() -> None:
+    """They are many times as fast as `str.translate`, which took most of the time of a render."""
+    text = "The quick brown fox " * 9000
+    exchange = _Exchange(set(text))
+    strange, table = exchange.strange(text), str.maketrans(dict.fromkeys(text, "\U000f0000"))
+
+    def seconds(call: Callable[[], object]) -> float:
+        return min(timeit.repeat(call, number=1, repeat=9))
+
+    both = seconds(lambda: (exchange.strange(text), exchange.plain(strange)))
+    assert both < seconds(lambda: text.translate(table))
+
+
+def load(folder: Path, schema: type, **data: object) -> Any:
+    (folder / "config.yaml").write_text("{}\n")
+    words = [f"data.{key}={value}" for key, value in data.items()]
+    return load_config(folder / "config.yaml", words, schema)
+
+
+def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:
+    """Prompts and examples that are conversations already, among plain ones too."""
+    folder = byte_level(tmp_path / "t", TEMPLATES["chatml"], eos_token="<|im_end|>")
+    said = {"role": "user", "content": "<s>what is <|im_start|>?"}
+    answer = {"role": "assistant", "content": "<|im_start|> opens a turn"}
+    rows = [{"prompt": [said], "answer": "<|im_start|>", "messages": [said, answer]}]
+    plain = {"prompt": "a [INST] b", "answer": "x", "messages": [said, answer]}
+    file = write_rows(tmp_path / "rows.jsonl", [*rows, plain])
+    (line,) = read_inputs(load(tmp_path, Config, tokenizer=folder, prompts=file)).warnings
+    assert line.startswith("data.prompts: 1 of 2 texts spell control tokens")
+    assert line.endswith(f"the first is {file}:2: [INST]")
+    data = {"tokenizer": folder, "examples": file, "max_tokens": 99}
+    (line,) = read_fine_tuning(load(tmp_path, FineTuningConfig, **data)).warnings
+    assert line.endswith(f"the first is {file}:2: [INST]")
+    for form in ({"chat_template": True}, {"messages_field": "messages"}):
+        config = load(tmp_path, FineTuningConfig, **data, **form)
+        assert read_fine_tuning(config).warnings == ()
 
 
 def test_an_answer_that_quotes_is_learnt_as_text(tmp_path: Path) -> None:

@@ -56,18 +56,34 @@ class Begins:
         await client.generate([{"role": "user", "content": "more"}])
 
 
+class Judged:
+    def __init__(self) -> None:
+        self.judge: Any = None
+
+    async def rollout(self, policy: Client, task: Prompt) -> None:
+        turn = await policy.generate()
+        await self.judge.generate(turn.text)
+
+
+class OtherName:
+    async def rollout(self, policy: Client, task: Prompt) -> None:
+        await policy.generate()
+        await policy.generate(messages=[{"role": "user", "content": "more"}])
+
+
 class Declared(Messages):
     needs_messages = False
 
 
 def test_messages_between_turns_need_prompts_of_messages() -> None:
-    for environment in (Messages(), Texts(), Either(), Begins(), Declared()):
+    for environment in (Messages(), Texts(), Either(), Begins(), Declared(), Judged()):
         assert not check(environment, CHAT)
-    for environment in (Texts(), Either(), Begins(), Declared()):
+    for environment in (Texts(), Either(), Begins(), Declared(), Judged()):
         assert not check(environment, TEXT)
     wrong = check(Messages(), TEXT)
     assert "environment Messages: it answers turns with messages, and 1 prompts are no" in wrong
     assert "the first is f:2; legal: data.chat_template = true, or needs_messages = False" in wrong
+    assert "environment OtherName: it answers turns with messages" in check(OtherName(), TEXT)
     tools = get_environment("tool_use")
     assert not check(tools, CHAT)
     assert check(tools, TEXT).endswith("legal: data.chat_template = true")
@@ -85,6 +101,10 @@ def test_a_command_that_cannot_be_run_is_named(
     (tmp_path / "agent.py").touch()
     assert not check(Agent(command), TEXT)
     assert not check(Agent(f"{sys.executable} -c pass"), TEXT)
+    for words in ("-c 'cd x && python run.py'", "-c 'exec ./solve.sh'", "-ec ./solve.sh"):
+        assert not check(Agent(f"sh {words}"), TEXT)
+    assert not check(Agent("env A=1 'no path.py'"), TEXT)
+    assert "solve.sh: no such file" in check(Agent("sh -e solve.sh"), TEXT)
     assert "t.model: has no chat template, which environment Agent needs" in check(
         Agent(command), TEXT, template=None
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import datetime
+import json
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +25,7 @@ from gspo_megatron.environments.episode import (
 )
 from gspo_megatron.environments.transcript import record_of
 from gspo_megatron.rewards.values import Score, checked
+from gspo_megatron.rollout.service.episodes import read_records, record_columns
 from gspo_megatron.types import Prompt
 
 
@@ -108,6 +113,46 @@ def test_a_failed_episode_has_its_turns_and_its_cause(tokenizer: Tokenizer) -> N
 
     record = record_of(played(tokenizer, AtOnce(), []), None)
     assert [turn["text"] for turn in record["turns"]] == ["guess"]
+
+
+class Silent:
+    """A value that cannot be written."""
+
+    def __str__(self) -> str:
+        raise ValueError("silent")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (np.int64(7), "7"),
+        (np.arange(3), "[0, 1, 2]"),
+        (Decimal("1.50"), "1.50"),
+        (datetime.date(2025, 1, 31), "2025-01-31"),
+        ({np.int64(1): (Decimal(2), None)}, '{"1": ["2", null]}'),
+        ([{"type": "text", "text": "é"}], '[{"type": "text", "text": "é"}]'),
+        (None, ""),
+        (Silent(), "(Silent)"),
+    ],
+)
+def test_a_message_may_hold_what_json_lacks(tokenizer: Tokenizer, content: Any, text: str) -> None:
+    """A tool gives numbers of numpy; all of the record is JSON, wherever it is written."""
+    looped: list[Any] = []
+    looped.append(looped)
+    told = {"role": "tool", "content": content, "tool_calls": [{"arguments": {"n": content}}]}
+    own = SimpleNamespace(role="tool", content=content)
+    turn = Written((tokenizer.eos_id,), truncated=False, source=0)
+    task = Prompt("guess", "3", "f:1", token_ids=(1,))
+    client = Client(task, Limits(9, 400), tokenizer, cast(Any, None))
+    client.turns, client.inserted = [turn], [()]
+    client.added = [cast(Any, [told, own, {"role": "user", "content": looped}])]
+    record = record_of(Episode(client, 1.0), Score(np.array([1.0])))
+    said = record["turns"][:3]
+    assert [turn["text"] for turn in said] == [text, text, "(list)"]
+    assert [turn["role"] for turn in said] == ["tool", "tool", "user"]
+    assert "tool_calls" in said[0] and "tool_calls" not in said[1]
+    assert json.loads(json.dumps(record)) == record
+    assert read_records(*record_columns([record]).values()) == [record]
 
 
 def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Tokenizer) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.rl.served_rollouts import join_groups
 from gspo_megatron.rollout.service.bank import DrawFile, Group, forget, read_groups
 
 REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
@@ -107,10 +112,33 @@ def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
 def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
     path = tmp_path / "a.groups"
     written(path, 0, 1)
-    path.write_bytes(path.read_bytes().replace(b"GSP3", b"GSPO"))  # without `records`
+    path.write_bytes(path.read_bytes().replace(b"GSP2", b"GSPO"))
     DrawFile(path, REQUEST).close()
     written(path, 1)
     assert_holds(path, 1)
+
+
+def test_groups_without_the_columns_that_were_added_later_are_used(tmp_path: Path) -> None:
+    """The bytes of a record's header are those that the versions before wrote."""
+    path = tmp_path / "a.groups"
+    contents = [(-1, json.dumps(REQUEST, sort_keys=True).encode()), (0, save(group(0).columns))]
+    path.write_bytes(
+        b"".join(
+            struct.pack("<4sqQI", b"GSP2", number, len(content), zlib.crc32(content)) + content
+            for number, content in contents
+        )
+    )
+    file = DrawFile(path, REQUEST)
+    assert file.finished == {0}
+    added = {name: np.zeros(1, np.uint8) for name in ("reasons", "records", "record_lengths")}
+    file.append(Group(1, group(1).columns | added))
+    file.close()
+    assert_holds(path, 0, 1)
+    found = read_groups(path)
+    for order in ([0, 1], [1, 0]):
+        joined = join_groups(found[order[0]], [found[n] for n in order])
+        assert joined.keys() == {"tokens", "parts"}
+        assert len(joined["tokens"]) == 5 + 6
 
 
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
