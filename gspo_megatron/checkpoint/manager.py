@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,7 +95,7 @@ class Checkpoints:
         return state.step
 
     @contextlib.contextmanager
-    def reference_weights(self, *, needed: bool) -> Iterator[None]:
+    def reference_weights(self, *, needed: bool) -> Generator[None]:
         """Inside, if `needed`, the policy has the weights that RL starts from. A new run saves
         them here; a resumed run reads them and gets its own weights back at the end."""
         resumed = self.start.state is not None and self.start.state.phase == RL

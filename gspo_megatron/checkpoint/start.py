@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
+def open_session(config: Config | StageConfig, *, fresh: bool) -> Generator[Session]:
     """Join the other ranks and find the checkpoint to resume; every rank enters it.
 
     Raises UserError, on all ranks alike: with `fresh` if the folder is not empty, if all

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Verifiers:
     # An episode
 
     @contextlib.contextmanager
-    def _session(self, client: Client) -> Iterator[tuple[str, Session]]:
+    def _session(self, client: Client) -> Generator[tuple[str, Session]]:
         """A key comes again only when the process has no more use for it."""
         key = self._free_keys.pop() if self._free_keys else new_key()
         with self._gateway.session(client, key) as session:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +59,7 @@ class StateBytes:
 @contextlib.contextmanager
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
-) -> Iterator[RankModel]:
+) -> Generator[RankModel]:
     """The model of `rank`, with its optimizer. Layers are torch_native's for every backend. Raises
     UserError with the reason if Megatron-Core refuses the configuration."""
     in_fp8 = config.training.precision in FP8

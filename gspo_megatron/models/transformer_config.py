@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
 
 
 @contextlib.contextmanager
-def changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
     """(owner, attribute, value): attributes that have other values inside."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -98,7 +98,7 @@ class StopSignals:
         self.is_requested = True
 
     @contextlib.contextmanager
-    def at_interrupt(self, *, tells: bool) -> Iterator[None]:
+    def at_interrupt(self, *, tells: bool) -> Generator[None]:
         """Inside, Ctrl-C requests the stop too. Not before: until the run has begun to train there
         is nothing to save. `tells`: whether this process prints that."""
         if not self._enabled:
@@ -165,7 +165,7 @@ class TimeWatch:
 @contextlib.contextmanager
 def watched(
     config: Config | StageConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
-) -> Iterator[None]:
+) -> Generator[None]:
     """Train inside the context, which every rank enters: a hang ends the run, and Ctrl-C or the end
     of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
     job = SlurmJob.of(os.environ)

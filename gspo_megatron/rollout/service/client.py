@@ -9,7 +9,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn
 
@@ -314,7 +314,7 @@ class Client:
         *,
         seconds: float | None,
         query: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The answer, of which the body is not yet here. What goes wrong with the connection, until
         the end of the block, raises ServerGone."""
         asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
@@ -372,7 +372,7 @@ async def _record(content: aiohttp.StreamReader) -> bytes | None:
 
 
 @contextlib.contextmanager
-def malformed() -> Iterator[None]:
+def malformed() -> Generator[None]:
     """An answer of another form than vLLM's."""
     try:
         yield

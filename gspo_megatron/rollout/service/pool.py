@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -237,7 +237,7 @@ class Pool:
         return KEEP if self.settings.keeps_kv else RECOMPUTE
 
     @contextlib.asynccontextmanager
-    async def _split(self, server: Server, version: int, seconds: float) -> AsyncIterator[None]:
+    async def _split(self, server: Server, version: int, seconds: float) -> AsyncGenerator[None]:
         """While it is paused: responses under way have tokens of two versions from now on."""
         flights, counts = tuple(server.in_flight), {}
         if flights and server.abilities.counts_tokens:
