@@ -132,14 +132,14 @@ def _says_messages(environment: Environment) -> bool:
     except (OSError, TypeError, SyntaxError):  # made by code, or not in Python
         return False
     calls = [
-        node
+        (node, node.func.attr)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    turns = [call for call in calls if call.func.attr == "generate"]
+    turns = [call for call, method in calls if method == "generate"]
     named = {keyword.arg for call in turns for keyword in call.keywords}
     says = any(call.args for call in turns) or "messages" in named
-    return says and "text" not in named and all(call.func.attr != "begin" for call in calls)
+    return says and "text" not in named and all(method != "begin" for _, method in calls)
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
