@@ -53,7 +53,7 @@ class SingleTurn:
             start, end = end, end + prompt_length + length
             ids, transcript = tokens[start + prompt_length : end], ""
             if sampled is not None:
-                kinds = np.asarray(in_response)[start:end]
+                kinds = np.asarray(in_response, dtype=bool)[start:end]
                 prompt_length = int(kinds.argmax())
                 transcript = self._decode(tokens[start + prompt_length : end])
                 responses_end += length

@@ -92,10 +92,12 @@ class Pool:
         await self._tell()
         if first:
             self._watcher = asyncio.create_task(self._watch())
+        begun: list[asyncio.Task[None]] = []
         for server in self.servers:
             work = self._begin(server) if first else self._renew(server, weights)
             server.tending = asyncio.create_task(_after(server.tending, work))
-        await asyncio.gather(*(server.tending for server in self.servers))
+            begun.append(server.tending)
+        await asyncio.gather(*begun)
         left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
         # At the start every server has to be sound: a run that begins with fewer was set up wrong.
         if not left or (first and len(left) < len(self.servers)):
@@ -371,6 +373,7 @@ class Pool:
         def draw_again(seed: Seed) -> asyncio.Task[list[Response]]:
             return asyncio.create_task(self._drawn(wanted, [seed], first=True))
 
+        assert server.version is not None, "_turn gives servers that serve"
         wanted_here = replace(wanted, salt=self._salt(server.version))
         return Part(server, wanted_here, seeds, draw_again, self._admit_soon)
 
@@ -394,7 +397,10 @@ class Pool:
             found = dict(zip(missing, again, strict=True))
         for number, task in part.again.items():
             [found[number]] = await task
-        return [found.get(n) or each.response for n, each in enumerate(part.flights)]
+        flights = enumerate(part.flights)
+        arrived = {n: each.response for n, each in flights if each.response is not None}
+        responses = arrived | found
+        return [responses[n] for n in range(len(part.flights))]
 
     def _salt(self, version: int) -> str | None:
         """What a server remembers of prompts is forgotten with each version, unless responses
@@ -531,7 +537,7 @@ class Pool:
             self._admit_soon()
 
     async def _look(self, server: Server) -> None:
-        ended = server.process and server.process.has_ended()
+        ended = None if server.process is None else server.process.has_ended()
         if ended:
             await self._lose(server, ended)
             return
