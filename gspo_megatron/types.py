@@ -63,7 +63,7 @@ class Reasoned(float):
         made.reason = reason
         return made
 
-    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]  # to be pickled
+    def __getnewargs__(self) -> tuple[float, str]:  # ty: ignore[incompatible-method-override]  # to be pickled
         return float(self), self.reason
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
 from gspo_megatron.data.formats import FieldMap, field_map, suite_fields
@@ -244,13 +244,13 @@ def corpus_tokens(prefix: str) -> int:
     return int(read_index(f"{prefix}.idx").lengths.sum(dtype="int64"))
 
 
-def model_vocab_size(config: Config | StageConfig, tokenizer: Tokenizer) -> int:
+def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
     """The configured size of the model's vocabulary, or the tokenizer's."""
     wanted = config.resolved_model().vocab_size
     return tokenizer.vocab_size if wanted is None else wanted
 
 
-def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, list[str]]:
+def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
     name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
     problems: list[str] = []

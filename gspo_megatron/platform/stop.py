@@ -21,8 +21,7 @@ from types import FrameType
 
 import torch
 
-from gspo_megatron.config import Config
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.interrupts import saved_at_interrupt
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.observe.heartbeat import Heartbeat
@@ -164,7 +163,7 @@ class TimeWatch:
 
 @contextlib.contextmanager
 def watched(
-    config: Config | StageConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
+    config: AnyConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
 ) -> Generator[None]:
     """Train inside the context, which every rank enters: a hang ends the run, and Ctrl-C or the end
     of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
