@@ -186,11 +186,12 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
     found: dict[str, SupervisedData] = {}
     warnings: list[str] = []
-    for key, paths in config.input_files().items() if tokenizer is not None else ():
-        with gathered_in(problems):
-            found[key] = load_supervised(paths[0], tokenizer, form)
-            counts, total = found[key].counts, len(found[key])
-            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
+    if tokenizer is not None:
+        for key, paths in config.input_files().items():
+            with gathered_in(problems):
+                found[key] = load_supervised(paths[0], tokenizer, form)
+                counts, total = found[key].counts, len(found[key])
+                warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
@@ -208,7 +209,8 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
     ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
     for prefix in (*config.data.train, *config.data.evaluation):
         with gathered_in(problems):
-            manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
+            size = None if tokenizer is None else model_vocab_size(config, tokenizer)
+            manifest = check_dataset(prefix, size)
             if corpus_tokens(prefix) < 2:
                 raise DataError(f"{prefix}.idx: holds no text to learn")
             if manifest is None:
@@ -252,7 +254,7 @@ def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
 
 def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
-    name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
+    name, model = config.data.tokenizer, config.model
     problems: list[str] = []
     options = getattr(config.data, "chat_template_options", None)  # pre-training has none
     with gathered_in(problems):

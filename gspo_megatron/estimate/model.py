@@ -129,7 +129,8 @@ def state_bytes(model: RankModel) -> StateBytes:
                     parameters[kind] -= sum(p.nbytes for p in buffer.params)
     for name, parameter in _parameters(model.policy):
         kind = kind_of(name, parameter)
-        gradients[kind] += parameter.main_grad.nbytes
+        owner: Any = parameter  # to which Megatron-Core adds main_grad
+        gradients[kind] += owner.main_grad.nbytes
         parameters[kind] += parameter.nbytes
     return StateBytes(parameters, gradients, _optimizer_bytes(model))
 
