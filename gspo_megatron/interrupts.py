@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 # Set in the environment of ranks that save the run at Ctrl-C: those that `train`, `pretrain` and
@@ -20,7 +20,7 @@ _TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end a
 
 
 @contextlib.contextmanager
-def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Iterator[None]:
+def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator[None]:
     """Inside, the first SIGINT calls `request` and, if this process `tells`, prints a line. The
     second raises KeyboardInterrupt. Does nothing without SAVES in the environment, outside the main
     thread, and where SIGINT is ignored or has a handler of another program."""

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.types import Prompt, Sample
 
 MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # processes of a run inherit it
 _T = TypeVar("_T")
+_Record = TypeVar("_Record", Prompt, Sample)
 
 _Kind = inspect.Parameter
 _TAKES_A_NAME = (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
@@ -124,12 +126,12 @@ def own_copy(value: _T) -> _T:
     return copy.deepcopy(value)
 
 
-def own_record(record: _T) -> _T:
+def own_record(record: _Record) -> _Record:
     """The same for a Prompt or Sample. Numbers and texts, the tokens among them, cannot be changed,
     and are not copied."""
-    names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}  # type: ignore[arg-type]
-    changes = {name: own_copy(getattr(record, name)) for name in names}
-    return dataclasses.replace(record, **changes)  # type: ignore[type-var]
+    names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}
+    changes: dict[str, Any] = {name: own_copy(getattr(record, name)) for name in names}
+    return dataclasses.replace(record, **changes)
 
 
 def origin(error: BaseException) -> str:

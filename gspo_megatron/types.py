@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -62,7 +63,7 @@ class Reasoned(float):
         made.reason = reason
         return made
 
-    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]  # to be pickled
+    def __getnewargs__(self) -> tuple[float, str]:  # ty: ignore[incompatible-method-override]  # to be pickled
         return float(self), self.reason
 
 
@@ -73,8 +74,9 @@ class TurnRewards:
     The turns follow each other without gaps. A turn for each token makes rewards of tokens.
     """
 
-    rewards: Sequence[float]  # [turns], a list or an array
-    ends: Sequence[int]  # [turns], the response token after each turn; the last is `num_tokens`
+    rewards: Sequence[float] | np.ndarray  # [turns]
+    # [turns], the response token after each turn; the last is `num_tokens`
+    ends: Sequence[int] | np.ndarray
 
 
 @dataclass

@@ -108,6 +108,8 @@ class VllmProcess:
 class VllmEngine:
     """A RolloutEngine. One rank."""
 
+    router_noise = 0.0
+
     def __init__(self, policy: Policy, process: VllmProcess, end_ids: tuple[int, ...]) -> None:
         self.policy, self.process, self.end_ids = policy, process, end_ids
 

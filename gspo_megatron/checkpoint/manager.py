@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
@@ -36,9 +36,9 @@ from gspo_megatron.checkpoint.run_state import (
 from gspo_megatron.checkpoint.start import load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
-from gspo_megatron.config import Config, to_yaml
+from gspo_megatron.config import to_yaml
 from gspo_megatron.config.problems import did_you_mean, nearest, problem
-from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
@@ -48,12 +48,20 @@ from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
 
 
+class DataOrder(Protocol):
+    """The place of a run in its data, as the data loader of any phase tells it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Checkpoints:
     """A run's checkpoints; every rank calls every method. With interval 0 nothing is saved."""
 
     def __init__(
         self,
-        config: Config,
+        config: AnyConfig,
         policy: Policy,
         logger: RunLogger,
         start: Start,
@@ -83,7 +91,7 @@ class Checkpoints:
 
     # What a run restores
 
-    def restore(self, phase: str, trainer: Trainer, loader: PromptLoader) -> int:
+    def restore(self, phase: str, trainer: Trainer, loader: DataOrder) -> int:
         """Restore a phase's optimizer, schedule and prompt order; the policy has its weights
         already. Returns the number of finished steps, 0 where the phase begins."""
         state, checkpoint = self.start.state, self.start.checkpoint
@@ -95,7 +103,7 @@ class Checkpoints:
         return state.step
 
     @contextlib.contextmanager
-    def reference_weights(self, *, needed: bool) -> Iterator[None]:
+    def reference_weights(self, *, needed: bool) -> Generator[None]:
         """Inside, if `needed`, the policy has the weights that RL starts from. A new run saves
         them here; a resumed run reads them and gets its own weights back at the end."""
         resumed = self.start.state is not None and self.start.state.phase == RL
@@ -116,7 +124,7 @@ class Checkpoints:
         phase: str,
         step: int,
         trainer: Trainer,
-        loader: PromptLoader,
+        loader: DataOrder,
         metrics: Mapping[str, float],
         *,
         is_last: bool,
@@ -168,7 +176,7 @@ class Checkpoints:
         self,
         step: int,
         trainer: Trainer,
-        loader: PromptLoader,
+        loader: DataOrder,
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
@@ -186,7 +194,7 @@ class Checkpoints:
         self,
         step: int,
         trainer: Trainer,
-        loader: PromptLoader,
+        loader: DataOrder,
         error: UserError,
         unevaluated: Mapping[str, float] | None = None,
     ) -> NoReturn:
@@ -250,7 +258,7 @@ class Checkpoints:
         self._newest = state.position if problem is None else None
         (self._raise if must else self._warn)(problem)
 
-    def _state(self, phase: str, step: int, trainer: Trainer, loader: PromptLoader) -> RunState:
+    def _state(self, phase: str, step: int, trainer: Trainer, loader: DataOrder) -> RunState:
         return RunState(
             phase=phase,
             step=step,

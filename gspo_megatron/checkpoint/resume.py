@@ -23,13 +23,12 @@ from gspo_megatron.checkpoint.run_state import (
     read_model,
     versions,
 )
-from gspo_megatron.config import Config
 from gspo_megatron.config.families import differences
 from gspo_megatron.config.load import override, parse_yaml
 from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
 from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.resume import find_changes
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.stages import AnyConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, some_of
 from gspo_megatron.files import folder_lacks
 
@@ -54,12 +53,12 @@ class Start:
     notes: list[str] = field(default_factory=list)  # for the user
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(config: AnyConfig) -> Path:
     """Where the run writes."""
     return Path(str(config.logging.dir))
 
 
-def candidates(config: Config, *, fresh: bool, lock: RunLock | None = None) -> list[Path]:
+def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -> list[Path]:
     """The run's checkpoints, the newest first, damaged ones too; afterwards `lock` holds the run's
     folder. Raises UserError where another run does, or `fresh` is set and it is not empty."""
     folder = run_folder(config)
@@ -76,7 +75,7 @@ def candidates(config: Config, *, fresh: bool, lock: RunLock | None = None) -> l
 
 
 def conclude(
-    config: Config,
+    config: AnyConfig,
     chosen: Path | None,
     damage: Mapping[Path, Sequence[str]],
     command: Sequence[str] = (),
@@ -110,7 +109,7 @@ def conclude(
     return Start(chosen, state, done, notes)
 
 
-def preview(config: Config, *, fresh: bool, command: Sequence[str] = ()) -> Start:
+def preview(config: AnyConfig, *, fresh: bool, command: Sequence[str] = ()) -> Start:
     """The start that the ranks will find; only sizes of files are compared. Raises what
     `candidates` and `conclude` raise, and UserError where the run folder cannot be written."""
     found = candidates(config, fresh=fresh)
@@ -122,7 +121,7 @@ def preview(config: Config, *, fresh: bool, command: Sequence[str] = ()) -> Star
     return start
 
 
-def finished_text(config: Config, state: RunState, command: Sequence[str] = ()) -> str:
+def finished_text(config: AnyConfig, state: RunState, command: Sequence[str] = ()) -> str:
     """What to print about a finished run; `command` as in `conclude`."""
     folder, training = run_folder(config), config.training
     newest = folder / CHECKPOINTS / state.position.name
@@ -144,7 +143,7 @@ def _words(command: Sequence[str], overrides: Mapping[str, Any]) -> str:
     return shlex.join([*command, *(override(key, value) for key, value in overrides.items())])
 
 
-def _new_run(config: Config, checkpoint: Path | None) -> dict[str, Any]:
+def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
     """Overrides that make a new run of a configuration: from the weights of a checkpoint, or from
     those that the configuration names."""
     values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
@@ -154,7 +153,7 @@ def _new_run(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     return values | _new_export(config)
 
 
-def _new_export(config: Config) -> dict[str, Any]:
+def _new_export(config: AnyConfig) -> dict[str, Any]:
     """The override that a stage needs where its export has been written already."""
     given = config.export.hf_path if isinstance(config, StageConfig) else None
     if given is None or not Path(given).exists():
@@ -170,14 +169,14 @@ def _unused(folder: Path) -> Path:
     return free
 
 
-def check_given(config: Config, vocab_size: int) -> None:
+def check_given(config: AnyConfig, vocab_size: int) -> None:
     """Check the checkpoint of model.checkpoint_path without reading its tensors. Raises
     UserError."""
     checkpoint = fitting_checkpoint(config, vocab_size)
     refuse_damage(checkpoint, find_damage(checkpoint, contents=False, only=is_of_model))
 
 
-def fitting_checkpoint(config: Config, vocab_size: int) -> Path:
+def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
     """The checkpoint of model.checkpoint_path; raises what the next two functions raise."""
     checkpoint = given_checkpoint(str(config.model.checkpoint_path))
     weights_fit(checkpoint, config, vocab_size)
@@ -199,7 +198,7 @@ def given_checkpoint(path: str) -> Path:
     raise DataError(no_checkpoint(path))
 
 
-def weights_fit(checkpoint: Path, config: Config, vocab_size: int | None = None) -> None:
+def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = None) -> None:
     """Raise ConfigError with all differences between a checkpoint's model and the configured one,
     in sizes and in other settings that change its results. vocab_size: None: it is the
     checkpoint's."""
@@ -236,7 +235,7 @@ def is_of_model(name: str) -> bool:
     return name.startswith("model/") or name == MODEL_FILE
 
 
-def _can_take(config: Config, checkpoint: Path) -> bool:
+def _can_take(config: AnyConfig, checkpoint: Path) -> bool:
     """Whether a run of this configuration can begin with the weights of a checkpoint."""
     update = {"hf_path": None, "checkpoint_path": str(checkpoint)}
     model = config.model.model_copy(update=update)
@@ -248,7 +247,7 @@ def _can_take(config: Config, checkpoint: Path) -> bool:
 
 
 def _changes(
-    config: Config, checkpoint: Path, state: RunState, command: Sequence[str]
+    config: AnyConfig, checkpoint: Path, state: RunState, command: Sequence[str]
 ) -> list[str]:
     """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)

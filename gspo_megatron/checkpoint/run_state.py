@@ -18,7 +18,7 @@ from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
 from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.schema import suite_key
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import fingerprint, parse_json
 from gspo_megatron.plugins import module_folders
@@ -67,7 +67,7 @@ class RunState:
             raise DataError(f"{path}: written by another version of this program") from error
 
 
-def fingerprints(config: Config | StageConfig) -> dict[str, str]:
+def fingerprints(config: AnyConfig) -> dict[str, str]:
     """Fingerprints of the input files, the tokenizer and the user's functions, by configuration
     key. Raises DataError."""
     files: dict[str, Sequence[str | Path]] = {**config.input_files()}
@@ -113,7 +113,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe_model(config: Config, vocab_size: int, hf: Any = None) -> dict[str, Any]:
+def describe_model(config: AnyConfig, vocab_size: int, hf: Any = None) -> dict[str, Any]:
     """model.json, for conversions. `vocab_size`: without padding; `hf`: the config.json that the
     model was imported from."""
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from gspo_megatron.checkpoint.rng import load_rng
 from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import read_model
 from gspo_megatron.checkpoint.tensors import load_model
-from gspo_megatron.config import Config, resolve_parallel
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config import resolve_parallel
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
@@ -55,7 +55,7 @@ def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -
     return sorted(line for lines in all_gather_objects(mine) for line in lines)
 
 
-def load_initial_weights(config: Config, policy: Policy) -> Any:
+def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
     """Load a new run's first weights from a checkpoint or a Hugging Face folder, if one is
     configured; without it the policy keeps its random weights. Returns the config.json of the
     Hugging Face model that the weights come from, or None. Raises UserError, on all ranks alike,
@@ -74,14 +74,16 @@ def load_initial_weights(config: Config, policy: Policy) -> Any:
     return None
 
 
-def load_reference(config: Config, policy: Policy) -> None:
+def load_reference(config: AnyConfig, policy: Policy) -> None:
     """Read the weights that RL started from. Raises UserError, on all ranks, for damaged ones."""
     reference = run_folder(config) / CHECKPOINTS / REFERENCE
     refuse_damage(reference, _damage_of(reference))
     load_model(reference, policy)
 
 
-def count_restart(config: Config, start: Start, environ: Mapping[str, str] | None = None) -> None:
+def count_restart(
+    config: AnyConfig, start: Start, environ: Mapping[str, str] | None = None
+) -> None:
     """Raise UserError in a job that was restarted too often at the same point of the run: batch
     scripts do not repeat a command after a UserError. On the main rank, once a start."""
     job = SlurmJob.of(os.environ if environ is None else environ)
@@ -126,7 +128,7 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
 
 
 def start_model(
-    config: Config | StageConfig, vocab_size: int, start: Start
+    config: AnyConfig, vocab_size: int, start: Start
 ) -> tuple[Ranks, Policy, RunLogger, Any]:
     """Join the other ranks, build the policy, open the run folder's files and load the weights. The
     last value is as load_starting_weights returns it."""
@@ -142,7 +144,9 @@ def start_model(
     return ranks, policy, logger, load_starting_weights(config, policy, start, logger)
 
 
-def load_starting_weights(config: Config, policy: Policy, start: Start, logger: RunLogger) -> Any:
+def load_starting_weights(
+    config: AnyConfig, policy: Policy, start: Start, logger: RunLogger
+) -> Any:
     """Load the weights of the resumed checkpoint, or a new run's first weights. Returns the
     config.json of the Hugging Face model that they come from, or None."""
     if start.checkpoint is not None:
@@ -160,7 +164,7 @@ def load_starting_weights(config: Config, policy: Policy, start: Start, logger: 
 class Session:
     """One start of a run on this rank."""
 
-    config: Config | StageConfig
+    config: AnyConfig
     ranks: Ranks
     start: Start
     stop: StopSignals
@@ -199,7 +203,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: Config | StageConfig, *, fresh: bool) -> Iterator[Session]:
+def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
     """Join the other ranks and find the checkpoint to resume; every rank enters it.
 
     Raises UserError, on all ranks alike: with `fresh` if the folder is not empty, if all

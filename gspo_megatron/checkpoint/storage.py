@@ -16,7 +16,7 @@ import json
 import math
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,7 +178,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 @contextmanager
-def raised_everywhere() -> Iterator[None]:
+def raised_everywhere() -> Generator[None]:
     """A DataError inside, on any rank, is raised at the end on all ranks; a collective."""
     error = None
     try:
@@ -229,7 +229,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
 
 @contextmanager
-def operating_system_errors() -> Iterator[None]:
+def operating_system_errors() -> Generator[None]:
     """Inside, what torch's file writer raises when it closes a file becomes its OSError again."""
     try:
         yield

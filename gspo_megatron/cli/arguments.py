@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 Commands = Any  # what argparse's `add_subparsers` returns: its type has no public name
@@ -79,7 +79,7 @@ def number(
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
+def loading() -> Generator[None]:
     """Within it modules are imported, and the garbage collector rests: they stay for good, and it
     takes a fifth of the seconds that torch and Megatron-Core need. Later it leaves them alone."""
     gc.disable()

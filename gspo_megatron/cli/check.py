@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,7 @@ def _search(
 
 
 @contextlib.contextmanager
-def _dry_run() -> Iterator[None]:
+def _dry_run() -> Generator[None]:
     """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
 
     Every rank that is built becomes garbage. The garbage collector leaves the loaded modules alone

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gspo_megatron.addresses import STORE_DESCRIPTOR, listen
@@ -108,7 +108,7 @@ def rank_environment(
 
 
 @contextlib.contextmanager
-def store_socket(environ: Mapping[str, str]) -> Iterator[socket.socket]:
+def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
     """Where rank 0 will answer the others: on loopback, at MASTER_PORT where set, else at a free
     port.
 
@@ -303,7 +303,7 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _signals_to(received: deque[signal.Signals]) -> Iterator[Callable[[], object]]:
+def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
     """Collect signals to this process; yields a function to call once the ranks started. Until then
     SIGUSR1 is ignored, and the ranks inherit that: it would end a rank that is not ready for it."""
 

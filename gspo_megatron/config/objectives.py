@@ -33,7 +33,7 @@ class Recipe:
         return of_sequences and self.rule in ("min_clip", "dual_clip")
 
     @property
-    def terms(self) -> str:
+    def terms(self) -> Literal["token", "sequence"]:
         """Whether the surrogate has a term for each `sequence` or for each `token`."""
         return "token" if self.ratio in ("token", "sequence_token") else "sequence"
 

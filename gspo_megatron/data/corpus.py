@@ -18,7 +18,7 @@ import shutil
 import signal
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -109,7 +109,7 @@ def prepare(
 
 
 @contextmanager
-def _work_folder(prefix: str) -> Iterator[Path]:
+def _work_folder(prefix: str) -> Generator[Path]:
     """PREFIX.partial, locked by this process; removed at the end if nothing failed."""
     folder = Path(f"{prefix}.partial")
     try:

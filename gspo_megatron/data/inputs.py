@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
 from gspo_megatron.data.formats import FieldMap, field_map, suite_fields
@@ -187,11 +187,12 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
     found: dict[str, SupervisedData] = {}
     warnings: list[str] = []
-    for key, paths in config.input_files().items() if tokenizer is not None else ():
-        with gathered_in(problems):
-            found[key] = load_supervised(paths[0], tokenizer, form)
-            counts, total = found[key].counts, len(found[key])
-            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
+    if tokenizer is not None:
+        for key, paths in config.input_files().items():
+            with gathered_in(problems):
+                found[key] = load_supervised(paths[0], tokenizer, form)
+                counts, total = found[key].counts, len(found[key])
+                warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
     if problems:
         raise ConfigError(problems)
     assert tokenizer is not None
@@ -209,7 +210,8 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
     ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
     for prefix in (*config.data.train, *config.data.evaluation):
         with gathered_in(problems):
-            manifest = check_dataset(prefix, tokenizer and model_vocab_size(config, tokenizer))
+            size = None if tokenizer is None else model_vocab_size(config, tokenizer)
+            manifest = check_dataset(prefix, size)
             if corpus_tokens(prefix) < 2:
                 raise DataError(f"{prefix}.idx: holds no text to learn")
             if manifest is None:
@@ -245,15 +247,15 @@ def corpus_tokens(prefix: str) -> int:
     return int(read_index(f"{prefix}.idx").lengths.sum(dtype="int64"))
 
 
-def model_vocab_size(config: Config | StageConfig, tokenizer: Tokenizer) -> int:
+def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
     """The configured size of the model's vocabulary, or the tokenizer's."""
     wanted = config.resolved_model().vocab_size
     return tokenizer.vocab_size if wanted is None else wanted
 
 
-def _load_tokenizer(config: Config | StageConfig) -> tuple[Tokenizer | None, list[str]]:
+def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
-    name, model = config.data.tokenizer, config.model  # type: ignore[union-attr]
+    name, model = config.data.tokenizer, config.model
     problems: list[str] = []
     options = getattr(config.data, "chat_template_options", None)  # pre-training has none
     with gathered_in(problems):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,7 @@ def read_parquet(
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[ParquetFile]:
+def open_parquet(path: Path) -> Generator[ParquetFile]:
     """Raises DataError if the file is damaged, also in the middle of reading it."""
     import pyarrow
     from pyarrow.parquet import ParquetFile

@@ -165,7 +165,7 @@ class SentencePieceTokenizer:
                 f"{self.name}: puts a space before every text, so it cannot encode what a chat "
                 "template writes between symbols; use a Hugging Face tokenizer folder"
             )
-        variables = self._template_symbols | self.template_options
+        variables = {**self._template_symbols, **self.template_options}
         if tools:
             variables = {**variables, "tools": list(tools)}
         return render(
@@ -328,7 +328,7 @@ class HuggingFaceTokenizer:
                 f"{self.name}: the tokenizer has no chat template, {_NEEDS_TEMPLATE}; use the "
                 "folder of a chat model"
             )
-        variables = self._tokenizer.special_tokens_map | self.template_options
+        variables = {**self._tokenizer.special_tokens_map, **self.template_options}
         if tools:
             variables = {**variables, "tools": list(tools)}
         return render(
@@ -404,7 +404,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, settings = io.BytesIO(), {**_TRAINING_DEFAULTS, **options}
     failure: list[BaseException] = []  # of reading the lines; sentencepiece repeats its text only
 
     def remembering() -> Iterator[str]:
@@ -420,7 +420,7 @@ def train_sentencepiece(
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
-            **{**_TRAINING_DEFAULTS, **options},
+            **settings,
         )
     except (RuntimeError, OSError) as error:
         if failure:
@@ -429,7 +429,7 @@ def train_sentencepiece(
     return write_atomically(f"{out_prefix}.model", model.getvalue())
 
 
-_TRAINING_DEFAULTS = {
+_TRAINING_DEFAULTS: dict[str, Any] = {
     "hard_vocab_limit": False,
     "character_coverage": 1.0,
     "normalization_rule_name": "identity",

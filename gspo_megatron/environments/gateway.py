@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,7 +190,7 @@ class Gateway:
         return self._url
 
     @contextlib.contextmanager
-    def session(self, client: Client, key: str) -> Iterator[Session]:
+    def session(self, client: Client, key: str) -> Generator[Session]:
         """The session of an episode. Within the context its requests have this key."""
         assert key not in self._sessions, "two episodes have one key"
         session = self._sessions[key] = Session(client)

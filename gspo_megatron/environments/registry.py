@@ -132,20 +132,22 @@ def _says_messages(environment: Environment) -> bool:
     except (OSError, TypeError, SyntaxError):  # made by code, or not in Python
         return False
     calls = [
-        node
+        (node, node.func.attr)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
     # A judge or another model of the environment may have such a method, too.
     client = next(iter(inspect.signature(environment.rollout).parameters))
-    turns = [call for call in calls if call.func.attr == "generate"]
+    turns = [call for call, method in calls if method == "generate"]
     says = any(
         call.args or any(keyword.arg == "messages" for keyword in call.keywords)
         for call in turns
-        if isinstance(call.func.value, ast.Name) and call.func.value.id == client
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == client
     )
     named = {keyword.arg for call in turns for keyword in call.keywords}
-    return says and "text" not in named and all(call.func.attr != "begin" for call in calls)
+    return says and "text" not in named and all(method != "begin" for _, method in calls)
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:

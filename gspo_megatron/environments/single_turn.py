@@ -53,8 +53,8 @@ class SingleTurn:
             start, end = end, end + prompt_length + length
             ids, transcript = tokens[start + prompt_length : end], ""
             if sampled is not None:
-                kinds = np.asarray(in_response)[start:end]
-                prompt_length = int(kinds.argmax())
+                kinds = np.asarray(in_response, dtype=bool)[start:end]
+                prompt_length = int(np.argmax(kinds))
                 transcript = self._decode(tokens[start + prompt_length : end])
                 responses_end += length
                 others = np.flatnonzero(~kinds)[-1] + 1  # the last branch's prompt ends there

@@ -123,8 +123,10 @@ async def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
+    if isinstance(node, ast.Constant):
+        number = node.value
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            return number
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp):

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class _Process:
     end: weakref.finalize
     answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
     reading: asyncio.Task[None] | None = None
+
+    def has_ended(self) -> bool:
+        return self.reading is not None and self.reading.done()
 
     def tell(self, order: dict[str, Any]) -> None:
         self.writer.write(json.dumps(order).encode() + b"\n")
@@ -75,7 +78,8 @@ class Verifiers:
     ) -> None:
         self._python, self._seconds = shutil.which(python) or python, seconds
         self._settings = {"taskset": taskset_id, "options": options}
-        self._gateway, self._process = Gateway(), None
+        self._gateway = Gateway()
+        self._process: _Process | None = None
         self._free_keys: list[str] = []
         self._numbers, self._starting = itertools.count(), asyncio.Lock()
 
@@ -85,7 +89,7 @@ class Verifiers:
                 f"the row has no field {TASK_FIELD}; `gspo-megatron tasks` writes prompts that do"
             )
         async with self._starting:
-            if self._process is None or self._process.reading.done():
+            if self._process is None or self._process.has_ended():
                 self._process = await self._start(client.limits.turns)
         with self._session(client) as (key, session):
             answer = await self._play(self._process, client, task.fields[TASK_FIELD], key)
@@ -109,7 +113,7 @@ class Verifiers:
     # An episode
 
     @contextlib.contextmanager
-    def _session(self, client: Client) -> Iterator[tuple[str, Session]]:
+    def _session(self, client: Client) -> Generator[tuple[str, Session]]:
         """A key comes again only when the process has no more use for it."""
         key = self._free_keys.pop() if self._free_keys else new_key()
         with self._gateway.session(client, key) as session:

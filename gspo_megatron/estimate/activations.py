@@ -140,18 +140,21 @@ def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
     model.set_input_tensor(hidden.requires_grad_(torch.is_grad_enabled()))
 
 
-class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+class SavedTensors:
     """The tensors that autograd keeps of the forward pass inside, on any device."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         """The parameters of `module` are not counted."""
         self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}
         self._kept: list[weakref.ref[Tensor]] = []
-        super().__init__(self._pack, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> SavedTensors:
-        super().__enter__()
+        self._hooks.__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # a new tensor object, which lives as long as the graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +59,7 @@ class StateBytes:
 @contextlib.contextmanager
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
-) -> Iterator[RankModel]:
+) -> Generator[RankModel]:
     """The model of `rank`, with its optimizer. Layers are torch_native's for every backend. Raises
     UserError with the reason if Megatron-Core refuses the configuration."""
     in_fp8 = config.training.precision in FP8
@@ -129,7 +129,8 @@ def state_bytes(model: RankModel) -> StateBytes:
                     parameters[kind] -= sum(p.nbytes for p in buffer.params)
     for name, parameter in _parameters(model.policy):
         kind = kind_of(name, parameter)
-        gradients[kind] += parameter.main_grad.nbytes
+        owner: Any = parameter  # to which Megatron-Core adds main_grad
+        gradients[kind] += owner.main_grad.nbytes
         parameters[kind] += parameter.nbytes
     return StateBytes(parameters, gradients, _optimizer_bytes(model))
 

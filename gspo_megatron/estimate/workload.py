@@ -61,7 +61,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         sequences = rollout.prompts_per_step * rollout.group_size
     whole = max(1, budget // sum(sequence))
     lengths, rest = (sequence,) * whole, budget - whole * sum(sequence)
-    if rest >= 2 and training.packing:
+    if rest >= 2 and config.training.packing:
         # a shorter sequence fills the budget
         learned = min(sequence[1], rest - 1)
         lengths += ((rest - learned, learned),)

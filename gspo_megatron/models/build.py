@@ -14,8 +14,9 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from gspo_megatron.config import Config, ModelShape, ResolvedParallel
+from gspo_megatron.config import ModelShape, ResolvedParallel
 from gspo_megatron.config.model_shape import experts_in_layers
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
@@ -74,7 +75,7 @@ def unwrap(module: torch.nn.Module) -> PolicyModel:
     return module
 
 
-def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) -> Policy:
+def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:
     """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here to
     a multiple that TP needs, and the softmax leaves the padding out.
 
@@ -129,7 +130,7 @@ def build_policy(config: Config, parallel: ResolvedParallel, vocab_size: int) ->
     return Policy(chunks, megatron, vocab_size, shape)
 
 
-def ddp_config(config: Config) -> DistributedDataParallelConfig:
+def ddp_config(config: AnyConfig) -> DistributedDataParallelConfig:
     """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers. fp64, which
     that optimizer refuses, has plain buffers."""
     trains = config.training.precision != "fp64"

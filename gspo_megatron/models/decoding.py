@@ -9,7 +9,7 @@ ranks do hold a share, Megatron-Core's own parts stay. The results are the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # others: that 
 
 
 @contextlib.contextmanager
-def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Iterator[None]:
+def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generator[None]:
     """Let the attention layers of a policy's chunks use `cache`, and plain parts stand in for those
     of training; without sequence parallelism (one token cannot be divided by TP) and FP8."""
     modules = [module for model in models for module in model.modules()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -331,7 +331,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _bf16_instructions() -> Iterator[None]:
+def _bf16_instructions() -> Generator[None]:
     """Let oneDNN round the elements of float32 matrices to bf16 when it multiplies them: exact for
     elements that come from bf16, and a multiple as fast on a CPU with such instructions. Sums and
     results stay in float32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -36,7 +36,7 @@ class ReferencePolicy:
             self._weights.append(kept.detach().copy_(tensor.detach()))
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> Generator[None]:
         """Inside, the policy's modules compute with the reference's weights."""
         self._policy.finish_parameter_gather()
         self._swap()

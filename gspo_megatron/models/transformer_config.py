@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 
-from gspo_megatron.config import Config, ResolvedParallel
+from gspo_megatron.config import ResolvedParallel
 from gspo_megatron.config.precision import (
     FP8,
     base_precision,
@@ -24,6 +24,7 @@ from gspo_megatron.config.precision import (
     megatron_fields,
 )
 from gspo_megatron.config.problems import problem
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform.devices import built_for_cuda
 
@@ -31,7 +32,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def transformer_config(config: Config, parallel: ResolvedParallel) -> TransformerConfig:
+def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> TransformerConfig:
     """The TransformerConfig of a checked configuration on a resolved layout."""
     shape = config.resolved_model()
     precision = config.training.precision
@@ -113,7 +114,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
 
 
 @contextlib.contextmanager
-def changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
     """(owner, attribute, value): attributes that have other values inside."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:

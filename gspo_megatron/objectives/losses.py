@@ -156,6 +156,7 @@ class Surrogate:
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
         if section.kl != "none" and section.kl_in == "loss":
+            assert section.kl_coefficient is not None  # one of the rules of the configuration
             # negative, because aggregation returns minus the mean of what is to grow
             penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
             loss = loss + section.kl_coefficient * penalty
@@ -173,6 +174,7 @@ class Surrogate:
         """A step's metrics from the reduced means: the whole loss, and effective sample sizes."""
         found = dict(reduced)
         if "kl/penalty" in found:
+            assert self.section.kl_coefficient is not None
             found["loss"] += self.section.kl_coefficient * found["kl/penalty"]
         found["loss"] -= self.section.entropy_coefficient * found.get("policy/entropy", 0.0)
         for name in ("ratio", "correction"):

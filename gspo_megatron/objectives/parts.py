@@ -84,13 +84,14 @@ class _SegmentSum(torch.autograd.Function):
         in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
         rows = in_order.numel() // len(sequence_index)
         # one vector, in which CUDA sums a segment by a thread block; in a matrix by one thread
-        sums = torch.segment_reduce(
+        sums = torch.segment_reduce(  # ty: ignore[missing-attribute]  # torch hides it from checkers
             in_order.reshape(-1), "sum", lengths=counts.repeat(rows), unsafe=True, initial=0
         )
         return sums.reshape(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
         (sequence_index,) = ctx.saved_tensors
         return gradient[..., sequence_index].to(ctx.dtype), None, None
 

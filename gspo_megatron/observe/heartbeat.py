@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
@@ -47,7 +47,7 @@ def heartbeat() -> None:
 
 
 @contextlib.contextmanager
-def heard_by(listener: Callable[[], None]) -> Iterator[None]:
+def heard_by(listener: Callable[[], None]) -> Generator[None]:
     """Inside the context, `listener` is called at each heartbeat."""
     _listeners.append(listener)
     try:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
         self._file = self.path.open("ab", buffering=0)
 
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def _refusals(self) -> Generator[None]:
         try:
             yield
         except OSError as error:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config import Config, to_shown_yaml
+from gspo_megatron.config import to_shown_yaml
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
@@ -29,7 +30,7 @@ class RunLogger:
     """Metrics, samples, trackers and the progress display; does nothing on the other ranks."""
 
     def __init__(
-        self, config: Config, is_main: bool, resumed_at: tuple[str, int] | None = None
+        self, config: AnyConfig, is_main: bool, resumed_at: tuple[str, int] | None = None
     ) -> None:
         """`resumed_at`: phase and step at which the run resumes; later records are dropped. Without
         it the folder must hold no earlier run: see `move_earlier_run`.
@@ -67,7 +68,7 @@ class RunLogger:
         write_environment(self.folder, rollout.vllm.python if has_servers else None)
         self.write_config(config)
 
-    def write_config(self, config: Config, unread: Mapping[str, str] | None = None) -> None:
+    def write_config(self, config: AnyConfig, unread: Mapping[str, str] | None = None) -> None:
         """Write config.resolved.yaml. unread: keys that nothing reads in this run, and why."""
         if self.is_main:
             text = to_shown_yaml(config, unread or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ META = torch.device("meta")
 
 
 @contextlib.contextmanager
-def pretended_rank(rank: int, world_size: int) -> Iterator[Trace]:
+def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
     """Inside, this process is `rank` of `world_size` for torch.distributed, and Megatron-Core
     allocates on the meta device. Yields a record of collectives and memory. torch.distributed must
     not be initialised.

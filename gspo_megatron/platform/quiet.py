@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 
 _NOISE = (
     r".*[Aa]pex.*not installed.*",
@@ -23,7 +23,7 @@ _NOISE = (
 
 
 @contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
+def quiet_imports() -> Generator[None]:
     """Ignore every warning while Megatron-Core is imported, afterwards only the known ones."""
     for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -14,15 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from gspo_megatron.config import Config
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.interrupts import saved_at_interrupt
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.observe.heartbeat import Heartbeat
@@ -98,7 +97,7 @@ class StopSignals:
         self.is_requested = True
 
     @contextlib.contextmanager
-    def at_interrupt(self, *, tells: bool) -> Iterator[None]:
+    def at_interrupt(self, *, tells: bool) -> Generator[None]:
         """Inside, Ctrl-C requests the stop too. Not before: until the run has begun to train there
         is nothing to save. `tells`: whether this process prints that."""
         if not self._enabled:
@@ -164,8 +163,8 @@ class TimeWatch:
 
 @contextlib.contextmanager
 def watched(
-    config: Config | StageConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
-) -> Iterator[None]:
+    config: AnyConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
+) -> Generator[None]:
     """Train inside the context, which every rank enters: a hang ends the run, and Ctrl-C or the end
     of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
     job = SlurmJob.of(os.environ)

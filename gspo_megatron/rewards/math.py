@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -88,7 +88,7 @@ def math(sample: Sample) -> float:
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
+def _limited() -> Generator[None]:
     """Raises _TooLongError after so much CPU time of this process, in its main thread. Elsewhere
     there are no signals, and math-verify refuses."""
     if threading.current_thread() is not threading.main_thread():

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -376,7 +376,7 @@ def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def _in_memory(content: bytes) -> Iterator[int]:
+def _in_memory(content: bytes) -> Generator[int]:
     """A file without a name, to be read from its begin."""
     descriptor = os.memfd_create("sandbox")
     try:

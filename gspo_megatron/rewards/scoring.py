@@ -9,7 +9,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -144,7 +144,7 @@ class Scorer:
     # How it is called
 
     @contextlib.contextmanager
-    def _clock(self, calls: int) -> Iterator[None]:
+    def _clock(self, calls: int) -> Generator[None]:
         if not self._under_way:
             self._since = self._began = time.perf_counter()
             self._calls = self._done = 0

@@ -219,7 +219,7 @@ class Lockstep:
             for branch in episode.branches:
                 tokens.append(self._ids(branch.prompt))
                 pieces += [len(branch.prompt), 0]
-                turns = []
+                turns: list[Tensor] = []  # their routes, where recorded
                 for number in branch.turns:
                     between, place = episode.between[number], episode.drawn[number]
                     if place is None:
@@ -232,11 +232,12 @@ class Lockstep:
                     counts = torch.full_like(turn.tokens, episode.counts, dtype=torch.bool)
                     mask += [counts.new_zeros(len(between)), counts]
                     pieces[-1] += len(between) + len(turn.tokens)
-                    turns.append(turn.routes)
+                    if turn.routes is not None:
+                        turns.append(turn.routes)
                 lengths[-1] += pieces[-1]
                 if routes:
                     missing = routes[0].new_zeros((len(branch.prompt) + 1, *routes[0].shape[1:]))
-                    routes.append(missing if turns == [None] else torch.cat(joined_routes(turns)))
+                    routes.append(torch.cat(joined_routes(turns)) if turns else missing)
         numbers, in_response = self._ids(samples), torch.arange(len(pieces)) % 2 == 1
         return RolloutBatch(
             tokens=torch.cat(tokens),

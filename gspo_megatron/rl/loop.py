@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -406,7 +406,7 @@ class PhaseTimer:
         self._device = device
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Generator[None]:
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":

@@ -107,9 +107,9 @@ class PolicyUpdater:
         if self.is_last_stage:
             for micro_batch in chain.from_iterable(mini_batches):
                 packed = micro_batch.packed
-                kl = divergence(
-                    self.section.kl, micro_batch.old_logprobs, micro_batch.reference_logprobs
-                )
+                old, reference = micro_batch.old_logprobs, micro_batch.reference_logprobs
+                assert old is not None and reference is not None, "compute_old_logprobs comes first"
+                kl = divergence(self.section.kl, old, reference)
                 if micro_batch.mask is not None:
                     kl = kl.where(micro_batch.mask > 0, 0.0)
                 sums = segment_sum(kl.double(), packed.sequence_index, len(packed.members))
@@ -193,6 +193,7 @@ class PolicyUpdater:
 
     def _measure_mismatch(self, inputs: LossInputs) -> None:
         trained, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs
+        assert rollout is not None, "micro-batches have the rollout's log-probs"
         means, largest = mismatch_metrics(trained, rollout, inputs.mask)
         self._metrics.add_means(means)
         self._metrics.add_maximum("mismatch/max", largest)

@@ -69,7 +69,8 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     for record in (share.batch, share.scores):
         for name, tensor in vars(record).items():
             setattr(record, name, None if tensor is None else tensor.to(device))
-    return Experience(share.batch, share.scores, **{**description, "samples": samples})
+    rest: dict[str, Any] = {**description, "samples": samples}
+    return Experience(share.batch, share.scores, **rest)
 
 
 def read_share(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -123,18 +123,22 @@ def select_sequences(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
     tokens = rows.repeat_interleave(batch.prompt_lengths + batch.response_lengths)
     of_tokens = {"tokens": tokens, "routes": tokens, "in_response": tokens}
     of_tokens |= {"rollout_logprobs": responses, "mask": responses}
-    return RolloutBatch(
-        **{
-            name: None if value is None else value[of_tokens.get(name, rows)]
-            for name, value in vars(batch).items()
-        }
-    )
+    chosen: dict[str, Any] = {
+        name: None if value is None else value[of_tokens.get(name, rows)]
+        for name, value in vars(batch).items()
+    }
+    return RolloutBatch(**chosen)
 
 
-def join(parts: Sequence[RolloutBatch] | Sequence[Scores]) -> RolloutBatch | Scores:
+_Record = TypeVar("_Record", RolloutBatch, Scores)
+
+
+def join(parts: Sequence[_Record]) -> _Record:
     """Records of flat tensors end to end."""
     columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-    joined = {n: None if values[0] is None else torch.cat(values) for n, values in columns.items()}
+    joined: dict[str, Any] = {
+        name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+    }
     return type(parts[0])(**joined)
 
 
@@ -305,7 +309,7 @@ class Collector:
         found = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
         if not has_any:
             return found
-        mine = problem and (type(problem).__name__, str(problem))
+        mine = None if problem is None else (type(problem).__name__, str(problem))
         told = all_gather_objects((mine, names))
         problems = [found for found, _ in told if found is not None]
         if problems:
@@ -341,6 +345,7 @@ class Collector:
         }
         if self.shaping.is_on:
             means["reward/shaped_mean"] = mean_pair(shaped)
+        assert experience.parts is not None, "not of one draw"
         for name, part in zip(self.part_names or (), experience.parts, strict=True):
             means[f"reward/{name}"] = mean_pair(part[scored])
         if (ages := experience.staleness) is not None:
@@ -481,6 +486,7 @@ class Collector:
 def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
     """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
     starts, is_response = branch_starts(batch), batch.in_response
+    assert is_response is not None
     # whether the policy wrote a token and not the one before it, of all tokens
     written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
     turns = written & ~written.roll(1)

@@ -15,7 +15,7 @@ replays the rollout's experts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -112,7 +112,7 @@ class RoutingReplay(RoutingReplayOff):
         )
 
     @contextlib.contextmanager
-    def old_pass(self, micro_batches: MicroBatches) -> Iterator[None]:
+    def old_pass(self, micro_batches: MicroBatches) -> Generator[None]:
         """See RoutingReplayOff: r3 replays the rollout's routes; r2 and volatility record."""
         for micro_batch in micro_batches:
             routes: Routes | None = None
@@ -134,7 +134,7 @@ class RoutingReplay(RoutingReplayOff):
                 self._take(routes, micro_batch)
 
     @contextlib.contextmanager
-    def reference_pass(self, micro_batches: MicroBatches) -> Iterator[None]:
+    def reference_pass(self, micro_batches: MicroBatches) -> Generator[None]:
         """See RoutingReplayOff."""
         mode = self.section.reference_replay
         if mode != "off":
@@ -145,7 +145,7 @@ class RoutingReplay(RoutingReplayOff):
             self._end_of_pass(micro_batch, "reference", mode)
 
     @contextlib.contextmanager
-    def training_pass(self, micro_batches: MicroBatches) -> Iterator[None]:
+    def training_pass(self, micro_batches: MicroBatches) -> Generator[None]:
         """See RoutingReplayOff: every route is used once, and released."""
         mode = self.section.replay
         for micro_batch in micro_batches:

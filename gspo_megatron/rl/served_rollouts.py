@@ -100,7 +100,9 @@ class ServedCollector(Collector):
         self.weights: Path | None = None  # the folder for new ones
         self.version = 0  # of the newest weights
         self.streams = False  # the servers take weights from rank 0, without a folder
-        self.sender: WeightStream | None = None  # on rank 0
+        self.sender: WeightStream | None = None  # on rank 0, as the next two
+        self.plan: dict[str, Any] = {}  # of the weights that it sends
+        self.receivers: dict[str, int] = {}  # of these weights
         self.drawn: dict[str, float] = defaultdict(float)  # since the last weights
         self.updated = time.perf_counter()  # when the servers had them
         self.told: dict[str, float] = {}  # figures of the service then
@@ -115,7 +117,8 @@ class ServedCollector(Collector):
         if not self.has_started:
             self.weights = Path(on_main(self._start))
             self.has_started = True
-        weights = {"version": version, "folder": None, "probe": None, "stream": None}
+        weights: dict[str, Any] = {"version": version}
+        weights |= {"folder": None, "probe": None, "stream": None}
         if self.streams:
             num_bytes = self._send(weights)
         else:
@@ -350,7 +353,7 @@ class ServedCollector(Collector):
         if routes is not None and self.layers is not None:
             count = len(columns["truncated"])
             if (kinds := columns.get("in_response")) is not None:  # a prompt and a response each
-                count = np.count_nonzero(kinds[1:] > kinds[:-1])
+                count = int(np.count_nonzero(kinds[1:] > kinds[:-1]))
             self._count_missing(routes, count)
             columns["routes"] = routes[:, self.layers]
         records = [columns.pop(name, np.empty(0, np.uint8)) for name in RECORDS]

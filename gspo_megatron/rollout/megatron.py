@@ -110,7 +110,9 @@ class MegatronEngine:
         """The ids of all tokens that end a response [end ids], and the stops to find in its text.
         Decoding leaves special tokens out: a stop that is one of them goes by its id, and those
         with such tokens inside are looked for in a text that has these tokens."""
-        assert not stop or self.decode is not None, "stop strings need the tokenizer"
+        if not stop:
+            return torch.tensor(self.eos_ids, device=self.device), []
+        assert self.decode is not None, "stop strings need the tokenizer"
         special = [self.special_tokens[text] for text in stop if text in self.special_tokens]
         texts = [text for text in stop if text not in self.special_tokens]
         names = [name for name in self.special_tokens if any(name in text for text in texts)]
@@ -190,11 +192,15 @@ class _Prefilled:
     def last(self) -> _Prefilled:
         """The last of them, without the memory of the others."""
 
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[-1:].clone()
+        def cut(values: Tensor) -> Tensor:
+            return values[-1:].clone()
 
-        states = {layer: (cut(key), cut(value)) for layer, (key, value) in self.states.items()}
-        return _Prefilled(states, cut(self.lengths), cut(self.hidden), cut(self.routes))
+        return _Prefilled(
+            {layer: (cut(key), cut(value)) for layer, (key, value) in self.states.items()},
+            cut(self.lengths),
+            None if self.hidden is None else cut(self.hidden),
+            None if self.routes is None else cut(self.routes),
+        )
 
 
 class _Generation:
@@ -298,6 +304,7 @@ class _Generation:
         free = self.rows.free(plan.starts)
         known = min(last, started * self.per_prompt) - first  # of a group that has started
         if known:
+            assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
         if plan.prompts:
             found = self._prefill(range(started, prefilled), plan)
@@ -327,8 +334,10 @@ class _Generation:
         limits = self.limits[responses // self.per_prompt]
         self.rows.start(rows, responses, self.samples[responses], limits, lengths, self.seed)
         if hidden is not None:
+            assert prefilled.hidden is not None, "the stage is the last one"
             hidden[rows] = prefilled.hidden[prompts]
         if prefilled.routes is not None:
+            assert self.responses.routes is not None
             width = prefilled.routes.shape[1]
             self.responses.routes[responses, :width] = prefilled.routes[prompts]
         return hidden
@@ -363,6 +372,7 @@ class _Generation:
         randomness = self._randomness(rows.samples)
         hidden, routes = self.engine._forward(rows.tokens[:, None], positions[:, None], randomness)
         if routes is not None:
+            assert self.responses.routes is not None
             owners = torch.where(rows.going, rows.response, self.responses.spare)
             self.responses.routes[owners, positions] = routes[:, 0]
         return hidden[:, 0] if hidden is not None else None

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,12 @@ from gspo_megatron.addresses import listen
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16  # bytes: of a tensor in its bucket
 _LOOK_SECONDS = 1.0  # between two looks at the servers, while one keeps us waiting
+
+
+class _Group(Protocol):
+    """A process group of gloo or NCCL. torch's annotations lack the methods of both."""
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 
 
 class WeightStream:
@@ -43,10 +49,10 @@ class WeightStream:
             timeout=timedelta(seconds=seconds),
             master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
         )
-        self._groups: dict[str, dist.ProcessGroup] = {}  # of the servers, by key
+        self._groups: dict[str, _Group] = {}  # of the servers, by key
         # What a server that hangs has not taken. To let go of such a group blocks until the server
         # is gone, or the time is up.
-        self._stuck: list[tuple[dist.Work, dist.ProcessGroup, Tensor]] = []
+        self._stuck: list[tuple[dist.Work, _Group, Tensor]] = []
 
     def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
         """What workers have to know, as JSON. specs: tensors on the meta device, in the order in
@@ -63,7 +69,7 @@ class WeightStream:
         self,
         plan: Mapping[str, Any],
         receivers: Mapping[str, int],
-        tensors: Iterator[tuple[str, Tensor]],
+        tensors: Iterator[tuple[str, Tensor | None]],
         receiving: Callable[[], Collection[str]],
     ) -> None:
         """Send the tensors to the receivers: key of a server -> number of its workers. A server
@@ -73,30 +79,44 @@ class WeightStream:
         wait for weights.
         """
         deadline = time.monotonic() + self.seconds
-        groups = {key: self._groups.pop(key, None) for key in receivers}
-        self._groups = {}  # of servers that are gone
-        self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
-        for key, workers in receivers.items():
-            groups[key] = groups[key] or self._join(key, workers, receiving, deadline)
+        groups = self._groups_with(receivers, receiving, deadline)
         for bucket in plan["buckets"]:
             buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
             for name, _, _, start in bucket["tensors"]:
                 found, tensor = next(tensors)
                 assert found == name, f"{found} instead of {name}"
+                assert tensor is not None, "rank 0 has each tensor"
                 content = tensor.contiguous().view(-1).view(torch.uint8)
                 buffer[start : start + len(content)] = content
-            works = {key: _broadcast(group, buffer) for key, group in groups.items() if group}
+            works = {key: _broadcast(group, buffer) for key, group in groups.items()}
             for key, work in works.items():
                 if not _completes(work, lambda key=key: key in receiving(), deadline):
-                    self._drop(groups[key], work, buffer)
-                    groups[key] = None
+                    self._drop(groups.pop(key), work, buffer)
         assert next(tensors, None) is None, "more tensors than planned"
-        self._groups = {key: group for key, group in groups.items() if group}
+        self._groups = groups
 
-    def _drop(self, group: dist.ProcessGroup, work: dist.Work | None, buffer: Tensor) -> None:
+    def _groups_with(
+        self,
+        receivers: Mapping[str, int],
+        receiving: Callable[[], Collection[str]],
+        deadline: float,
+    ) -> dict[str, _Group]:
+        """Those of the last time, and new ones with servers that come."""
+        known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
+        self._groups = {}  # of servers that are gone
+        self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
+        found = {}
+        for key, workers in receivers.items():
+            group = known.get(key) or self._join(key, workers, receiving, deadline)
+            if group is not None:
+                found[key] = group
+        return found
+
+    def _drop(self, group: _Group, work: dist.Work | None, buffer: Tensor) -> None:
         """Give a server up."""
-        if hasattr(group, "abort"):  # of NCCL: ends the kernel that waits for the server
-            group.abort()
+        abort: Callable[[], None] | None = getattr(group, "abort", None)
+        if abort is not None:  # of NCCL: ends the kernel that waits for the server
+            abort()
         if work is not None and not work.is_completed():
             self._stuck.append((work, group, buffer))
 
@@ -106,7 +126,7 @@ class WeightStream:
         workers: int,
         receiving: Callable[[], Collection[str]],
         deadline: float,
-    ) -> dist.ProcessGroup | None:
+    ) -> _Group | None:
         """The group with a server's workers; None where they do not come. To make a group blocks,
         so it begins only when all workers have said that they are there."""
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
@@ -142,21 +162,20 @@ def exhaust(tensors: Iterable[Any]) -> None:
         pass
 
 
-def _new_group(
-    backend: str, store: dist.Store, size: int, seconds: timedelta, host: str
-) -> dist.ProcessGroup:
+def _new_group(backend: str, store: dist.Store, size: int, seconds: timedelta, host: str) -> _Group:
     """Rank 0 of a group outside of the default one. Raises RuntimeError."""
+    groups: Any = dist  # whose options the annotations of torch lack, too
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        options = groups.ProcessGroupNCCL.Options()
         options._timeout = seconds
-        return dist.ProcessGroupNCCL(store, 0, size, options)
-    options = dist.ProcessGroupGloo._Options()
+        return groups.ProcessGroupNCCL(store, 0, size, options)
+    options = groups.ProcessGroupGloo._Options()
     options._timeout = seconds
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(store, 0, size, options)
+    options._devices = [groups.ProcessGroupGloo.create_device(hostname=host)]
+    return groups.ProcessGroupGloo(store, 0, size, options)
 
 
-def _broadcast(group: dist.ProcessGroup, buffer: Tensor) -> dist.Work | None:
+def _broadcast(group: _Group, buffer: Tensor) -> dist.Work | None:
     """None where the group is broken."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0

@@ -9,7 +9,7 @@ forward pass, by a context variable, which recomputation restores (platform/mega
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from itertools import chain
 from typing import Protocol
@@ -36,7 +36,7 @@ _current: ContextVar[Routes | None] = ContextVar("routes", default=None)
 
 
 @contextlib.contextmanager
-def routed(routes: Routes | None) -> Iterator[None]:
+def routed(routes: Routes | None) -> Generator[None]:
     """Forward passes inside, and their recomputation later, choose experts by `routes`."""
     token = _current.set(routes)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ Numbers = Callable[[int, int], Tensor]
 
 
 @contextlib.contextmanager
-def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Iterator[dict[int, Tensor]]:
+def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Generator[dict[int, Tensor]]:
     """Forward passes inside see noisy scores. Yields the experts [tokens, k] that they choose, by
     layer number; an empty dict unless `record`."""
     recording = Recording() if record else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +120,7 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[dict[int, Tensor]]:
+def recorded() -> Generator[dict[int, Tensor]]:
     """The experts [tokens, k] that forward passes inside choose, by layer."""
     recording = Recording()
     with routed(recording):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
 from gspo_megatron.checkpoint.manager import Checkpoints
-from gspo_megatron.config.stages import StageConfig
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.observe.run_logger import RunLogger
@@ -78,7 +78,7 @@ def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
 class SupervisedLoop:
     """The steps of a stage, with evaluations before, between and after them."""
 
-    config: StageConfig  # training.steps is known
+    config: FineTuningConfig | PretrainingConfig  # training.steps is known
     policy: Policy
     batches: Batches
     logger: RunLogger
@@ -89,6 +89,7 @@ class SupervisedLoop:
         then it is saved."""
         config, logger, batches, phase = self.config, self.logger, self.batches, self.config.phase
         steps, interval = config.training.steps, config.training.evaluation_interval
+        assert steps is not None, "with_steps comes first"
         trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
         updater = SupervisedUpdater(self.policy, trainer)
         done = self.checkpoints.restore(phase, trainer, batches)

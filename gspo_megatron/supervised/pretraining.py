@@ -191,6 +191,7 @@ def _training_samples(config: PretrainingConfig, inputs: PretrainingInputs) -> S
     if len(data.train) > 1:
         weights = [float(w) for w in data.weights or map(corpus_tokens, data.train)]
     split = [(0.0, 1.0 - data.evaluation_share), None, None]
+    assert config.training.steps is not None, "with_steps comes first"
     count = config.training.steps * config.training.batch_size
     return _build(config, inputs, data.train, weights, split, [count, 0, 0])
 

@@ -11,7 +11,7 @@ from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.examples import Counts
 from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.platform.collectives import on_main
@@ -23,7 +23,9 @@ from gspo_megatron.supervised.pretraining import PretrainingBatches
 Inputs = FineTuningInputs | PretrainingInputs
 
 
-def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bool:
+def run_stage(
+    config: FineTuningConfig | PretrainingConfig, inputs: Inputs, *, fresh: bool = False
+) -> bool:
     """Train as this process's rank of the run. Every rank calls it with the same configuration,
     which has passed `check_config` and knows its steps. A run that is already in the run folder is
     continued, unless `fresh` is true: then the folder has to be empty.
@@ -54,7 +56,7 @@ def run_stage(config: StageConfig, inputs: Inputs, *, fresh: bool = False) -> bo
 
 
 def assemble_stage(
-    config: StageConfig, inputs: Inputs, start: Start, stop: StopSignals
+    config: FineTuningConfig | PretrainingConfig, inputs: Inputs, start: Start, stop: StopSignals
 ) -> tuple[SupervisedLoop, Any]:
     """Join the other ranks and build this rank's part of everything; the policy has the weights of
     `start`, where there is one. Also returns the config.json of the Hugging Face model that the

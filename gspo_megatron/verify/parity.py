@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -339,7 +340,8 @@ class Recorder(Trainer):
 
 
 def _gradient(shard: Shard) -> Tensor:
-    gradient = shard.view(shard.parameter.main_grad)
+    owner: Any = shard.parameter  # to which Megatron-Core adds main_grad
+    gradient = shard.view(owner.main_grad)
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
 
 
@@ -377,7 +379,7 @@ def plan_alike(
         token_budget=cut.token_budget,
         micro_batch_multiple=cut.multiple,
         padded=not config.training.packing,
-        branches=branches and [[sum(branch) for branch in each] for each in branches],
+        branches=None if branches is None else [[*map(sum, each)] for each in branches],
     )
     share = cut.replicas // data_parallel_size
     joined = []
@@ -427,7 +429,7 @@ def distribute(
     index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
     owners = data_ranks(plans, len(index.lengths))
-    of_tokens = batch.token_advantages and join(batch.token_advantages)
+    of_tokens = None if batch.token_advantages is None else join(batch.token_advantages)
     sequences = redistribute(
         rollout, index, owners, group, context_parallel_size=cp_size, token_advantages=of_tokens
     )

@@ -16,7 +16,7 @@ import re
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +219,7 @@ class Share:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Generator[None]:
         """A DataError or OSError of one process inside is raised in all; a collective."""
         problem = None
         try:
@@ -237,7 +237,7 @@ ALONE = Share()
 
 
 @contextlib.contextmanager
-def shared_by_ranks() -> Iterator[Share]:
+def shared_by_ranks() -> Generator[Share]:
     """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
     import torch.distributed as dist
 

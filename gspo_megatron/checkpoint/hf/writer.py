@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,7 +285,7 @@ def check_destination(path: Path) -> None:
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Generator[None]:
     """Within it, an OSError becomes a DataError about `path`."""
     try:
         yield

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -177,7 +177,7 @@ def _next_record(
 
 
 @contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:

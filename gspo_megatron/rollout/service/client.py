@@ -9,7 +9,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn
 
@@ -107,7 +107,8 @@ class Client:
         """A response to the token ids `prompt`; `sampling`: vLLM's SamplingParams; name: of the
         request, as in `response_tokens`; salt: what is remembered of prompts with another one is
         not used."""
-        given = {"token_ids": list(prompt), "sampling_params": {"logprobs": 0, **sampling}}
+        given: dict[str, Any] = {"token_ids": list(prompt)}
+        given["sampling_params"] = {"logprobs": 0, **sampling}
         given |= {} if name is None else {"request_id": name}
         given |= {} if salt is None else {"cache_salt": salt}
         found = await self._call("POST", GENERATE, given, seconds=seconds)
@@ -124,7 +125,7 @@ class Client:
         *,
         routes: bool,
         salt: str | None = None,
-    ) -> AsyncIterator[list[tuple[int, Response]]]:
+    ) -> AsyncGenerator[list[tuple[int, Response]]]:
         """Several responses to one prompt, as they end, with their numbers in the part: those that
         have ended together at a time. Only of a server with our middleware; there is no deadline.
         names, seeds: of each of them, the seeds as numbers for `seed_of`; the other arguments are
@@ -321,7 +322,7 @@ class Client:
         *,
         seconds: float | None,
         query: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """The answer, of which the body is not yet here. What goes wrong with the connection, until
         the end of the block, raises ServerGone."""
         asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
@@ -379,7 +380,7 @@ async def _record(content: aiohttp.StreamReader) -> bytes | None:
 
 
 @contextlib.contextmanager
-def malformed() -> Iterator[None]:
+def malformed() -> Generator[None]:
     """An answer of another form than vLLM's."""
     try:
         yield

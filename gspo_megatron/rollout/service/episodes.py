@@ -51,8 +51,9 @@ RECORDS = ("records", "record_lengths")  # columns of a Group
 
 def draw_from_json(given: Mapping[str, Any]) -> Draw:
     """The inverse of `draw_to_json`."""
-    sampling = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
-    return Draw(**{**given, "sampling": Sampling(**sampling)})
+    sampling: dict[str, Any] = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
+    draw: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
+    return Draw(**draw)
 
 
 def draw_to_json(draw: Draw) -> dict[str, Any]:
@@ -146,10 +147,16 @@ class Scorers:
 
     def _samples(self, group: Group, prompt: Prompt) -> list[Sample]:
         columns = group.columns
-        names = ("tokens", "prompt_lengths", "response_lengths", "truncated", "group_index")
-        of_episodes = {name: columns.get(name) for name in ("sampled", "in_response")}
         return self._environment.samples(
-            *(columns[name] for name in names), [prompt], group.number, **of_episodes
+            columns["tokens"],
+            columns["prompt_lengths"],
+            columns["response_lengths"],
+            columns["truncated"],
+            columns["group_index"],
+            [prompt],
+            group.number,
+            sampled=columns.get("sampled"),
+            in_response=columns.get("in_response"),
         )
 
     def _add(
@@ -292,7 +299,8 @@ class Draws:
 
     async def _group(self, running: RunningDraw, number: int) -> None:
         """Draw, score and keep the responses to one prompt."""
-        draw = running.draw
+        draw, file = running.draw, running.file
+        assert file is not None, "it is closed when all groups have ended"
         prompt = self.prompts[draw.key][draw.rows[number - draw.first]]
         samples = range(number * draw.per_prompt, (number + 1) * draw.per_prompt)
         episodes: list[Episode] = []
@@ -310,7 +318,7 @@ class Draws:
 
         running.scoring += 1
         try:
-            await self.scorers.score(make, prompt, running.file.append, draw.key, episodes)
+            await self.scorers.score(make, prompt, file.append, draw.key, episodes)
         finally:
             running.scoring -= 1
 
@@ -382,8 +390,9 @@ def joined_turns(episode: Episode) -> Response:
 
 def _routes_of(turns: Sequence[Response]) -> list[np.ndarray]:
     """The experts of a branch's tokens, in pieces; none where the servers do not report them."""
-    routes = [turn.routes for turn in turns]
-    return [] if routes[0] is None else joined_routes(routes)
+    routes = [turn.routes for turn in turns if turn.routes is not None]
+    assert len(routes) in (0, len(turns)), "routes of some turns only"
+    return joined_routes(routes) if routes else []
 
 
 def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:

@@ -32,7 +32,7 @@ class Handle:
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
-        self._settings = {**settings, "starter": os.getpid()}
+        self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name

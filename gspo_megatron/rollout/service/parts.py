@@ -102,7 +102,7 @@ class Part:
         if not self.server.abilities.gives_parts:
             [name], [seed] = names, self.seeds
             sampling = (
-                wanted.sampling if seed is None else wanted.sampling | {"seed": seed_of(seed)}
+                wanted.sampling if seed is None else {**wanted.sampling, "seed": seed_of(seed)}
             )
             response = await client.generate(
                 wanted.prompt,

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -93,10 +93,12 @@ class Pool:
         await self._tell()
         if first:
             self._watcher = asyncio.create_task(self._watch())
+        begun: list[asyncio.Task[None]] = []
         for server in self.servers:
             work = self._begin(server) if first else self._renew(server, weights)
             server.tending = asyncio.create_task(_after(server.tending, work))
-        await asyncio.gather(*(server.tending for server in self.servers))
+            begun.append(server.tending)
+        await asyncio.gather(*begun)
         left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
         # At the start every server has to be sound: a run that begins with fewer was set up wrong.
         if not left or (first and len(left) < len(self.servers)):
@@ -238,7 +240,7 @@ class Pool:
         return KEEP if self.settings.keeps_kv else RECOMPUTE
 
     @contextlib.asynccontextmanager
-    async def _split(self, server: Server, version: int, seconds: float) -> AsyncIterator[None]:
+    async def _split(self, server: Server, version: int, seconds: float) -> AsyncGenerator[None]:
         """While it is paused: responses under way have tokens of two versions from now on."""
         flights, counts = tuple(server.in_flight), {}
         if flights and server.abilities.counts_tokens:
@@ -375,6 +377,7 @@ class Pool:
         def draw_again(seed: Seed) -> asyncio.Task[list[Response]]:
             return asyncio.create_task(self._drawn(wanted, [seed], first=True))
 
+        assert server.version is not None, "_turn gives servers that serve"
         wanted_here = replace(wanted, salt=self._salt(server.version))
         return Part(server, wanted_here, seeds, draw_again, self._admit_soon)
 
@@ -398,7 +401,10 @@ class Pool:
             found = dict(zip(missing, again, strict=True))
         for number, task in part.again.items():
             [found[number]] = await task
-        return [found.get(n) or each.response for n, each in enumerate(part.flights)]
+        flights = enumerate(part.flights)
+        arrived = {n: each.response for n, each in flights if each.response is not None}
+        responses = arrived | found
+        return [responses[n] for n in range(len(part.flights))]
 
     def _salt(self, version: int) -> str | None:
         """What a server remembers of prompts is forgotten with each version, unless responses
@@ -535,7 +541,7 @@ class Pool:
             self._admit_soon()
 
     async def _look(self, server: Server) -> None:
-        ended = server.process and server.process.has_ended()
+        ended = None if server.process is None else server.process.has_ended()
         if ended:
             await self._lose(server, ended)
             return

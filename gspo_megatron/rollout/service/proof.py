@@ -8,7 +8,6 @@ any precision. They do not see what kernels make of parameters; the probe does.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +90,7 @@ def describe_families(families: Sequence[str], known: int) -> str:
         return "all of them"
     layers: dict[str, list[str]] = {}
     for family in families:
-        kind, _, layer = re.fullmatch(r"(.*?)( of layer (\d+))?", family).groups()
+        kind, _, layer = family.partition(" of layer ")
         layers.setdefault(kind, []).extend([layer] if layer else [])
     told = []
     for kind, numbers in layers.items():

@@ -293,8 +293,8 @@ class _Part:
     @classmethod
     def read(cls, body: bytes) -> _Part:
         given = from_json(body)
-        facts = ModelFacts(**{**given.pop("facts"), "moe_layers": tuple(given.pop("moe_layers"))})
-        part = cls(facts=facts, **given)
+        facts: dict[str, Any] = {**given.pop("facts"), "moe_layers": tuple(given.pop("moe_layers"))}
+        part = cls(facts=ModelFacts(**facts), **given)
         if not part.names or not len(set(part.names)) == len(part.names) == len(part.seeds):
             raise ValueError(f"names {part.names} with {len(part.seeds)} seeds")
         return part

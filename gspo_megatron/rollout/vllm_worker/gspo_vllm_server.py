@@ -25,7 +25,7 @@ def share_port(port: int) -> None:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         native(self, address)
 
-    socket.socket.bind = bind  # type: ignore[method-assign]
+    socket.socket.bind = bind  # ty: ignore[invalid-assignment]  # on purpose
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,13 +51,22 @@ _FAMILIES = {
 }
 
 
+class _Group(Protocol):
+    """A process group of gloo or NCCL. torch's annotations lack the methods of both."""
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /
+    ) -> dist.Work: ...
+
+
 class GspoWorker:
     """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker."""
 
     model_runner: Any  # of vLLM's worker
+    reload_weights: Callable[..., None]
     device: torch.device
     rank: int  # in the server, from 0
-    _sender: tuple[str, dist.ProcessGroup] | None = None  # key, and the group with rank 0 of a run
+    _sender: tuple[str, _Group] | None = None  # key, and the group with rank 0 of a run
 
     def tell_config(self) -> str:
         """config.json of the model that is served, with all of its defaults."""
@@ -119,7 +128,7 @@ class GspoWorker:
             raise
         return count
 
-    def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> dist.ProcessGroup:
+    def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> _Group:
         """The group with rank 0 of a run, beside the groups of vLLM."""
         seconds = timedelta(seconds=plan["seconds"])
         store = dist.TCPStore(
@@ -128,19 +137,20 @@ class GspoWorker:
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
         shared = dist.PrefixStore(key, store)
+        groups: Any = dist  # whose options the annotations of torch lack, too
         if plan["backend"] == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
+            options = groups.ProcessGroupNCCL.Options()
             options._timeout = seconds
-            return dist.ProcessGroupNCCL(shared, rank, world_size, options)
-        options = dist.ProcessGroupGloo._Options()
+            return groups.ProcessGroupNCCL(shared, rank, world_size, options)
+        options = groups.ProcessGroupGloo._Options()
         options._timeout = seconds
         # not at the address of this host's own name, which may be one that rank 0 cannot reach
         own = _own_address(plan["host"], plan["port"])
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        return dist.ProcessGroupGloo(shared, rank, world_size, options)
+        options._devices = [groups.ProcessGroupGloo.create_device(hostname=own)]
+        return groups.ProcessGroupGloo(shared, rank, world_size, options)
 
     def _received(
-        self, group: dist.ProcessGroup, buckets: Sequence[Mapping[str, Any]]
+        self, group: _Group, buckets: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the order in which they are sent. vLLM may keep a tensor until its
         layer is whole, so every bucket has memory of its own."""

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tokenizers
@@ -174,6 +175,19 @@ def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
             )
         }
     assert len(texts) == 3
+
+
+def test_options_may_be_a_mapping_that_is_no_dict(tmp_path: Path) -> None:
+    folder, options = (
+        build_folder(tmp_path / "hf", chat_template=THINKS),
+        {"enable_thinking": False},
+    )
+    messages = [{"role": "user", "content": "2+3="}]
+    texts = [
+        load_tokenizer(folder, given).render(messages, open_answer=True).text
+        for given in (options, MappingProxyType(options), None)
+    ]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_an_option_that_the_template_never_reads_is_refused_by_name(tmp_path: Path) -> None:
