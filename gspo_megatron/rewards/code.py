@@ -257,6 +257,8 @@ def _livecodebench(row: Mapping[str, Any]) -> Iterator[Test]:
     for field in _KINDS["livecodebench"]:
         for case in _cases(row.get(field)):
             if case["testtype"] == "functional":
+                if not isinstance(name, str):
+                    raise ValueError("metadata.func_name is missing: the function to call")
                 arguments = [json.loads(line) for line in case["input"].split("\n") if line]
                 yield _returns(name, arguments, [json.loads(case["output"])])
             else:

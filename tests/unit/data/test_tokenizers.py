@@ -3,9 +3,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import tokenizers
@@ -177,6 +176,19 @@ def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
     assert len(texts) == 3
 
 
+class ReadOnly(Mapping[str, bool]):
+    """A mapping without the operators of a dict."""
+
+    def __getitem__(self, name: str) -> bool:
+        return {"enable_thinking": False}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["enable_thinking"])
+
+    def __len__(self) -> int:
+        return 1
+
+
 def test_options_may_be_a_mapping_that_is_no_dict(tmp_path: Path) -> None:
     folder, options = (
         build_folder(tmp_path / "hf", chat_template=THINKS),
@@ -185,7 +197,7 @@ def test_options_may_be_a_mapping_that_is_no_dict(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "2+3="}]
     texts = [
         load_tokenizer(folder, given).render(messages, open_answer=True).text
-        for given in (options, MappingProxyType(options), None)
+        for given in (options, ReadOnly(), None)
     ]
     assert texts[0] == texts[1] != texts[2]
 

@@ -215,6 +215,8 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
         {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()},
         {"input_output": '{"inputs": ["1"], "outputs": []}'},
         {"public_tests": {"input": ["1"]}},
+        {"public_test_cases": FUNCTIONAL},  # no function is named
+        {"public_test_cases": FUNCTIONAL, "metadata": "{}"},
     ],
 )
 def test_tests_that_cannot_be_read_end_the_run(row: dict[str, Any]) -> None:
