@@ -86,7 +86,7 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "objective", "expected"),
     [
-        ("two_turns", "gspo", "objective.name = 'gspo': there are rewards of turns, which an objective"),
+        ("two_turns", "gspo", "objective.name = 'gspo': there are rewards of turns, which"),
         ("at_times", "gspo_token", "reward 'judge_of_turns:at_times' returned rewards of turns"),
     ],
 )
