@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import stat
 from collections import Counter
@@ -63,6 +64,31 @@ def test_servers_and_service_that_die_or_hang_cost_no_response(
     assert_trained_once(run, 6)
     wait_for(lambda: not any(map(is_alive, left)))
     assert not folder.exists()
+
+
+@pytest.mark.full
+def test_weights_that_are_removed_cost_no_step(vllm_python: Path, tmp_path: Path) -> None:
+    """A cleaner of temporary files does it. A run that ends goes on by the same command."""
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        rollout=LONG,
+        training={"steps": 4, "precision": "fp32"},
+        checkpoint={"interval": 1},
+    )
+    process = run.start()
+    run.wait(process, lambda: begun(run, 2))
+    config = load_config(tmp_path / "config.yaml")
+    [folder] = weights_folders(config)
+    shutil.rmtree(folder)
+    left = [*run.services(), *run.servers()]
+    said, _ = process.communicate(timeout=600)
+    if process.returncode != 0:
+        assert "Traceback" not in said and str(folder) in said
+        run.finish(run.start())
+    assert_trained_once(run, 4)
+    wait_for(lambda: not any(map(is_alive, left)))
+    assert not weights_folders(config)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
