@@ -114,6 +114,13 @@ def test_visit_and_hour_have_one_list(steps: ModuleType, tmp_path: Path) -> None
     assert "gpu_visit/run.py" in hour and "--hour" in hour
 
 
+def test_a_rehearsal_says_what_it_cannot_do(steps: ModuleType, tmp_path: Path) -> None:
+    listed = steps.all_steps(steps.Machine(tmp_path, 1, 0, True, None))
+    engine = next(step for step in listed if step.name == "fp8")
+    done = run_program(*engine.command, expect=steps.NOT_HERE)
+    assert done.stdout.strip() == "Transformer Engine needs a GPU"
+
+
 @pytest.mark.parametrize(
     ("line", "figures"),
     [
