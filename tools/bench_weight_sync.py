@@ -196,14 +196,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     """The figures of each round: seconds, bytes, and the ratio."""
     import torch
 
-    from gspo_megatron.rl.served_rollouts import weights_folder
+    from gspo_megatron.rollout.weights_folder import weights_folders
 
     with running(arguments, folder) as run:
         parts, rounds = Parts(run.collector), []
         parameters = [p for model in run.policy.models for p in model.parameters()]
         total = sum(p.nbytes for p in parameters)
         layer = (total - 2 * _VOCABULARY * _HIDDEN * parameters[0].itemsize) / _LAYERS
-        place = weights_folder(run.config)
+        [place] = weights_folders(run.config)
         print(f"{total / 1e9:.3f} GB, {layer / 1e6:.0f} MB a layer, disk: {place.parent}")
         for number in range(1, arguments.rounds + 1):
             with torch.no_grad():
