@@ -36,7 +36,7 @@ setup(
     packages=find_packages(include=["gspo_megatron", "gspo_megatron.*"]),
     package_data={
         "gspo_megatron.cli": ["new_templates/*"],
-        "gspo_megatron.rollout": ["vllm_worker/*.py"],
+        "gspo_megatron.rollout.vllm": ["worker/*.py"],
         "gspo_megatron.observe": ["templates/*.j2"],
     },
     install_requires=[

@@ -37,7 +37,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zer
 from gspo_megatron.objectives.advantages import group_mean_std
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import RolloutBatch
 
 VOCABULARY, PAD, END = 16, 0, 1

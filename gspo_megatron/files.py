@@ -154,3 +154,9 @@ def fault_of_name(name: str) -> str | None:
 
 
 _LONGEST_NAME = 255  # bytes, of Linux's file systems
+
+
+def sync_folders(top: Path) -> None:
+    """Wait until all names in a folder and below it are on the disk. Raises OSError."""
+    for folder in [top, *(path for path in top.rglob("*") if path.is_dir())]:
+        sync(folder)

@@ -91,10 +91,10 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
     """
     import torch
 
-    from gspo_megatron.checkpoint.hf.weight_map import weight_map
-    from gspo_megatron.checkpoint.hf.writer import HfWriter
-    from gspo_megatron.config.families import describe, family_of
-    from gspo_megatron.config.model_shape import shape_of
+    from gspo_megatron.families import describe, family_of
+    from gspo_megatron.families.model_shape import shape_of
+    from gspo_megatron.families.weight_map import weight_map
+    from gspo_megatron.hf.writer import HfWriter
 
     config = config_of(gigabytes)
     shape = shape_of(describe(config))

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.launch import launch
-from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.process.launcher import launch
+from gspo_megatron.process.ranks import join_launcher
 
 if TYPE_CHECKING:
     from gspo_megatron.rl.policy_update import PolicyUpdater

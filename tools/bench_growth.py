@@ -70,7 +70,7 @@ def be_a_rank(steps: int) -> None:
     import torch.distributed as dist
     from our_step import build_loop
 
-    from gspo_megatron.cli.ranks import join_launcher
+    from gspo_megatron.process.ranks import join_launcher
 
     join_launcher()
     torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def main() -> None:
     if arguments.point:
         ranks = prepare(arguments.point[0], int(arguments.point[1]))
         if ranks > 1 and "RANK" not in os.environ:
-            from gspo_megatron.cli.launch import launch
+            from gspo_megatron.process.launcher import launch
 
             raise SystemExit(launch([sys.executable, *sys.argv], ranks))
         be_a_rank(arguments.steps)

@@ -46,11 +46,11 @@ from workload import SEED, SHAPES, WORKLOADS
 
 from gspo_megatron.batching.plan import data_ranks
 from gspo_megatron.batching.redistribute import gather_index, redistribute
-from gspo_megatron.cli.launch import launch
-from gspo_megatron.cli.ranks import join_launcher
 from gspo_megatron.models.policy import HiddenStates, PolicyModel
 from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.process.launcher import launch
+from gspo_megatron.process.ranks import join_launcher
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.types import RolloutBatch
 

@@ -50,12 +50,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gspo_megatron.rollout import megatron
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.rows import Responses, Rows
-from gspo_megatron.rollout.service import process
-from gspo_megatron.rollout.service.client import Client
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
+from gspo_megatron.rollout.megatron import engine as megatron
+from gspo_megatron.rollout.megatron.rows import Responses, Rows
+from gspo_megatron.rollout.vllm import process
+from gspo_megatron.rollout.vllm.client import Client
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy
@@ -260,8 +260,8 @@ def save_weights(folder: str, seed: int) -> None:
 
 def load_policy(folder: str) -> tuple[Policy, Trainer]:
     """The policy with the folder's weights on one rank, and its optimizer."""
-    from gspo_megatron.checkpoint.hf.load import load_hf
     from gspo_megatron.config import check_config, parse_config, resolve_parallel
+    from gspo_megatron.hf.load import load_hf
     from gspo_megatron.models.build import build_policy
     from gspo_megatron.models.optimizer import Schedule, build_trainer
     from gspo_megatron.platform.groups import set_up_model_parallel, start_processes

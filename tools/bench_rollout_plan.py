@@ -36,9 +36,9 @@ import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.estimate.rollout_plan import Server, Setting, simulate
-from gspo_megatron.rollout.service.client import TOKEN_VARIABLE, Client
-from gspo_megatron.rollout.service.process import end_with_parent
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client
+from gspo_megatron.rollout.vllm.process import end_with_parent
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 _PACKAGE = (sys.executable, "-m", "gspo_megatron")
 _LONGEST = 512  # tokens of a response

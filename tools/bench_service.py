@@ -41,21 +41,21 @@ import numpy as np
 import yaml
 from aiohttp import web
 
-from gspo_megatron.config.families import FAMILIES, PRESETS
 from gspo_megatron.config.load import load_config
-from gspo_megatron.config.model_shape import shape_of
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.families import FAMILIES, PRESETS
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.episodes import Draws, Scorers
-from gspo_megatron.rollout.service.main import collect_garbage_less_often
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.proof import Probe
-from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
-from gspo_megatron.rollout.vllm_worker import gspo_vllm_answers
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.service import collect_garbage_less_often
+from gspo_megatron.rollout.vllm.worker import gspo_vllm_answers
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     ABOUT,
     GENERATE,
     Answers,

@@ -196,7 +196,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     """The figures of each round: seconds, bytes, and the ratio."""
     import torch
 
-    from gspo_megatron.rollout.weights_folder import weights_folders
+    from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 
     with running(arguments, folder) as run:
         parts, rounds = Parts(run.collector), []

@@ -22,12 +22,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.data.corpus import CorpusJob, prepare
 from gspo_megatron.data.documents import CHUNK_BYTES, TEXT_DOCUMENTS
 from gspo_megatron.data.indexed import Manifest, check_dataset, prefix_of, validate_tokens
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.progress import Progress
+from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

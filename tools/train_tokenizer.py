@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
 from gspo_megatron.data.tokenizer_training import (
     MODEL_FILE,
     MODEL_TYPES,
@@ -28,6 +27,7 @@ from gspo_megatron.data.tokenizer_training import (
 )
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError
+from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

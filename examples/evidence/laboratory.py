@@ -29,7 +29,7 @@ from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zer
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 

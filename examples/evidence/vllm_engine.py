@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.export import export_hf
+from gspo_megatron.hf.export import export_hf
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.service.process import WORKER_FOLDER, cpu_environment
+from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, cpu_environment
 from gspo_megatron.types import RolloutBatch
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
-from gspo_megatron.files import sync
+from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
@@ -146,12 +146,6 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk. Raises OSError."""
     path.write_bytes(content)
     sync(path)
-
-
-def sync_folders(top: Path) -> None:
-    """Wait until all names in a folder and below it are on the disk. Raises OSError."""
-    for folder in [top, *(path for path in top.rglob("*") if path.is_dir())]:
-        sync(folder)
 
 
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:

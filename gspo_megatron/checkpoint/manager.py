@@ -37,9 +37,8 @@ from gspo_megatron.checkpoint.start import load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
-from gspo_megatron.config.problems import did_you_mean, nearest, problem
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.metrics_files import RL

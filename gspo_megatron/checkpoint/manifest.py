@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES, fault_of_name, parse_json
-from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.process.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
 FORMAT = "gspo-megatron checkpoint"

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.checkpoint.storage import Piece
+from gspo_megatron.families.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.models.build import Policy
 
 _EXTRA_STATE = "_extra_state"

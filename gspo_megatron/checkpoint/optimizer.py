@@ -19,10 +19,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import is_vocabulary
 from gspo_megatron.checkpoint.model_pieces import ModelPiece
 from gspo_megatron.checkpoint.storage import Piece
 from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.families.weight_map import is_vocabulary
 from gspo_megatron.files import parse_json
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.platform.collectives import all_gather_objects

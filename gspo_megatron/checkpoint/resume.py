@@ -23,13 +23,12 @@ from gspo_megatron.checkpoint.run_state import (
     read_model,
     versions,
 )
-from gspo_megatron.config.families import differences
 from gspo_megatron.config.load import override, parse_yaml
-from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
-from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import AnyConfig, StageConfig
-from gspo_megatron.errors import ConfigError, DataError, UserError, some_of
+from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
+from gspo_megatron.families import differences
+from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
 from gspo_megatron.files import folder_lacks
 
 # Fields of TransformerConfig that a run on given weights may change: which tokens are dropped.

@@ -17,9 +17,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.storage import raised_everywhere
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
+from gspo_megatron.platform.collectives import raised_everywhere
 
 FOLDER = "rng"
 _TRACKER = "tracker."

@@ -16,10 +16,10 @@ from typing import Any
 import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
-from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
+from gspo_megatron.families.model_shape import MODEL_FILE
 from gspo_megatron.files import fingerprint, parse_json
 from gspo_megatron.plugins import module_folders
 

@@ -67,7 +67,7 @@ def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
         load_model(checkpoint, policy)
         return read_model(checkpoint)["hf"]
     if config.model.hf_path is not None:
-        from gspo_megatron.checkpoint.hf.load import load_hf
+        from gspo_megatron.hf.load import load_hf
 
         load_hf(config.model.hf_path, policy)
         return parse_json((Path(config.model.hf_path) / "config.json").read_bytes())

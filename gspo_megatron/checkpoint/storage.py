@@ -48,7 +48,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.files import make_folder
-from gspo_megatron.observe.heartbeat import heartbeat
+from gspo_megatron.platform.collectives import raised_everywhere
+from gspo_megatron.process.heartbeat import heartbeat
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -175,30 +176,6 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
             raise DataError("\n".join(some_of(lines)))
     with raised_everywhere():
         TorchDistReader(folder, index).read(pieces)
-
-
-@contextmanager
-def raised_everywhere() -> Generator[None]:
-    """A DataError inside, on any rank, is raised at the end on all ranks; a collective."""
-    error = None
-    try:
-        yield
-    except DataError as found:
-        error = str(found)
-    raise_everywhere(error)
-
-
-def raise_everywhere(error: str | None) -> None:
-    """Raise DataError on all ranks where `error` is set on any of them; a collective."""
-    from gspo_megatron.platform.collectives import all_gather_objects
-
-    found = all_gather_objects(error)
-    lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
-    more = len(lines) - 2 * _SHOWN
-    if more > 0:
-        lines[2 * _SHOWN :] = [f"... and {more} more"]
-    if lines:
-        raise DataError("\n".join(lines))
 
 
 class TorchDistWriter(dcp.FileSystemWriter):

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gspo_megatron
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, positive
-from gspo_megatron.cli.failures import STOPPED
 from gspo_megatron.cli.variants import (
     OBJECTIVES,
     REPLAYS,
@@ -30,6 +28,8 @@ from gspo_megatron.cli.variants import (
     plan_runs,
 )
 from gspo_megatron.errors import UserError
+from gspo_megatron.process import ranks
+from gspo_megatron.process.failures import STOPPED
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
@@ -203,7 +203,7 @@ def _train(
 ) -> tuple[list[str], int]:
     """Make each run by the ordinary `train` command, in processes of its own. Returns the runs that
     failed, and the exit code where a signal stopped them (else 0)."""
-    from gspo_megatron.cli.launch import launch
+    from gspo_megatron.process.launcher import launch
 
     failed: list[str] = []
     for number, planned in enumerate(todo, start=1):

@@ -109,7 +109,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         get_reward,
         suite_rewards,
     )
-    from gspo_megatron.rollout.service.installed import unfit_heads
+    from gspo_megatron.rollout.vllm.installed import unfit_heads
 
     inputs = reward = environment = None
     tools: list[dict[str, Any]] = []
@@ -182,12 +182,12 @@ def _check_start(
             with gathered_in(problems):
                 check_given(config, vocab_size)
         if model.hf_path is not None:
-            from gspo_megatron.checkpoint.hf.files import checked_folder
+            from gspo_megatron.hf.files import checked_folder
 
             with gathered_in(problems):
                 checked_folder(model.hf_path, config.resolved_model(), vocab_size)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
-        from gspo_megatron.checkpoint.hf.writer import check_destination
+        from gspo_megatron.hf.writer import check_destination
 
         path = Path(config.export.hf_path)
         with gathered_in(problems):

@@ -44,7 +44,7 @@ def check_packages(config: AnyConfig) -> None:
 
 def _lacks_vllm(python: str | None) -> list[str]:
     """The problem with the interpreter that is to start vLLM; nothing where it has vLLM."""
-    from gspo_megatron.config.problems import problem
+    from gspo_megatron.errors import problem
 
     key, advice = "rollout.vllm.python", "legal: the interpreter of an environment that has vLLM"
     program = shutil.which(python or sys.executable)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
-from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
+from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.observe.progress import number
 
 if TYPE_CHECKING:

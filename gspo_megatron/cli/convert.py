@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, loading, new_parser
 from gspo_megatron.errors import UserError
+from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
     import torch
 
-    from gspo_megatron.checkpoint.hf.convert import Share
+    from gspo_megatron.checkpoint.convert import Share
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
@@ -71,7 +71,7 @@ def add_parser(commands: Commands) -> None:
 
 def run_import(arguments: argparse.Namespace) -> int:
     with loading():
-        from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
+        from gspo_megatron.checkpoint.convert import hf_to_megatron
 
     hf_to_megatron(
         arguments.source,
@@ -96,7 +96,7 @@ def run_export(arguments: argparse.Namespace) -> int:
                 f"already one of {rank_of} (WORLD_SIZE in the environment); do not give --layout "
                 "under torchrun or srun"
             )
-        from gspo_megatron.checkpoint.hf.convert import shared_by_ranks
+        from gspo_megatron.checkpoint.convert import shared_by_ranks
 
         with shared_by_ranks() as share:
             _export(arguments, share)
@@ -114,7 +114,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             f"{_MOST_PROCESSES} on one machine, any number under srun and torchrun"
         )
     if processes > 1:
-        from gspo_megatron.cli.launch import launch
+        from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", "convert", "megatron-to-hf"]
         command += [str(arguments.source), str(arguments.destination)]
@@ -126,7 +126,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
     with loading():
-        from gspo_megatron.checkpoint.hf.convert import ALONE, megatron_to_hf
+        from gspo_megatron.checkpoint.convert import ALONE, megatron_to_hf
 
     share = share or ALONE
     taken, notes = megatron_to_hf(

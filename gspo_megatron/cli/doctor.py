@@ -44,7 +44,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code is 1 if something that every run needs is missing or not supported."""
-    from gspo_megatron.rewards.sandbox_facts import protections
+    from gspo_megatron.process.sandbox_facts import protections
 
     found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
     print(f" {'':<{_NAME}}{'found on this machine':<{_TEXT}}what to do")
@@ -148,7 +148,7 @@ def _vllm(version: str | None) -> str:
 def _bubblewrap() -> tuple[str, str]:
     """The sandbox of programs that rewards run. Looked for anew: what is found is remembered for
     the whole process otherwise."""
-    from gspo_megatron.rewards.sandbox import find_bubblewrap
+    from gspo_megatron.process.sandbox import find_bubblewrap
 
     program = find_bubblewrap.__wrapped__()
     if program is None:

@@ -26,8 +26,8 @@ from gspo_megatron.cli import (
     train,
     verify,
 )
-from gspo_megatron.cli.failures import exit_code_of, make_streams_safe
-from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.process.failures import exit_code_of, make_streams_safe
+from gspo_megatron.process.ranks import join_launcher
 
 COMMANDS = (
     new, train, check, preflight, verify, play, evaluate, score, convert, serve, tasks, report,

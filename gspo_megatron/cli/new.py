@@ -16,8 +16,8 @@ from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.errors import DataError, UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.config.model_shape import ModelPreset
     from gspo_megatron.data.tokenizers import Tokenizer
+    from gspo_megatron.families.model_shape import ModelPreset
 
 TEMPLATES = Path(__file__).with_name("new_templates")
 PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
@@ -88,8 +88,8 @@ def read_model_folder(path: Path) -> tuple[Path, ModelPreset, Tokenizer]:
 
     Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
     """
-    from gspo_megatron.checkpoint.hf.files import HfFolder
     from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.hf.files import HfFolder
 
     preset = HfFolder(path).describe()
     return path, preset, load_tokenizer(path)

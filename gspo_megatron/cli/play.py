@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
 from gspo_megatron.cli.check_inputs import check_all
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if rank_of is None:
         check_all(config, world_size)
     if rank_of is None and world_size > 1:
-        from gspo_megatron.cli.launch import launch
+        from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", "play", arguments.config]
         command += [*arguments.overrides, "--episodes", str(arguments.episodes)]

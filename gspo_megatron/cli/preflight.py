@@ -8,9 +8,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, number
-from gspo_megatron.cli.failures import UNFIT
+from gspo_megatron.process import ranks
+from gspo_megatron.process.failures import UNFIT
 
 if TYPE_CHECKING:
     from gspo_megatron.platform.preflight import Verdict
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     check_config(config, world_size)
     if rank_of is None and world_size > 1:
-        from gspo_megatron.cli.launch import launch
+        from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", "preflight", arguments.config]
         command += [*arguments.overrides, f"--share={arguments.share}"]

@@ -62,8 +62,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    from gspo_megatron.rollout.service.process import hold_port
-    from gspo_megatron.rollout.service.standalone import device_of
+    from gspo_megatron.rollout.vllm.process import hold_port
+    from gspo_megatron.rollout.vllm.standalone import device_of
 
     if arguments.join:
         for name in ("port", "dtype"):
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
-    from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
+    from gspo_megatron.checkpoint.convert import megatron_to_hf
 
     if arguments.source.exists():
         device_of(_python(arguments))  # whether it has vLLM, also before that
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any]) -> int:
-    from gspo_megatron.rollout.service.standalone import serve, server_command, until_told_to_end
+    from gspo_megatron.rollout.vllm.standalone import serve, server_command, until_told_to_end
 
     dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
     words, environ = server_command(folder, _python(arguments), dtype, options)
@@ -106,10 +106,10 @@ def _host(arguments: argparse.Namespace) -> str:
 
 
 def _join(arguments: argparse.Namespace) -> int:
-    from gspo_megatron.rollout.service.agent import Agent
-    from gspo_megatron.rollout.service.bank import FOLDER
-    from gspo_megatron.rollout.service.remote import FOLDER as SERVERS
-    from gspo_megatron.rollout.service.standalone import until_told_to_end
+    from gspo_megatron.rollout.store import FOLDER
+    from gspo_megatron.rollout.vllm.agent import Agent
+    from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
+    from gspo_megatron.rollout.vllm.standalone import until_told_to_end
 
     folder = arguments.source
     if folder.is_file():

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading
 from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
-from gspo_megatron.cli.failures import INTERRUPTED, STOPPED
-from gspo_megatron.cores import usable_cores
 from gspo_megatron.errors import UserError
-from gspo_megatron.interrupts import SAVES
+from gspo_megatron.process import ranks
+from gspo_megatron.process.cores import usable_cores
+from gspo_megatron.process.failures import INTERRUPTED, STOPPED
+from gspo_megatron.process.signals import SAVES
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
@@ -72,7 +72,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     else:
         config, inputs = check_all(config, world_size, fresh=fresh)
     if rank_of is None and world_size > 1:
-        from gspo_megatron.cli.launch import launch
+        from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])

@@ -128,7 +128,7 @@ def read_variants(path: Path) -> list[Variant]:
 def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
     """The variants that `--variants` names, in that order; all where it names none. They are those
     of the file among the words, or else the default ones. Raises UserError."""
-    from gspo_megatron.config.problems import suggest
+    from gspo_megatron.errors import suggest
 
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     names = [word for word in words if word not in files]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli import ranks
 from gspo_megatron.cli.arguments import Commands, config_parser, number
 from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Layout
@@ -207,8 +207,8 @@ def _measure(
 ) -> StepResult:
     """Compute the task on `layout`, in processes of its own, which see no GPU if `on_cpu` is
     true."""
-    from gspo_megatron.cli.launch import launch
     from gspo_megatron.config import apply_layout
+    from gspo_megatron.process.launcher import launch
 
     path = folder / f"{layout}.task"
     of_layout = dataclasses.replace(task, config=apply_layout(task.config, layout))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.problems import problem
+from gspo_megatron.errors import problem
 from gspo_megatron.plugins import MODULES_VARIABLE
 
 # Keys of inputs. What a run writes is in the present folder, whoever reads the configuration.

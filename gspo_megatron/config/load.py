@@ -20,12 +20,11 @@ from yaml import MarkedYAMLError
 from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
-from gspo_megatron.config.problems import did_you_mean, nearest, problem, suggest
 from gspo_megatron.config.schema import Config, EvaluationSection
 from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.config.suite_rules import suite_problems
-from gspo_megatron.errors import ConfigError
+from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem, suggest
 
 C = TypeVar("C", Config, StageConfig)  # the kind of configuration
 

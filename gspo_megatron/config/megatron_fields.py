@@ -11,9 +11,9 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
-from gspo_megatron.config.model_shape import WHOLE_MODEL_KEYS
 from gspo_megatron.config.parallel import LAYOUT_KEYS
-from gspo_megatron.config.problems import did_you_mean, nearest, problem
+from gspo_megatron.errors import did_you_mean, nearest, problem
+from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS
 
 # Section key -> the class whose fields it may set, and its module below megatron.core.
 MEGATRON_CLASSES = {

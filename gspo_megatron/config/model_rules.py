@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gspo_megatron.config.model_shape import ModelShape, shape_conflicts
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
-from gspo_megatron.config.problems import format_value
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.errors import format_value
+from gspo_megatron.families.model_shape import ModelShape, shape_conflicts
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.section import ImportPath, Positive, Section, harmless, key, shapes
+from gspo_megatron.errors import format_value, problem
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gspo_megatron.config.problems import problem, suggest
-from gspo_megatron.errors import ConfigError
+from gspo_megatron.errors import ConfigError, problem, suggest
 
 # Short name -> the key of the parallel section, which is Megatron-Core's own name.
 LAYOUT_KEYS: dict[str, str] = {

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_megatron.config.problems import format_value, problem
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.errors import format_value, problem
 
 # Fields below `model.megatron` that change where and how fast something is computed, and no result
 # by more than rounding.

@@ -14,12 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.families import family_of_shape
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
-from gspo_megatron.config.model_shape import MODEL_FILE
 from gspo_megatron.config.objectives import objective_problems, resolve_objective
 from gspo_megatron.config.precision import tokens_multiple
-from gspo_megatron.config.problems import did_you_mean, format_value, nearest, problem
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
@@ -29,7 +26,9 @@ from gspo_megatron.config.stages import (
     StageConfig,
 )
 from gspo_megatron.config.suite_rules import suites_fit
-from gspo_megatron.errors import ConfigError
+from gspo_megatron.errors import ConfigError, did_you_mean, format_value, nearest, problem
+from gspo_megatron.families import family_of_shape
+from gspo_megatron.families.model_shape import MODEL_FILE
 
 
 def check_config(

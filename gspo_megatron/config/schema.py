@@ -10,14 +10,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gspo_megatron.config.families import PRESETS, preset_of_folder
-from gspo_megatron.config.model_shape import (
-    WHOLE_MODEL_KEYS,
-    ModelPreset,
-    ModelShape,
-    preset_of_checkpoint,
-    shape_of,
-)
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
 from gspo_megatron.config.precision import Precision
@@ -37,6 +29,14 @@ from gspo_megatron.config.section import (
     harmless,
     key,
     shapes,
+)
+from gspo_megatron.families import PRESETS, preset_of_folder
+from gspo_megatron.families.model_shape import (
+    WHOLE_MODEL_KEYS,
+    ModelPreset,
+    ModelShape,
+    preset_of_checkpoint,
+    shape_of,
 )
 
 

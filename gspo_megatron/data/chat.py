@@ -11,10 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gspo_megatron.config.problems import problem, suggest
 from gspo_megatron.data.quoting import Controls, Span, trace
 from gspo_megatron.data.rows import json_type, text_fault
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, problem, suggest
 from gspo_megatron.files import parse_json
 from gspo_megatron.types import Message
 

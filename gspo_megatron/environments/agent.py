@@ -20,7 +20,7 @@ from gspo_megatron.environments.episode import Client, LimitReached, Trajectory,
 from gspo_megatron.environments.gateway import Gateway, new_key
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
-from gspo_megatron.keeper import kept
+from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 500  # of what a failed program printed last

@@ -24,7 +24,7 @@ from gspo_megatron.environments.chat_messages import CALL
 from gspo_megatron.environments.episode import Client
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
-from gspo_megatron.rewards import sandbox
+from gspo_megatron.process import sandbox
 from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 2000  # of what a tool answers
@@ -150,7 +150,7 @@ _PROGRAMS = sandbox.Limits(seconds=5.0, memory_mb=512, processes=8, disk_mb=16)
 
 
 async def run_python(code: str) -> str:
-    """What a program prints, in a sandbox of its own (rewards/sandbox.py), and why it failed."""
+    """What a program prints, in a sandbox of its own (process/sandbox.py), and why it failed."""
     try:
         outcome = await asyncio.to_thread(
             sandbox.run, code.encode(errors="replace"), b"", _PROGRAMS

@@ -25,7 +25,7 @@ from typing import Any
 from gspo_megatron.environments.episode import Client, Trajectory, within
 from gspo_megatron.environments.gateway import Gateway, Session, new_key
 from gspo_megatron.errors import EpisodeError, UnplayableError
-from gspo_megatron.keeper import kept
+from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
 TASK_FIELD = "task"  # of the rows that `gspo-megatron tasks` writes

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config import Layout, ResolvedParallel, apply_layout, resolve_parallel
-from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.rules import check_config
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
@@ -22,6 +21,7 @@ from gspo_megatron.estimate.layout import (
 from gspo_megatron.estimate.model import rank_model, with_values
 from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
+from gspo_megatron.families.model_shape import experts_in_layers
 
 MOST_BUILT = 40  # layouts that are built and run on meta before the search ends
 # Both flags: embedding and loss count as a layer each when layers are dealt out to stages.

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from gspo_megatron.config import ModelShape, ResolvedParallel
-from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend

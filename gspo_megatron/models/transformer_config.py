@@ -23,9 +23,8 @@ from gspo_megatron.config.precision import (
     engine_lacks,
     megatron_fields,
 )
-from gspo_megatron.config.problems import problem
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, problem
 from gspo_megatron.platform.devices import built_for_cuda
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}

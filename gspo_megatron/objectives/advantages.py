@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config.objectives import RECIPES, resolve_objective
-from gspo_megatron.config.problems import problem
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.errors import ConfigError, UserError, problem
 from gspo_megatron.objectives.parts import segment_sum
 from gspo_megatron.plugins import load_function
 

@@ -19,8 +19,7 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 
-from gspo_megatron.config.problems import format_value
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (

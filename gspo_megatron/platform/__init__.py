@@ -7,7 +7,7 @@ Megatron-Core imports this one first, in its own `__init__`.
 from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
-    from gspo_megatron.platform import megatron_cpu
+    from gspo_megatron.platform.cpu import needed as megatron_cpu
 
     megatron_cpu.install()
     from gspo_megatron.platform import megatron_fixes

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.errors import UserError, error_of
+from gspo_megatron.errors import DataError, UserError, error_of
 
 T = TypeVar("T")
+_LINES_SHOWN = 16  # of the problems of all ranks
 
 
 def on_main(work: Callable[[], T]) -> T:
@@ -105,3 +107,25 @@ def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]
     gathered = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(gathered, padded, group=group)
     return [each[..., :n] for each, n in zip(gathered, counts.tolist(), strict=True)]
+
+
+@contextmanager
+def raised_everywhere() -> Generator[None]:
+    """A DataError inside, on any rank, is raised at the end on all ranks; a collective."""
+    error = None
+    try:
+        yield
+    except DataError as found:
+        error = str(found)
+    raise_everywhere(error)
+
+
+def raise_everywhere(error: str | None) -> None:
+    """Raise DataError on all ranks where `error` is set on any of them; a collective."""
+    found = all_gather_objects(error)
+    lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
+    more = len(lines) - _LINES_SHOWN
+    if more > 0:
+        lines[_LINES_SHOWN:] = [f"... and {more} more"]
+    if lines:
+        raise DataError("\n".join(lines))

@@ -22,11 +22,11 @@ from types import FrameType
 import torch
 
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.interrupts import saved_at_interrupt
 from gspo_megatron.observe.environment import output_of
-from gspo_megatron.observe.heartbeat import Heartbeat
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import Ranks
+from gspo_megatron.process.heartbeat import Heartbeat
+from gspo_megatron.process.signals import saved_at_interrupt
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LONGEST_WAIT = 60.0  # seconds between two looks at the time left

@@ -19,10 +19,11 @@ from typing import Any
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
 from gspo_megatron.plugins import load_function
-from gspo_megatron.rewards import assert_names, sandbox
+from gspo_megatron.process import sandbox
+from gspo_megatron.process.sandbox import Limits, Outcome
+from gspo_megatron.rewards import assert_names
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.results import UnreadableError, read_result
-from gspo_megatron.rewards.sandbox import Limits, Outcome
 from gspo_megatron.types import Prompt, Reasoned, Sample
 
 TOTAL_SECONDS = 45.0  # for all tests of a response, unless the options say otherwise
@@ -338,7 +339,7 @@ def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
     if not isinstance(outcome, Outcome):
         raise RewardError(
             f"reward.options.runner: {name!r} of {type(runner).__name__} returned a "
-            f"{type(outcome).__name__}; legal: gspo_megatron.rewards.sandbox.Outcome"
+            f"{type(outcome).__name__}; legal: gspo_megatron.process.sandbox.Outcome"
         )
     return outcome
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError
-from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.plugins import origin
+from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score, checked, shorten

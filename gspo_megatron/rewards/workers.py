@@ -17,7 +17,7 @@ from typing import Any
 from gspo_megatron import errors
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
-from gspo_megatron.keeper import SIGNALLED
+from gspo_megatron.process.keeper import SIGNALLED
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.worker_process import (
     ERROR,
@@ -37,7 +37,7 @@ GRACE_SECONDS = 1.0
 
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
-    "from gspo_megatron.keeper import keep; keep({lifeline}); "  # first: it forks
+    "from gspo_megatron.process.keeper import keep; keep({lifeline}); "  # first: it forks
     "from gspo_megatron.rewards.worker_process import main; main({data})"
 )
 

@@ -37,8 +37,7 @@ from gspo_megatron.checkpoint.manifest import (
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
-from gspo_megatron.config.problems import problem
-from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.errors import DataError, problem, some_of
 from gspo_megatron.files import parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective

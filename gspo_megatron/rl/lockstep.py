@@ -27,9 +27,9 @@ from gspo_megatron.environments.episode import (
     joined_routes,
 )
 from gspo_megatron.errors import UnplayableError
-from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.platform.collectives import all_gather_objects
 from gspo_megatron.platform.groups import model_replica
+from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.types import Prompt, RolloutBatch
 

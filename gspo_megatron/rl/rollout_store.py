@@ -19,9 +19,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from gspo_megatron.checkpoint.folder import write_file
-from gspo_megatron.checkpoint.storage import raise_everywhere
 from gspo_megatron.files import WRONG_VALUES, make_folder
 from gspo_megatron.models.build import Policy
+from gspo_megatron.platform.collectives import raise_everywhere
 from gspo_megatron.rl.rollouts import Experience, Scores, select_sequences
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch, Sample

@@ -19,7 +19,6 @@ from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.environments.transcript import records_of
 from gspo_megatron.errors import EpisodeError, RewardError, UserError, error_of
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
-from gspo_megatron.observe.heartbeat import heard_by
 from gspo_megatron.observe.metrics_files import written_answer
 from gspo_megatron.observe.suite_scores import share_interval
 from gspo_megatron.platform.collectives import (
@@ -30,6 +29,7 @@ from gspo_megatron.platform.collectives import (
 )
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import (
     FailedCalls,

@@ -22,7 +22,7 @@ from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 
 

@@ -23,30 +23,30 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.addresses import is_loopback, own_address_for_servers, route_to
-from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.config import Config
-from gspo_megatron.config.families import family_of
-from gspo_megatron.config.model_shape import experts_in_layers
 from gspo_megatron.config.resume import decides_rollouts
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import DataError, RewardError, RolloutError
+from gspo_megatron.families import family_of
+from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.models.build import Policy
-from gspo_megatron.observe.heartbeat import heartbeat
 from gspo_megatron.platform.collectives import any_rank, on_main
+from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls, describe
 from gspo_megatron.rl.rollouts import Collector, Experience, Scores
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, forget, read_groups, step_of
-from gspo_megatron.rollout.service.episodes import REASONS, RECORDS, draw_to_json, read_records
-from gspo_megatron.rollout.service.handle import Handle
-from gspo_megatron.rollout.service.proof import Probe
-from gspo_megatron.rollout.weight_stream import WeightStream, exhaust
-from gspo_megatron.rollout.weights_folder import MEMORY, is_private, make_weights_folder
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, forget, read_groups, step_of
+from gspo_megatron.rollout.vllm.episodes import REASONS, RECORDS, draw_to_json, read_records
+from gspo_megatron.rollout.vllm.handle import Handle
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.weight_stream import WeightStream, exhaust
+from gspo_megatron.rollout.vllm.weights_folder import MEMORY, is_private, make_weights_folder
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 

@@ -17,7 +17,7 @@ from gspo_megatron.routing.hooks import Choice, Routes, routed
 from gspo_megatron.routing.replay import Recording
 
 # (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides it, because
-# the engine knows which tokens pass (rollout/sampling.py, RouterRandomness).
+# the engine knows which tokens pass (rollout/megatron/sampling.py, RouterRandomness).
 Numbers = Callable[[int, int], Tensor]
 
 

@@ -6,14 +6,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.hf.export import export_hf
-from gspo_megatron.checkpoint.hf.writer import check_destination
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.examples import Counts
 from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
+from gspo_megatron.hf.export import export_hf
+from gspo_megatron.hf.writer import check_destination
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.supervised.batches import FineTuningBatches

@@ -22,9 +22,9 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.stages import StageConfig
 from gspo_megatron.platform.collectives import all_gather_objects, on_main
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rollout import weight_stream
-from gspo_megatron.rollout.megatron import MegatronEngine
-from gspo_megatron.rollout.service.process import WORKER_FOLDER
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from gspo_megatron.rollout.vllm import weight_stream
+from gspo_megatron.rollout.vllm.process import WORKER_FOLDER
 from tests.cuda_rehearsal import runtime
 
 
@@ -159,7 +159,7 @@ for line in sys.stdin:
 def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
     """Send two versions of the weights to the worker of a server. Returns what it has loaded:
     dtype and sum, by name."""
-    from gspo_megatron.checkpoint.hf.export import stream_hf, stream_specs
+    from gspo_megatron.hf.export import stream_hf, stream_specs
     from tests.parallel.models import build_on_ranks
 
     policy = build_on_ranks(config)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.weight_map import native_name
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.config.precision import FP8
+from gspo_megatron.families.weight_map import native_name
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.cuda_rehearsal.conftest import MakeConfig
@@ -29,7 +29,7 @@ from tests.parallel.pool import RankError
 from tests.parallel.test_attention_kinds import update_from_folder
 from tests.parallel.updates import CUT, FP32_TOLERANCE
 from tests.programs import ROOT
-from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
+from tests.unit.hf.published import VOCABULARY, write_model
 from tools.te_calls import check_calls
 from tools.te_signatures import files_of
 

@@ -100,7 +100,7 @@ CASES = (
     Case(
         "a tensor is made on the host",
         of(
-            "gspo_megatron.rollout.rows:Responses.batch",
+            "gspo_megatron.rollout.megatron.rows:Responses.batch",
             "requests.prompts], dtype=torch.long, device=device",
             "requests.prompts], dtype=torch.long",
         ),
@@ -145,7 +145,7 @@ CASES = (
     Case(
         "a buffer is on the first GPU whatever the rank",
         of(
-            "gspo_megatron.rollout.megatron:_Generation.__init__",
+            "gspo_megatron.rollout.megatron.engine:_Generation.__init__",
             "sample_indices(), dtype=torch.long, device=device",
             'sample_indices(), dtype=torch.long, device="cuda:0"',
         ),
@@ -263,7 +263,7 @@ COSTS = {
     "the host reads every token": (
         "generation",
         of(
-            "gspo_megatron.rollout.megatron:_Generation._draw",
+            "gspo_megatron.rollout.megatron.engine:_Generation._draw",
             "self.spans.grow(self.max_length)",
             "self.spans.grow(max(self.max_length, int(tokens.max())))",
         ),

@@ -13,7 +13,7 @@ import yaml
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import make_small, records, train
 from tests.programs import gspo
-from tests.unit.checkpoint.hf.published import write_model
+from tests.unit.hf.published import write_model
 
 WARMER = "rollout.temperature=0.7"
 ON_ITS_WEIGHTS = "start a new run on its weights: "

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, open_checkpoint
+from gspo_megatron.checkpoint.convert import hf_to_megatron, open_checkpoint
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, command_environment
-from tests.unit.checkpoint.hf.published import (
+from tests.unit.hf.published import (
     assert_same_bits,
     model_config,
     random_tensors,
@@ -111,7 +111,7 @@ def logits_of_checkpoint(
     from gspo_megatron.checkpoint.tensors import load_model
     from gspo_megatron.config import load_config, resolve_parallel
     from gspo_megatron.models.build import build_policy
-    from tests.unit.checkpoint.hf.policies import logits_of
+    from tests.unit.hf.policies import logits_of
     from tests.unit.models.one_rank import one_rank_groups
 
     source = open_checkpoint(checkpoints)
@@ -299,7 +299,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1
     )
     assert read_folder(source)["lm_head.weight"].nbytes > 200e6
-    start = peak_memory("-c", "import gspo_megatron.checkpoint.hf.convert")
+    start = peak_memory("-c", "import gspo_megatron.checkpoint.convert")
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
         peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from gspo_megatron.checkpoint.hf.convert import megatron_to_hf
+from gspo_megatron.checkpoint.convert import megatron_to_hf
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import assert_same_run, make_small, train
 from tests.e2e.test_convert import TOLERANCE, logits_by_transformers, logits_of_checkpoint
 from tests.programs import gspo
-from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
+from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 
 VOCABULARY = 53  # of the published model: the tokenizer has fewer pieces
 LAYOUT = "tp=2,pp=2,ep=2"

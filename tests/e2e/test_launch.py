@@ -23,8 +23,8 @@ PATIENCE = 30.0  # seconds until a test gives up, on a machine that is busy with
 
 LAUNCHER = """
 import sys
-from gspo_megatron.cli.failures import tell_failure
-from gspo_megatron.cli.launch import launch
+from gspo_megatron.process.failures import tell_failure
+from gspo_megatron.process.launcher import launch
 world_size, grace_seconds, settle_seconds, saves, *command = sys.argv[1:]
 try:
     times = {"grace_seconds": float(grace_seconds), "settle_seconds": float(settle_seconds)}
@@ -37,8 +37,8 @@ except Exception as error:
 PREAMBLE = """
 import os, signal, sys, threading
 from pathlib import Path
-from gspo_megatron.cli.failures import tell_failure
-from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.process.failures import tell_failure
+from gspo_megatron.process.ranks import join_launcher
 from gspo_megatron.errors import UserError
 rank = int(os.environ["RANK"])
 def say(word):

@@ -11,7 +11,7 @@ import pytest
 from gspo_megatron.config import load_config
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
 from tests.programs import gspo, run_program
-from tests.unit.checkpoint.hf.published import write_model
+from tests.unit.hf.published import write_model
 
 VOCABULARY = 320
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli.failures import UNFIT
+from gspo_megatron.process.failures import UNFIT
 from tests.programs import command_environment, gspo
 
 PATIENCE = 240

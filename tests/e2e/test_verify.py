@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import all_records, flip_a_bit, make_small, train
 from tests.programs import gspo

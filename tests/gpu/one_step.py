@@ -20,17 +20,17 @@ from gspo_megatron.batching.micro_batches import (
     forward_backward,
     response_logprobs,
 )
-from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf
-from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.checkpoint.model_pieces import scale_pieces
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
-from gspo_megatron.config.families import family_of_shape
+from gspo_megatron.families import family_of_shape
+from gspo_megatron.hf.export import export_hf, stream_hf
+from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
 VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
 # Whole multiples of what FP8 takes, as large models have them.

@@ -37,7 +37,7 @@ _GRACE = 3.0  # seconds for the other ranks to tell what they saw when one has f
 _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",
-    "gspo_megatron.rollout.megatron",
+    "gspo_megatron.rollout.megatron.engine",
     "torch._dynamo",  # the first optimizer would import it on every rank, and takes a second
 ]
 

@@ -21,8 +21,8 @@ from tests.parallel.updates import (
     assert_same_update,
     update,
 )
-from tests.unit.checkpoint.hf.policies import config_of
-from tests.unit.checkpoint.hf.published import VOCABULARY, write_model
+from tests.unit.hf.policies import config_of
+from tests.unit.hf.published import VOCABULARY, write_model
 
 
 def update_from_folder(**arguments: Any) -> StepResult:

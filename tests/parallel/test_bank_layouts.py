@@ -31,9 +31,9 @@ from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.served_rollouts import _COLUMNS, ServedCollector, _refuse_lacks
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group, read_groups
-from gspo_megatron.rollout.service.episodes import group_columns
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, Group, read_groups
+from gspo_megatron.rollout.vllm.episodes import group_columns
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 from gspo_megatron.verify.parity import Recorder, plan_alike
 from gspo_megatron.verify.results import StepResult, compare

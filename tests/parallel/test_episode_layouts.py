@@ -18,7 +18,7 @@ from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Tr
 from gspo_megatron.errors import UnplayableError
 from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import Prompt
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe

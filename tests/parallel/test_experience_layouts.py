@@ -20,7 +20,7 @@ from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool

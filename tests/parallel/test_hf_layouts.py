@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.checkpoint.hf.export import export_hf, stream_hf
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.errors import DataError
+from gspo_megatron.hf.export import export_hf, stream_hf
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import set_up_model_parallel
 from tests.parallel.pool import Pool
-from tests.unit.checkpoint.hf.mistakes import mistaken
-from tests.unit.checkpoint.hf.policies import config_of, greedy, policy_of
-from tests.unit.checkpoint.hf.published import (
+from tests.unit.hf.mistakes import mistaken
+from tests.unit.hf.policies import config_of, greedy, policy_of
+from tests.unit.hf.published import (
     CONFIGS,
     VOCABULARY,
     assert_same_bits,

@@ -23,8 +23,8 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import layers, mappings
 from torch.distributed.distributed_c10d import _coalescing_manager  # as in Megatron-Core
 
-from gspo_megatron.platform import windows
-from gspo_megatron.platform.host_collectives import COLLECTIVES
+from gspo_megatron.platform.cpu import windows
+from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES
 from tests.parallel.pool import Pool, RankError
 
 ELEMENTS = 6 * 601  # of a buffer

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.platform import host_collectives
+from gspo_megatron.platform.cpu import host_collectives
 from tests.parallel.pool import Pool
 
 # [ranks, elements]: what each rank gives

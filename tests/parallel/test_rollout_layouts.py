@@ -19,7 +19,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe

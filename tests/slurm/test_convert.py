@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
-from tests.unit.checkpoint.hf.published import assert_same_bits, read_folder, write_model
+from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 
 SCRIPT = ROOT / "slurm" / "convert.sbatch"
 

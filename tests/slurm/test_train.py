@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli.ranks import first_host
+from gspo_megatron.process.ranks import first_host
 from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.rollout.service.process import end_with_parent
+from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
 # What is said of a response is arbitrary, and the same everywhere; in `calls`, a line is a call.
@@ -85,7 +85,7 @@ class Run:
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
     def services(self) -> list[psutil.Process]:
-        return [p for p in self._below() if "gspo_megatron.rollout.service.main" in p.cmdline()]
+        return [p for p in self._below() if "gspo_megatron.rollout.vllm.service" in p.cmdline()]
 
     def trainers(self) -> list[psutil.Process]:
         """The command itself, and its ranks."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_megatron.rollout.service.client import MODEL
-from gspo_megatron.rollout.service.process import (
+from gspo_megatron.rollout.vllm.client import MODEL
+from gspo_megatron.rollout.vllm.process import (
     common_environment,
     cpu_environment,
     end_with_parent,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.rollout.service.bank import read_groups
+from gspo_megatron.rollout.store import read_groups
 from tests.programs import ROOT, run_program
 from tests.vllm.runs import make_run
 

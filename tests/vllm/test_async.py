@@ -19,8 +19,8 @@ import pytest
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.rollout.service.bank import read_groups
-from gspo_megatron.rollout.weights_folder import weights_folders
+from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 from tests.programs import ROOT, command_environment
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 

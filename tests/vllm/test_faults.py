@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config.load import load_config
-from gspo_megatron.rollout.weights_folder import weights_folders
+from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

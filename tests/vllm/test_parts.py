@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts, Response, seed_of
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
 from tests.vllm.servers import Server
 from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights
 

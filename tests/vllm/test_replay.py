@@ -23,7 +23,7 @@ from gspo_megatron.rl.dumps import Dump
 from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify import parity
 from tests.parallel.pool import Pool

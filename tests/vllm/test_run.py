@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
-from gspo_megatron.rollout.service.bank import DrawFile, Group, _records, read_groups
+from gspo_megatron.rollout.store import DrawFile, Group, _records, read_groups
 from tests.unit.test_metrics_doc import SERVED
 from tests.vllm.runs import make_run
 

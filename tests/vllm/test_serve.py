@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_megatron.rollout.service.process import end_with_parent
+from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.listeners import addresses_of_listeners
 from tests.programs import command_environment, gspo, wait_until
 from tests.vllm.runs import is_alive, make_run, wait_for

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from tests.vllm.servers import Sample, Server
 from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
 from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config.load import load_config
-from gspo_megatron.rollout.weights_folder import weights_folders
+from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 from tests.vllm.runs import make_run
 from tests.vllm.test_faults import LONG, assert_trained_once, begun
 

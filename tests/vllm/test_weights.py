@@ -21,12 +21,12 @@ from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import TOLERANCES, probe_prompts
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.proof import Probe
-from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 from tests.vllm.servers import Server as Running
 from tests.vllm.servers import run_options, serve
 

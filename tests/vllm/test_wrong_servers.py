@@ -15,9 +15,9 @@ import pytest
 
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.checks import Needs, check_server, tokenized
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.process import WORKER
+from gspo_megatron.rollout.vllm.checks import Needs, check_server, tokenized
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.process import WORKER
 from tests.unit.data.corpora import make_tokenizer
 from tests.vllm.runs import make_run
 from tests.vllm.servers import Server, serve

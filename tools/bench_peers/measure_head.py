@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gspo_megatron.cli.launch import launch
-from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.process.launcher import launch
+from gspo_megatron.process.ranks import join_launcher
 
 WARM_UP_ROWS, WARM_UP_VOCAB = 64, 256
 

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from limit import measure_limit
 from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
 
-from gspo_megatron.cli.launch import launch
-from gspo_megatron.cli.ranks import join_launcher
+from gspo_megatron.process.launcher import launch
+from gspo_megatron.process.ranks import join_launcher
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.types import RolloutBatch
 

@@ -19,7 +19,7 @@ from gspo_megatron.checkpoint.manifest import (
     record_of,
 )
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.process.heartbeat import heard_by
 
 NAMES = ["run.json", "model/.metadata", "model/__0_0.distcp", "model/__1_0.distcp", "rng/a"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.checkpoint import start
-from gspo_megatron.checkpoint.hf import load
 from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.hf import load
 from gspo_megatron.models.build import Policy
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from gspo_megatron.checkpoint import storage
 from gspo_megatron.checkpoint.storage import Piece, read_index, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.process.heartbeat import heard_by
 
 
 @pytest.fixture(scope="module", autouse=True)

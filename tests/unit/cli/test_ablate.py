@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli import launch as launcher
 from gspo_megatron.cli.main import parse
 from gspo_megatron.cli.variants import (
     REPORT_NAMES,
@@ -23,6 +22,7 @@ from gspo_megatron.cli.variants import (
 from gspo_megatron.config import load_config, to_yaml
 from gspo_megatron.config.load import apply_overrides, override
 from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.process import launcher as launcher
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 STEPS = 3

@@ -37,7 +37,7 @@ def test_a_command_is_looked_for_on_this_machine_only(
 def test_tests_that_take_longer_than_their_call_are_refused(
     write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_megatron.rewards.sandbox.fault", lambda: None)
+    monkeypatch.setattr("gspo_megatron.process.sandbox.fault", lambda: None)
     words = ("reward.name=code", "reward.timeout_seconds=30.0", "--no-files")
     code, _, err = gspo("check", write_config(), *words)
     assert code == 2 and "reward.options.total_seconds = 45: " in err

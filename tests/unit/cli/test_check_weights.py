@@ -10,9 +10,9 @@ import pytest
 
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config.load import load_any_config
-from tests.unit.checkpoint.hf.published import CONFIGS
 from tests.unit.checkpoint.test_resume_start import add
 from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.hf.published import CONFIGS
 
 VOCAB = 48  # of the checkpoints that `add` writes
 SIZE = f"model.vocab_size={VOCAB}"

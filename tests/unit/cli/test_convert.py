@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.checkpoint.hf.convert import hf_to_megatron
-from tests.unit.checkpoint.hf.published import write_model
+from gspo_megatron.checkpoint.convert import hf_to_megatron
 from tests.unit.cli.conftest import Command
+from tests.unit.hf.published import write_model
 
 EXPORT = ("convert", "megatron-to-hf")
 

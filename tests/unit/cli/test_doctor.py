@@ -26,7 +26,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     # it would look for bubblewrap with that, and remember
-    monkeypatch.setattr("gspo_megatron.rewards.sandbox_facts.protections", list)
+    monkeypatch.setattr("gspo_megatron.process.sandbox_facts.protections", list)
     return present
 
 

@@ -58,7 +58,7 @@ def test_help_names_the_commands_there_are(gspo: Command) -> None:
     assert code == 0 and all(name in out for name in (*names, "ablate", "doctor", "new", "play"))
 
 
-@pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.cli.launch"])
+@pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.process.launcher"])
 def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
     heavy = "{'torch', 'megatron', 'pydantic', 'rich', 'numpy', 'transformers'}"
     script = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"

@@ -13,8 +13,8 @@ from gspo_megatron.cli import new
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import keys_of
 from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
-from tests.unit.checkpoint.hf.published import write_model
 from tests.unit.cli.conftest import Command
+from tests.unit.hf.published import write_model
 
 
 def test_every_key_has_the_schemas_words(tmp_path: Path, gspo: Command) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import gspo_megatron
-from gspo_megatron.cli import launch as launcher
-from gspo_megatron.cli.ranks import decide_world_size
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.errors import UserError
+from gspo_megatron.process import launcher as launcher
+from gspo_megatron.process.ranks import decide_world_size
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]

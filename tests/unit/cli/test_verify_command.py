@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.cli import launch
+from gspo_megatron.process import launcher as launch
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 LAYOUT = ("--layouts", "tp=1")

@@ -21,7 +21,7 @@ from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import encode_prompts, encode_text
 from gspo_megatron.data.quoting import Controls, _Exchange
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from gspo_megatron.rollout.service.checks import tokenized
+from gspo_megatron.rollout.vllm.checks import tokenized
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import QWEN3, SPECIAL, TEMPLATES, WIDE, byte_level
 from tests.unit.data.corpora import make_tokenizer, refusal, write_rows

@@ -123,7 +123,7 @@ def test_a_command_that_cannot_be_run_is_named(
 def test_tests_of_a_program_end_before_the_call_that_runs_them(
     settings: dict[str, Any], fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_megatron.rewards.sandbox.fault", lambda: None)
+    monkeypatch.setattr("gspo_megatron.process.sandbox.fault", lambda: None)
     section = RewardSection(name="code", **settings)
     reward = get_reward(section.name, None, section.options, section.workers)
     if fault is None:

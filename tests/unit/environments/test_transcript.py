@@ -25,7 +25,7 @@ from gspo_megatron.environments.episode import (
 )
 from gspo_megatron.environments.transcript import record_of
 from gspo_megatron.rewards.values import Score, checked
-from gspo_megatron.rollout.service.episodes import read_records, record_columns
+from gspo_megatron.rollout.vllm.episodes import read_records, record_columns
 from gspo_megatron.types import Prompt
 
 

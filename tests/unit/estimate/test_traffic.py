@@ -11,7 +11,7 @@ from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
 from gspo_megatron.estimate.traffic import NETWORK_BYTES, NODE_BYTES, axis_rates
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from tests.unit.estimate.conftest import ConfigMaker
 from tests.unit.models.one_rank import one_rank_groups, tiny_policy
 

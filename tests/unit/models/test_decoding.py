@@ -16,8 +16,8 @@ from gspo_megatron.config import resolve_parallel
 from gspo_megatron.models.attention import COPY_COST, KeyValueCache, Spans, rotary_frequencies
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.decoding import LocalExperts, LocalLayer, LocalLinear, decoding
-from tests.unit.checkpoint.hf.policies import config_of
-from tests.unit.checkpoint.hf.published import CONFIGS, VOCABULARY, write_model
+from tests.unit.hf.policies import config_of
+from tests.unit.hf.published import CONFIGS, VOCABULARY, write_model
 from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_policy
 
 SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]

@@ -15,9 +15,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.config.families import PRESETS
 from gspo_megatron.config.precision import FP8
 from gspo_megatron.errors import UserError
+from gspo_megatron.families import PRESETS
 from gspo_megatron.models import transformer_config as module
 from gspo_megatron.models.build import build_policy, ddp_config
 from gspo_megatron.models.specs import block_spec

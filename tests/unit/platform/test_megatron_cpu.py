@@ -1,6 +1,6 @@
 """Each substitution for Megatron-Core on CPU is still needed by the installed Megatron-Core.
 
-Every test fails when an upgrade makes a line of platform/megatron_cpu.py superfluous: the line can
+Every test fails when an upgrade makes a line of platform/cpu/needed.py superfluous: the line can
 then go.
 """
 
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gspo_megatron.platform import megatron_cpu
+from gspo_megatron.platform.cpu import needed as megatron_cpu
 from tests.unit.platform import stock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,7 +199,7 @@ def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> 
     script = (
         "import gspo_megatron.platform, importlib.util\n"
         "import megatron.core.optimizer, megatron.core.extensions.transformer_engine\n"
-        "from gspo_megatron.platform.megatron_cpu import GPU_PACKAGES\n"
+        "from gspo_megatron.platform.cpu.needed import GPU_PACKAGES\n"
         "assert [importlib.util.find_spec(name) for name in GPU_PACKAGES] == [None] * 3\n"
     )
     environ = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
@@ -330,7 +330,7 @@ def state():
               "random": torch.cuda.random, "nvtx": torch.cuda.nvtx}
     return {(o, n): v for o, owner in owners.items() for n, v in vars(owner).items()}
 before = state()
-import gspo_megatron.platform.megatron_cpu as megatron_cpu
+import gspo_megatron.platform.cpu.needed as megatron_cpu
 assert not megatron_cpu.is_needed()
 megatron_cpu.install()
 after = state()
@@ -350,7 +350,7 @@ import torch
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.batching import micro_batches as batches
 from tests.unit.models.one_rank import micro_batch, one_rank_groups, tiny_policy
 with one_rank_groups():
@@ -380,7 +380,7 @@ def test_memory_that_is_freed_serves_the_next_update() -> None:
     # they keep 64 MiB at most. (Tensors would put small objects between the blocks.)
     program = """
 import resource
-from gspo_megatron.platform import megatron_cpu
+from gspo_megatron.platform.cpu import needed as megatron_cpu
 
 megatron_cpu.install()
 for _ in range(4):

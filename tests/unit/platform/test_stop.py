@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.interrupts import SAVES
 from gspo_megatron.platform import stop as stopping
 from gspo_megatron.platform.stop import (
     SIGNALS,
@@ -18,6 +17,7 @@ from gspo_megatron.platform.stop import (
     TimeWatch,
     parse_time_left,
 )
+from gspo_megatron.process.signals import SAVES
 from tests.programs import wait_until
 
 

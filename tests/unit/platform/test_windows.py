@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.platform import windows
+from gspo_megatron.platform.cpu import windows
 
 
 def test_a_window_that_a_killed_rank_has_left_is_removed_by_the_next_one(

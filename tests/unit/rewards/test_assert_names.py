@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gspo_megatron.errors import RewardError
+from gspo_megatron.process.sandbox import Limits
 from gspo_megatron.rewards.assert_names import Names, NamesError, resolve
 from gspo_megatron.rewards.code import judge, row_fault
-from gspo_megatron.rewards.sandbox import Limits
 from gspo_megatron.types import Prompt, Sample
 
 REFERENCE = """

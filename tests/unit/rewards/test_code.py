@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.rewards import sandbox
+from gspo_megatron.process import sandbox
+from gspo_megatron.process.sandbox import Limits
 from gspo_megatron.rewards.code import judge, last_program, same_output
 from gspo_megatron.rewards.registry import check_answers, get_reward
-from gspo_megatron.rewards.sandbox import Limits
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.types import Prompt, Sample
 from tests.unit.data.corpora import refusal
@@ -243,7 +243,7 @@ def test_without_bubblewrap_it_is_refused() -> None:
 
 
 RUNNER = """
-from gspo_megatron.rewards.sandbox import Limits, Outcome
+from gspo_megatron.process.sandbox import Limits, Outcome
 
 class Elsewhere:
     def run(self, program: bytes, stdin: bytes, limits: Limits) -> Outcome:
@@ -290,7 +290,7 @@ def test_a_runner_of_the_user_needs_no_sandbox(
     (line,) = refusal(scores, "Elsewhere", sample(TWICE, **call))
     assert "Elsewhere has no function 'call', which the tests of some rows need" in line
     (line,) = refusal(scores, "Wrong", sample(DOUBLE, **row))
-    assert "'run' of Wrong returned a str; legal: gspo_megatron.rewards.sandbox.Outcome" in line
+    assert "'run' of Wrong returned a str; legal: gspo_megatron.process.sandbox.Outcome" in line
     for name, what in (("Empty", "is no class with"), ("run", "is no class"), ("No", "no class")):
         (line,) = refusal(scores, name, sample(DOUBLE, **row))
         assert line.startswith(f"reward.options.runner = my_runner:{name}: ") and what in line

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from gspo_megatron.process.sandbox import Limits
+from gspo_megatron.process.sandbox_harness import encode
 from gspo_megatron.rewards import results
 from gspo_megatron.rewards.code import judge
 from gspo_megatron.rewards.results import UnreadableError, read_result
-from gspo_megatron.rewards.sandbox import Limits
-from gspo_megatron.rewards.sandbox_harness import encode
 from gspo_megatron.types import Sample
 
 

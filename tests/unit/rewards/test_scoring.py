@@ -14,7 +14,7 @@ import pytest
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, EpisodeError, RewardError
-from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards import scoring
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import (

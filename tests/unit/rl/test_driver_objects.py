@@ -19,7 +19,7 @@ from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import PAD, VOCABULARY, tiny_config, tiny_policy
 

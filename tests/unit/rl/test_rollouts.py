@@ -17,7 +17,7 @@ from gspo_megatron.environments.episode import Client, Episode, Limits
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
-from gspo_megatron.observe.heartbeat import heard_by
+from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.lockstep import Episodes

@@ -19,7 +19,7 @@ from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rl.served_rollouts import ServedCollector
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import FOLDER, SUFFIX, DrawFile, Group
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, Group
 from gspo_megatron.types import Prompt
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 

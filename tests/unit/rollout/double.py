@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientSession, TCPConnector, web
 
-from gspo_megatron.config.families import FAMILIES, PRESETS
-from gspo_megatron.config.model_shape import shape_of
-from gspo_megatron.rollout.service.proof import Probe
-from gspo_megatron.rollout.service.server import Weights
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Answers, ModelFacts
+from gspo_megatron.families import FAMILIES, PRESETS
+from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.server import Weights
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Answers, ModelFacts
 from tools.asgi import handler_of
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service import agent as agent_module
-from gspo_megatron.rollout.service import remote
-from gspo_megatron.rollout.service.remote import Letters, Nodes, RemoteProcess, write_letter
+from gspo_megatron.rollout.vllm import agent as agent_module
+from gspo_megatron.rollout.vllm import remote
+from gspo_megatron.rollout.vllm.remote import Letters, Nodes, RemoteProcess, write_letter
 from tests.programs import command_environment
 
 # Answers everything, on the address that it is given.

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.rl.served_rollouts import join_groups
-from gspo_megatron.rollout.service.bank import DrawFile, Group, forget, read_groups
+from gspo_megatron.rollout.store import DrawFile, Group, forget, read_groups
 
 REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
 
@@ -169,7 +169,7 @@ def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
     file = DrawFile(path, REQUEST)
     file.append(group(0))
     with monkeypatch.context() as patched:
-        patched.setattr("gspo_megatron.rollout.service.bank.save", lambda _: content)
+        patched.setattr("gspo_megatron.rollout.store.save", lambda _: content)
         file.append(group(1))
     file.append(group(2))
     file.close()

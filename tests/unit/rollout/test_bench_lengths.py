@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from tests.programs import ROOT
 from tests.unit.models.one_rank import PAD, VOCABULARY, tiny_policy
 

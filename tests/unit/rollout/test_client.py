@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import ModelFacts
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 FACTS = ModelFacts(10, 1, 0, 1, ())
 LOGPROBS = {"content": [{"logprob": -0.5}]}

@@ -22,11 +22,11 @@ from gspo_megatron.environments.episode import (
 )
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import Group, read_groups
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.episodes import Draws
-from gspo_megatron.rollout.service.server import PoolSettings
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.store import Group, read_groups
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.episodes import Draws
+from gspo_megatron.rollout.vllm.server import PoolSettings
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
 

@@ -26,12 +26,12 @@ from gspo_megatron.environments.episode import EpisodeRunner, Limits
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rl.served_rollouts import join_groups, origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import read_groups
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.episodes import Draws, Scorers
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.server import PoolSettings, Server
+from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 DRAW = Draw(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gspo_megatron.environments.episode import Client, Episode, Limits, Written
-from gspo_megatron.rollout.service.episodes import episode_columns, group_columns, joined_turns
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.vllm.episodes import episode_columns, group_columns, joined_turns
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 
 

@@ -22,12 +22,12 @@ from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
-from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import Client, OutOfFilesError, connected_session
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.proof import Probe, compare
-from gspo_megatron.rollout.service.server import PoolSettings, Server
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+from gspo_megatron.rollout.vllm.checks import Abilities, Needs
+from gspo_megatron.rollout.vllm.client import Client, OutOfFilesError, connected_session
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.proof import Probe, compare
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     NOT_AS_VLLM,
     PARTS,
     Response,

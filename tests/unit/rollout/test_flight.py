@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_megatron.rollout.service.flight import Flight, split, versions_of
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.vllm.flight import Flight, split, versions_of
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 
 @pytest.mark.parametrize("seed", range(20))

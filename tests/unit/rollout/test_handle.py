@@ -22,15 +22,15 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.episodes import draw_to_json
-from gspo_megatron.rollout.service.handle import Handle
+from gspo_megatron.rollout.vllm.episodes import draw_to_json
+from gspo_megatron.rollout.vllm.handle import Handle
 from tests.programs import command_environment, wait_until
 
-_MAIN = "gspo_megatron.rollout.service.main"
+_MAIN = "gspo_megatron.rollout.vllm.service"
 _RANK_0 = """
 import sys, time
 from pathlib import Path
-from gspo_megatron.rollout.service.handle import Handle
+from gspo_megatron.rollout.vllm.handle import Handle
 from tests.unit.rollout.test_handle import settings
 folder = Path(sys.argv[1])
 handle = Handle(settings(folder), restarts=0)
@@ -141,7 +141,7 @@ def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> No
 def test_a_service_that_lives_and_does_not_answer_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_megatron.rollout.service.handle._DYING_SECONDS", 0.5)
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.handle._DYING_SECONDS", 0.5)
     handle = Handle(settings(tmp_path), restarts=1)
     try:
         first = handle._process

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.rollout.service.installed import unfit_heads
+from gspo_megatron.rollout.vllm.installed import unfit_heads
 
 _SOURCE = """
 import something.that.no_environment.has

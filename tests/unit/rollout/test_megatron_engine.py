@@ -14,7 +14,7 @@ from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_log
 from gspo_megatron.models.attention import KeyValueCache, Spans
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron import MegatronEngine
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import RolloutBatch
 from tests.unit.models.one_rank import (
     PAD,

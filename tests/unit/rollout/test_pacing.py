@@ -12,11 +12,11 @@ from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, connected_session
-from gspo_megatron.rollout.service.pacing import Clock, Line, Window
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.pacing import Clock, Line, Window
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 

@@ -16,9 +16,9 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service.pacing import Window
-from gspo_megatron.rollout.service.server import Server
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import (
+from gspo_megatron.rollout.vllm.pacing import Window
+from gspo_megatron.rollout.vllm.server import Server
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
     NOT_AS_VLLM,

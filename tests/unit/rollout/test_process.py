@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service import process
-from gspo_megatron.rollout.service.process import ServerProcess, errors_of, last_lines_of
+from gspo_megatron.rollout.vllm import process
+from gspo_megatron.rollout.vllm.process import ServerProcess, errors_of, last_lines_of
 from tests.programs import command_environment, gspo, wait_until
 
 # It takes its port late, as vLLM does: when the file appears that it is given.
@@ -74,7 +74,7 @@ time.sleep(300)
 """
 _STARTER = """
 import os, sys, time
-from gspo_megatron.rollout.service.process import WORKER_FOLDER, ServerProcess
+from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, ServerProcess
 environ = {"PYTHONPATH": str(WORKER_FOLDER)}
 ServerProcess([sys.executable, "-c", sys.argv[1]], environ, None)
 time.sleep(300)

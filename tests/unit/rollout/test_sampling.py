@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
-from gspo_megatron.rollout import sampling as sampling_module
 from gspo_megatron.rollout.engine import Sampling
-from gspo_megatron.rollout.sampling import (
+from gspo_megatron.rollout.megatron import sampling as sampling_module
+from gspo_megatron.rollout.megatron.sampling import (
     BLOCK,
     RouterRandomness,
     StopStrings,

@@ -15,15 +15,15 @@ import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service import pool as pool_module
-from gspo_megatron.rollout.service import standalone
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client, ServerGone, connected_session
-from gspo_megatron.rollout.service.handle import Handle
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.process import WORKER_FOLDER, hold_port
-from gspo_megatron.rollout.service.server import PoolSettings, Server
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import PROOF, proof_of
+from gspo_megatron.rollout.vllm import pool as pool_module
+from gspo_megatron.rollout.vllm import standalone
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client, ServerGone, connected_session
+from gspo_megatron.rollout.vllm.handle import Handle
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights

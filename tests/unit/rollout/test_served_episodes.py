@@ -20,13 +20,13 @@ from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Tr
 from gspo_megatron.errors import UserError, error_of
 from gspo_megatron.rl.served_rollouts import join_groups
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.service.bank import read_groups
-from gspo_megatron.rollout.service.checks import Needs
-from gspo_megatron.rollout.service.client import Client as Server_Client
-from gspo_megatron.rollout.service.client import connected_session
-from gspo_megatron.rollout.service.episodes import RECORDS, Draws, Scorers, read_records
-from gspo_megatron.rollout.service.pool import Pool, PoolSettings
-from gspo_megatron.rollout.service.server import Server
+from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import Client as Server_Client
+from gspo_megatron.rollout.vllm.client import connected_session
+from gspo_megatron.rollout.vllm.episodes import RECORDS, Draws, Scorers, read_records
+from gspo_megatron.rollout.vllm.pool import Pool, PoolSettings
+from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.types import Prompt
 from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
 

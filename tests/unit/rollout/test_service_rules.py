@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.service import bank, chat
-from gspo_megatron.rollout.service.bank import DrawFile, Group
-from gspo_megatron.rollout.service.checks import Abilities, Needs
-from gspo_megatron.rollout.service.client import KEEP, RECOMPUTE, WAIT
-from gspo_megatron.rollout.service.flight import Flight
-from gspo_megatron.rollout.service.pool import Pool
-from gspo_megatron.rollout.service.proof import Probe
-from gspo_megatron.rollout.service.server import PoolSettings, Server, Weights
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout import store as bank
+from gspo_megatron.rollout.store import DrawFile, Group
+from gspo_megatron.rollout.vllm import chat
+from gspo_megatron.rollout.vllm.checks import Abilities, Needs
+from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
+from gspo_megatron.rollout.vllm.flight import Flight
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from tests.unit.rollout.double import FACTS, LENGTH
 
 SETTINGS = PoolSettings(

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from gspo_megatron.addresses import listen
-from gspo_megatron.rollout import weight_stream
-from gspo_megatron.rollout.service.process import WORKER_FOLDER
-from gspo_megatron.rollout.weight_stream import WeightStream, bucket_layout
+from gspo_megatron.rollout.vllm import weight_stream
+from gspo_megatron.rollout.vllm.process import WORKER_FOLDER
+from gspo_megatron.rollout.vllm.weight_stream import WeightStream, bucket_layout
 from tests.programs import command_environment, wait_until
 
 # A worker without vLLM: what it loads goes to a file. One line on stdin is one call.

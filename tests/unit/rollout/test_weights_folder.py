@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.hf.writer import HfWriter
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.rollout import weights_folder
-from gspo_megatron.rollout.weights_folder import make_weights_folder, weights_folders
+from gspo_megatron.hf.writer import HfWriter
+from gspo_megatron.rollout.vllm import weights_folder
+from gspo_megatron.rollout.vllm.weights_folder import make_weights_folder, weights_folders
 from tests.unit.other_user import UID, needs_root, said_by
 
 _LOOK = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.rollout.vllm_worker.gspo_vllm_answers import GENERATE, Answers
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GENERATE, Answers
 
 ROUTES = "UEsDBA" * 5000
 CHOICE = {"index": 0, "message": {"content": 'the text "routed_experts"'}, "routed_experts": ROUTES}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
-from gspo_megatron.checkpoint.hf.load import load_hf
 from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.examples import Counts, Example, SupervisedData
+from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.supervised.batches import FineTuningBatches

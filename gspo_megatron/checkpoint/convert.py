@@ -1,0 +1,591 @@
+"""Converts files: a Hugging Face folder to a checkpoint, and a checkpoint back.
+
+Needs no GPU, no Megatron-Core and no memory for the model: tensors pass through in blocks, a few at
+a time, one in each thread. Checkpoints are read and written by torch.distributed.checkpoint (DCP).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import set_crc32_options
+
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions, write_file
+from gspo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Files,
+    damage_notes,
+    dump_manifest,
+    files_below,
+    find_damage,
+    first_whole,
+    read_manifest,
+    record_of,
+)
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.checkpoint.storage import (
+    Piece,
+    SavePlanner,
+    TorchDistReader,
+    TorchDistWriter,
+    operating_system_errors,
+    read_index,
+    tensors_of,
+)
+from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.families import family_of, family_of_shape
+from gspo_megatron.families.model_shape import ModelShape, no_folder, shape_of
+from gspo_megatron.families.weight_map import (
+    Box,
+    TensorRecipe,
+    WeightMap,
+    fill,
+    weight_map,
+)
+from gspo_megatron.files import SETTLED, fingerprint, settle
+from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
+from gspo_megatron.hf.side_files import (
+    check_tokenizer,
+    export_config,
+    generation_files,
+    tokenizer_files,
+)
+from gspo_megatron.hf.writer import (
+    MAX_SHARD_BYTES,
+    HfWriter,
+    NewFolder,
+    copy_file,
+    write_errors,
+)
+from gspo_megatron.observe.progress import Progress
+
+_FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
+_BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
+_MILLION = 1_000_000
+_READ_BYTES = 4 << 20  # of a checkpoint's files at once
+_BEHIND_BYTES = 256 << 20  # of blocks that may not be converted yet; what is before is forgotten
+_QUEUED = 2  # pieces of work that wait, for each thread
+_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
+
+Item = TypeVar("Item")
+Done = Callable[[int], None]  # called with the bytes or weights that were finished
+
+
+def hf_to_megatron(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    ignore_custom_code: bool = False,
+) -> None:
+    """Convert a Hugging Face folder to a new checkpoint folder, which any layout loads.
+
+    dtype: of all tensors but the biases of routers (default: each keeps its own).
+
+    Raises DataError with all that is wrong with the source before anything is written, and where
+    the destination cannot be written.
+    """
+    folder = HfFolder(source, ignore_custom_code=ignore_custom_code)
+    preset = folder.describe()
+    shape, vocab_size = shape_of(preset), preset.vocab_size
+    assert vocab_size is not None
+    weights = checked_weights(folder, shape, vocab_size)
+    check_tokenizer(folder.side_files, vocab_size)
+    check_tied_copy(folder, weights)
+    recipes, pieces = _by_key(weights), []
+    for key, recipe in recipes.items():
+        dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
+        kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
+        planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
+        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
+    model_document = {
+        "shape": dataclasses.asdict(shape),
+        "vocab_size": vocab_size,
+        "tokenizer": None,  # in hf/, where there is one
+        "hf": folder.config,
+    }
+
+    def read(block: Piece) -> Tensor:
+        # not empty_like: from the meta device it loads modules of 125 MB
+        out = torch.empty(block.data.shape, dtype=block.data.dtype)
+        fill(out, recipes[block.key], block.slices, folder.read)
+        return out
+
+    total = sum(piece.data.nbytes for piece in pieces)
+    with NewFolder(destination, total) as new, write_errors(destination):
+        write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
+        (new.partial / "hf").mkdir()
+        for file in folder.side_files:
+            copy_file(file, new.partial / "hf")
+        planner = SavePlanner(pieces, _BLOCK_BYTES, read)
+        records = _write_model(new.partial / "model", planner, total)
+        files = {f"model/{name}": record for name, record in records.items()}
+        for name in files_below(new.partial):
+            files[name] = files.get(name) or record_of(new.partial / name)
+        write_file(new.partial / MANIFEST, dump_manifest(files))
+        new.publish()
+
+
+def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
+    """Write the tensors of `planner`, of `total` bytes, into several files at a time; returns size
+    and checksum of the files. DCP's own write_data keeps the last block of every tensor in memory
+    until a file is complete."""
+    writer, plan = TorchDistWriter(folder), planner.create_local_plan()
+    writer.prepare_local_plan(plan)
+    _, index = planner.create_global_plan([plan])
+    count = max(_thread_count(), -(-total // _FILE_BYTES))
+    files: list[list[WriteItem]] = [[] for _ in range(count)]
+    written = 0
+    for item in plan.items:
+        files[written * count // max(1, total)].append(item)
+        written += planner.bytes_of(item)
+    results: list[WriteResult] = []
+    records: Files = {}
+
+    def write(number: int, done: Done) -> None:
+        name = f"__0_{number}.distcp"
+        with operating_system_errors(), _ModelFile(folder / name) as file:
+            for item in files[number]:
+                start = file.size
+                torch.save(planner.resolve_data(item), file)
+                place = _StorageInfo(name, start, file.size - start)
+                results.append(WriteResult(item.index, place.length, place))
+                done(planner.bytes_of(item))
+            settle(file.fileno())
+        records[name] = FileRecord(file.size, f"{file.crc32:08x}")
+
+    numbers = [number for number in range(count) if files[number]]
+    set_crc32_options(compute_crc32=False)  # the manifest has a checksum of every file
+    try:
+        _in_threads(write, numbers, "hf-to-megatron, MB", total)
+    finally:
+        set_crc32_options(compute_crc32=True)
+    writer.finish(index, [results])
+    return records
+
+
+class _ModelFile(io.FileIO):
+    """A new file for torch.save, which writes one part after the other; `size` and `crc32` are of
+    what was written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "x")
+        self.size, self.crc32, self._settled = 0, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        left = memoryview(data)
+        while left:
+            left = left[super().write(left) :]
+        self.size += len(data)
+        if self.size - self._settled >= SETTLED:
+            settle(self.fileno())
+            self._settled = self.size
+        return len(data)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of the processes that convert together. `gather`, a collective, returns the values of
+    all."""
+
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """A DataError or OSError of one process inside is raised in all; a collective."""
+        problem = None
+        try:
+            yield
+        except (DataError, OSError) as error:
+            problem = error
+        messages = self.gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        if any(messages):
+            raise DataError("\n".join(filter(None, messages)))
+
+
+ALONE = Share()
+
+
+@contextlib.contextmanager
+def shared_by_ranks() -> Generator[Share]:
+    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    import torch.distributed as dist
+
+    from gspo_megatron.platform.rendezvous import join_store
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        yield ALONE
+        return
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    patience = dist.default_pg_timeout
+    rank, store = int(os.environ["RANK"]), join_store(patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
+    try:
+        yield Share(dist.get_rank(), world_size, gather)
+    finally:
+        dist.destroy_process_group()
+
+
+def megatron_to_hf(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    share: Share = ALONE,
+) -> tuple[Path, list[str]]:
+    """Convert a checkpoint, of any layout, to a new Hugging Face folder.
+
+    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
+    Every process of `share` calls it and writes files of its own. Returns the checkpoint, and notes
+    for the user.
+
+    Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
+    """
+    checkpoint = open_checkpoint(source, share)
+    model = checkpoint.folder / "model"
+    index = read_index(model)
+    shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
+    records = None  # several processes have compared the checksums already
+    if share.world_size == 1:
+        files = read_manifest(checkpoint.folder)
+        records = {Path(name).name: files[name] for name in files if _is_large(name)}
+    original = checkpoint.hf_config
+    family = family_of_shape(shape) if original is None else family_of(original)
+    weights = weight_map(family, shape, vocab_size)
+    recipes = _by_key(weights)
+    stored = _checked_tensors(model, index, recipes)
+    keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}
+    specs = {}
+    for name, size in weights.shapes.items():
+        kept = stored[keys[name]].properties.dtype
+        specs[name] = torch.empty(size, dtype=_wanted(keys[name], dtype) or kept, device="meta")
+    main_dtype = specs[family.names["embedding"]].dtype
+    config = export_config(shape, vocab_size, main_dtype, original)
+    check_tokenizer(checkpoint.side_files, vocab_size)
+    total = sum(spec.nbytes for spec in specs.values())
+    if share.world_size > 1:
+        max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
+    writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
+    with contextlib.ExitStack() as stack:
+        with share.together():
+            stack.enter_context(writer)
+        with share.together():
+            mine = writer.files[share.rank :: share.world_size]
+            names = {name for file in mine for name in file.offsets}
+            try:
+                _export(model, index, recipes, writer, names, records, share.is_main)
+            except DataError:
+                if records is not None:  # what is wrong with other files, too
+                    _refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
+                raise
+            writer.finish(mine)
+        with share.together():
+            if share.is_main:
+                # an imported folder has its own generation_config.json, or none
+                files = checkpoint.side_files
+                made = {} if checkpoint.is_imported else generation_files(files)
+                writer.publish({"config.json": config, **made}, files)
+    return checkpoint.folder, checkpoint.notes
+
+
+def _export(
+    folder: Path,
+    index: Metadata,
+    recipes: Mapping[str, TensorRecipe],
+    writer: HfWriter,
+    names: set[str],
+    records: Files | None,
+    progress: bool,
+) -> None:
+    """Read each stored block that the HF tensors of `names` need, once, and write its parts;
+    records: see `_in_file_order`."""
+    reader = TorchDistReader(folder, index)
+    work: dict[str, list[_Block]] = defaultdict(list)  # by file
+    for key, recipe in recipes.items():
+        entry = index.state_dict_metadata[key]
+        for chunk in entry.chunks:
+            planned = torch.empty(chunk.sizes, dtype=entry.properties.dtype, device="meta")
+            piece = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
+            boxes = [box for box in recipe.cut(piece.slices) if box.name in names]
+            if boxes:
+                place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+                block = _Block(place.offset, place.length, piece, boxes)
+                work[place.relative_path].append(block)
+
+    def convert(block: _Block, done: Done) -> None:
+        data = torch.empty(block.piece.data.shape, dtype=block.piece.data.dtype)
+        reader.read([replace(block.piece, data=data)])
+        for box in block.boxes:
+            part = data[box.target_slices].to(writer.tensors[box.name].dtype)
+            writer.write(box.name, part.reshape(box.source_size), box.source_slices)
+        done(block.numel)
+
+    total = sum(block.numel for blocks in work.values() for block in blocks)
+    blocks = _in_file_order(folder, work, records)
+    _in_threads(convert, blocks, "megatron-to-hf, million weights", total, enabled=progress)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a checkpoint: where it is in its file, its place in its tensor (no values), and
+    what is made of it."""
+
+    offset: int
+    length: int
+    piece: Piece
+    boxes: list[Box]
+
+    @property
+    def numel(self) -> int:
+        return sum(box.numel for box in self.boxes)
+
+
+def _in_file_order(
+    folder: Path, work: Mapping[str, list[_Block]], records: Files | None
+) -> Iterator[_Block]:
+    """The blocks of each file as they follow each other. With `records`, by file, all files are
+    read on the way, and each block follows when its bytes have been read: so a checkpoint is read
+    once from the disk, and checked. Raises DataError where a file is not as its record says."""
+    for name in sorted(work):
+        blocks = sorted(work[name], key=lambda block: block.offset)
+        if records is None:
+            yield from blocks
+            continue
+        with (folder / name).open("rb", buffering=0) as file:
+            checksum, place, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
+            while count := file.readinto(buffer):
+                checksum, place = zlib.crc32(buffer[:count], checksum), place + count
+                while blocks and blocks[0].offset + blocks[0].length <= place:
+                    block = blocks.pop(0)
+                    yield block
+                    done_with = max(0, block.offset - _BEHIND_BYTES)
+                    os.posix_fadvise(file.fileno(), 0, done_with, os.POSIX_FADV_DONTNEED)
+        if FileRecord(place, f"{checksum:08x}") != records[name]:
+            raise DataError(f"{folder / name}: altered, its checksum is not the manifest's")
+
+
+def _by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
+    """The recipes by the keys of a checkpoint, where the experts of a layer are one tensor."""
+    keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
+    return {key: weights[key] for key in keys}
+
+
+def _checked_tensors(
+    folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
+) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
+    stored = tensors_of(index)
+    missing: list[str] = []
+    problems: list[str] = []
+    for key, recipe in recipes.items():
+        if key not in stored:
+            missing.append(f"{key} is missing")
+            continue
+        shape, dtype = list(stored[key].size), stored[key].properties.dtype
+        if shape != list(recipe.shape):
+            problems.append(f"{key} has the shape {shape}; model.json says {list(recipe.shape)}")
+        elif dtype not in DTYPES.values():
+            problems.append(f"{key} has the dtype {dtype}")
+    foreign = [
+        f"{key} belongs to nothing in the model of model.json"
+        for key in stored
+        if key not in recipes
+    ]
+    if lines := [*some_of(missing), *some_of(problems), *some_of(foreign)]:
+        raise DataError("\n".join(f"{folder}: {line}" for line in lines))
+    return stored
+
+
+def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
+    return None if key.endswith(".expert_bias") else dtype
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint without damage."""
+
+    folder: Path
+    notes: list[str]  # for the user
+    shape: ModelShape
+    vocab_size: int
+    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
+    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
+    side_files: list[Path]  # of its tokenizer
+
+
+def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. One process alone compares those of the tensors' files when it
+    reads them (`_verified`). Raises DataError with all that is wrong.
+    """
+    with share.together():
+        found = _find(path) if share.is_main else None
+    folder, notes = share.gather(found)[0]
+    _refuse_damage(path, folder, share, notes, with_tensors=share.world_size > 1)
+    document = read_model(folder)
+    try:
+        known = {field.name for field in dataclasses.fields(ModelShape)}
+        sizes = {name: value for name, value in document["shape"].items() if name in known}
+        shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
+    files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
+    if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
+        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
+    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+
+
+def _refuse_damage(
+    path: Path, folder: Path, share: Share, notes: Sequence[str] = (), *, with_tensors: bool = True
+) -> None:
+    """Raise DataError, in all processes, with all that is wrong with the checkpoint `folder`, which
+    `path` means; with_tensors: also compare the checksums of the files of tensors."""
+    threads = _thread_count()
+    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
+
+    def damage(number: int) -> list[str]:
+        small = find_damage(folder, share=shares[number], only=_is_small)
+        large = find_damage(folder, share=shares[number], contents=with_tensors, only=_is_large)
+        return list(dict.fromkeys([*small, *large]))
+
+    with share.together(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(damage, range(threads)))
+    parts = [part for theirs in share.gather(found) for part in theirs]
+    if lines := some_of([f"{folder}: {line}" for part in parts for line in part]):
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
+
+
+def _changed(checkpoint: Path, tokenizer: str) -> str | None:
+    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
+    if not Path(tokenizer).exists():
+        return "the run's tokenizer is not there (any more)"
+    known = None
+    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
+        known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
+    if known not in (None, fingerprint(tokenizer)):
+        return "no longer has the contents that the run's tokenizer had"
+    return None
+
+
+def _matters(name: str) -> bool:
+    """Whether a file is needed: the optimizer's are not."""
+    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def _is_large(name: str) -> bool:
+    """Whether tensors are in a file."""
+    return name.startswith("model/") and name.endswith(".distcp")
+
+
+def _is_small(name: str) -> bool:
+    return _matters(name) and not _is_large(name)
+
+
+def _find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means, and notes about damaged newer ones."""
+    if (path / MANIFEST).exists():
+        return path, []
+    if not path.is_dir():
+        raise DataError(f"{path}: {no_folder(path)}")
+    if (path / "config.json").is_file():
+        advice = "convert it by `gspo-megatron convert hf-to-megatron`"
+        raise DataError(f"{path}: is a Hugging Face folder; {advice}")
+    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    folders = [checkpoints / position.name for position in positions(checkpoints)]
+    whole, damage = first_whole(
+        folders, lambda folder: find_damage(folder, contents=False, only=_matters)
+    )
+    if whole is not None:
+        return whole, [
+            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
+        ]
+    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
+    raise DataError(
+        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+    )
+
+
+def _thread_count() -> int:
+    """Threads of a process that converts."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _in_threads(
+    work: Callable[[Item, Done], None],
+    items: Iterable[Item],
+    title: str,
+    total: int,
+    *,
+    enabled: bool = True,
+) -> None:
+    """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
+    `items` may raise. After the first error, or Ctrl-C, `done` raises in all threads."""
+    lock, stopped = threading.Lock(), threading.Event()
+    count, size, threads = 0, max(1, total // _MILLION), _thread_count()
+
+    def done(more: int) -> None:
+        nonlocal count
+        if stopped.is_set():
+            raise InterruptedError
+        with lock:
+            count += more
+            bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
+
+    torch.set_num_threads(1)  # these threads share the work
+    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
+        try:
+            running: set[Future[None]] = set()
+            for item in items:
+                running.add(pool.submit(work, item, done))
+                if len(running) >= _QUEUED * threads:
+                    finished, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,98 @@
+"""The supported model families of Hugging Face, and the named presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.errors import ConfigError, problem
+from gspo_megatron.families import deepseek_v3, mixtral, olmoe, qwen
+from gspo_megatron.families.family import Family, differences
+from gspo_megatron.families.model_shape import (
+    ModelPreset,
+    ModelShape,
+    checkpoint_model_file,
+    experts_in_layers,
+    no_folder,
+    read_model,
+)
+from gspo_megatron.files import WRONG_VALUES
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
+    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
+}
+
+_PRESET_KEYS = """
+    num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
+    num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings rope_theta
+    vocab_size norm_topk_prob
+"""
+# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+PRESETS: Mapping[str, ModelPreset] = {
+    name: qwen.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
+    for name, sizes in {
+        "tiny": (4, 64, 4, 2, 16, 256, 8, 2, 64, 128, 1e4, None),
+        "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 128, 8, 768, 40_960, 1e6, 151_936),
+        "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12_288, 128, 8, 1536, 40_960, 1e6, 151_936),
+    }.items()
+}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises ConfigError where it is not supported."""
+    named = hf_config.get("architectures") or []
+    model_type = hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is not None and named in ([], [family.architecture]):
+        return family
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    wrong = f"not supported; supported: {known}"
+    raise ConfigError([problem("architectures", named or model_type, wrong)])
+
+
+def family_of_shape(shape: ModelShape) -> Family:
+    """The family that has models of this shape. Raises ConfigError with what does not fit each."""
+    for family in FAMILIES.values():
+        if family.config(shape, 1) is not None:
+            return family
+    lines = [f"{name}: {', '.join(_misfits(each, shape))}" for name, each in FAMILIES.items()]
+    raise ConfigError(["no Hugging Face family has such models; what does not fit:", *lines])
+
+
+def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
+    """The model of a config.json. Raises ConfigError with everything that we do not support."""
+    family = family_of(hf_config)
+    try:
+        preset, problems = family.preset(hf_config)
+    except WRONG_VALUES as error:
+        raise ConfigError([f"a value of a wrong type: {error}"]) from None
+    if problems:
+        raise ConfigError(problems)
+    return preset
+
+
+def preset_of_folder(path: str) -> ModelPreset:
+    """The model of a Hugging Face folder. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    try:
+        changed = file.stat()
+    except OSError as error:
+        wrong = f"{file}: {error.strerror}" if Path(path).is_dir() else no_folder(path)
+        if checkpoint_model_file(path) is not None:
+            wrong = "is a checkpoint of gspo-megatron; use model.checkpoint_path for it"
+        raise ConfigError([problem("model.hf_path", path, wrong)]) from None
+    return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
+
+
+def _misfits(family: Family, shape: ModelShape) -> list[str]:
+    """The fields of TransformerConfig in which every model of a family differs from this one."""
+    known = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
+    if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
+        known["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]
+    known = {name: value for name, value in known.items() if value is not None}
+    preset, _ = family.preset({})
+    preset = ModelPreset(1, 1, 1.0, False, {**preset.megatron, **known})
+    return differences(shape, preset) or ["config.json cannot express it"]

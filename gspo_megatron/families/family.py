@@ -1,0 +1,328 @@
+"""A family of published models: its config.json as TransformerConfig fields, and its tensors.
+
+The configuration takes a model's shape from this table before torch is imported, and hf
+the names of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families.model_shape import (
+    ModelPreset,
+    ModelShape,
+    expert_pattern,
+    experts_in_layers,
+)
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of config.json that corresponds to a field of TransformerConfig. `default` is what
+    transformers takes if the key is missing."""
+
+    hf: str
+    ours: str
+    default: Any = REQUIRED
+    negated: bool = False  # a flag of the opposite meaning
+    nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
+
+
+# Which layers have experts, in both directions: config.json -> one flag a layer, and flags -> keys
+# of config.json, or None if it cannot express them.
+ReadPattern = Callable[[Mapping[str, Any]], list[bool]]
+WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share an architecture of transformers.
+
+    `always`: fields of TransformerConfig that all models of the family share. `only`: keys of
+    config.json of which we support some values only; the first one stands for a missing key.
+    `spellings`: other names of keys that transformers takes too, with the usual ones.
+    `names`: the template of each tensor's name, by its role (families/weight_map.py).
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Field, ...]
+    names: Mapping[str, str]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 32_768
+    tied: bool = False  # transformers' default if config.json leaves it out
+    joint_qk_norm: bool = False
+    read_pattern: ReadPattern | None = None
+    write_pattern: WritePattern | None = None
+    # What the table cannot express: problems of several keys together, fields made of several keys.
+    check: Callable[[Mapping[str, Any]], list[str]] = lambda hf: []
+    read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
+    write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
+    # Tensors in published files that are ignored, by the end of their names.
+    unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
+        """The model that a config.json describes, and a line for each thing not supported."""
+        hf, twice = _in_one_spelling(hf, self.spellings)
+        problems = twice + [
+            f"{key} = {format_value(hf[key])}: not supported; legal: "
+            + " or ".join(format_value(value) for value in legal)
+            for key, legal in (_ONLY | dict(self.only)).items()
+            if key in hf and hf[key] not in legal
+        ]
+        problems += _windows(hf)
+        theta, wrong = _rope(hf, self.rope_theta)
+        problems += wrong
+        megatron = dict(_ALWAYS | dict(self.always))
+        for entry in self.fields:
+            value = hf.get(entry.hf, entry.default)
+            if value is REQUIRED:
+                problems.append(f"{entry.hf}: required and missing")
+            elif entry.default is REQUIRED and not _is_size(value):
+                wrong = f"must be an integer from 0 to {_LARGEST_SIZE:,}"
+                problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
+            elif value is not None or entry.nullable:
+                megatron[entry.ours] = not value if entry.negated else value
+        if not isinstance(hf.get("vocab_size"), int):
+            problems.append("vocab_size: required, and an integer")
+        problems += self.check(hf)
+        rest = self.read_rest(hf)
+        megatron |= {name: value for name, value in rest.items() if value is not None}
+        if self.read_pattern is not None and not problems:
+            experts = self.read_pattern(hf)
+            if not any(experts):
+                megatron = {k: v for k, v in megatron.items() if not k.startswith("moe_")}
+                megatron.pop("num_moe_experts", None)
+            elif not all(experts):
+                megatron["moe_layer_freq"] = [int(flag) for flag in experts]
+        preset = ModelPreset(
+            vocab_size=hf.get("vocab_size"),
+            max_sequence_length=hf.get("max_position_embeddings", self.max_position_embeddings),
+            rotary_base=theta,
+            tie_embeddings=bool(hf.get("tie_word_embeddings", self.tied)),
+            megatron=MappingProxyType(megatron),
+            joint_qk_norm=self.joint_qk_norm,
+        )
+        return preset, problems
+
+    def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
+        """config.json of a model of this shape, as published checkpoints write it; None where the
+        family has no such models."""
+        hf: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for entry in self.fields:
+            value = shape.megatron.get(entry.ours)
+            if value is not None:
+                hf[entry.hf] = not value if entry.negated else value
+        hf |= {key: legal[0] for key, legal in self.only.items()}
+        hf |= {
+            "vocab_size": vocab_size,
+            "max_position_embeddings": shape.max_sequence_length,
+            "rope_theta": shape.rotary_base,
+            "rope_scaling": None,
+            "tie_word_embeddings": shape.tie_embeddings,
+            "attention_dropout": 0.0,
+        }
+        hf |= self.write_rest(shape.megatron)
+        if self.write_pattern is not None:
+            pattern = self.write_pattern(experts_in_layers(shape))
+            if pattern is None:
+                return None
+            hf |= pattern
+        preset, problems = self.preset(hf)
+        if problems or differences(shape, preset):
+            return None
+        return hf
+
+
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    # With dropout the old and the new policy would differ by noise, and so would their ratio.
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0.0,),
+    "quantization_config": (None,),
+    "per_layer_config": (None, {}),
+}
+
+# What every family has: sizes, norms.
+SIZES = (
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    Field("hidden_act", "activation_func", "silu"),
+)
+
+
+def key_value_heads(default: int | None) -> Field:
+    """The number of key-value heads; `default` None stands for that of the attention heads."""
+    return Field("num_key_value_heads", "num_query_groups", default)
+
+
+# What routers have in common.
+LINEAR_ROUTER: dict[str, Any] = {
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+EMBEDDINGS = {
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+}
+NORMS = {
+    "input_norm": "model.layers.{layer}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+}
+ATTENTION = {part: f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkvo"}
+QK_NORMS = {f"{part}_norm": f"model.layers.{{layer}}.self_attn.{part}_norm.weight" for part in "qk"}
+MLP = ("gate", "up", "down")
+DENSE = {part: f"model.layers.{{layer}}.mlp.{part}_proj.weight" for part in MLP}
+ROUTER = {"router": "model.layers.{layer}.mlp.gate.weight"}
+EXPERTS = {
+    f"expert_{part}": f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight"
+    for part in MLP
+}
+
+
+def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
+    """The fields of TransformerConfig in which the function of a model differs from that of a
+    preset."""
+    own, its = dict(shape.megatron), dict(preset.megatron)
+    # one pattern may be spelled in two ways
+    for fields, model in ((own, shape), (its, preset)):
+        fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
+        fields["joint_qk_norm"] = model.joint_qk_norm
+    # sizes that a config.json may leave to their defaults; ModelShape has them all
+    defaults = ["num_query_groups", "kv_channels"]
+    if not shape.has_dense_layers:
+        defaults.append("ffn_hidden_size")
+    its = {name: own.get(name) for name in defaults} | its
+    neutral, starts = _NEUTRAL.split(), tuple(_NEUTRAL_STARTS.split())
+    return [
+        name
+        for name in sorted(own.keys() | its.keys())
+        if (own.get(name) or None) != (its.get(name) or None)
+        and not (name in neutral or name.startswith(starts) or name.endswith("_fusion"))
+    ]
+
+
+# Fields that change only how a model is computed, sharded or trained, and not its function.
+_NEUTRAL = """
+    attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
+    barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode
+    disable_bf16_reduced_precision_matmul gradient_accumulation_fusion hidden_dropout
+    init_method_std attention_dropout moe_aux_loss_coeff moe_grouped_gemm moe_layer_recompute
+    moe_router_bias_update_rate moe_router_dtype moe_router_load_balancing_type
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_overlap
+    moe_token_dispatcher_type moe_z_loss_coeff num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split test_mode
+"""
+_NEUTRAL_STARTS = """
+    cpu_offloading cuda_graph deallocate_ defer_embedding delay_wgrad distribute_saved
+    enable_cuda_graph external_cuda_graph fine_grained_activation flash_decode fp8 inference_ log_
+    microbatch_group_size moe_deepep moe_enable_deepep moe_flex moe_hybridep moe_pad_
+    moe_per_layer_logging offload_ overlap_ recompute_ tp_comm_ tp_only_amax wgrad_deferral
+"""
+
+
+def _windows(hf: Mapping[str, Any]) -> list[str]:
+    """Sliding-window attention, which is not supported."""
+    window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
+    problems = []
+    if window is not None and used:
+        legal = "null, or use_sliding_window = false"
+        problems.append(f"sliding_window = {format_value(window)}: not supported; legal: {legal}")
+    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - {"full_attention"})))
+    if others:
+        problems.append(f"layer_types: {others}: not supported; legal: full_attention")
+    return problems
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value may be one of the sizes that config.json must have; 0 or null: of what the
+    model has none of, as a dense model of experts."""
+    return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
+
+
+_LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
+
+
+def _in_one_spelling(
+    hf: Mapping[str, Any], spellings: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a config.json under their usual names, and a line for each setting that two
+    spellings give different values."""
+    found, problems = dict(hf), []
+    for other, usual in spellings.items():
+        if other not in found:
+            continue
+        value = found.pop(other)
+        if usual in found and found[usual] != value:
+            problems.append(_two_values(other, value, usual, found[usual]))
+        found.setdefault(usual, value)
+    return found, problems
+
+
+def _two_values(key: str, value: Any, other: str, its: Any) -> str:
+    two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
+    return f"{two}: two spellings of one setting; keep the right one"
+
+
+def _rope(hf: Mapping[str, Any], default: float) -> tuple[float, list[str]]:
+    """The rotary base. config.json of transformers 5 has it in `rope_parameters`, older ones in
+    `rope_theta` beside `rope_scaling`; transformers reads all three, whichever are there."""
+    problems = []
+    found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
+    for where, values in found.items():
+        given = hf.get(where[:-1]) if where else hf
+        if given is not None and not isinstance(given, Mapping):
+            problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
+            continue
+        for key, value in (given or {}).items():
+            if where and isinstance(value, Mapping):  # of the layers of one type
+                wrong = "not supported; legal: one set of values for all layers"
+                problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
+            elif key in _ROPE and (where or key in _ROPE_OUTSIDE) and value is not None:
+                values[key] = value
+    for where, values in found.items():
+        values, twice = _in_one_spelling(values, {"type": "rope_type"})
+        problems += [line.replace("type = ", f"{where}type = ", 1) for line in twice]
+        found[where] = values
+    settings: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for where, values in found.items():
+        for key, value in values.items():
+            if key in settings and settings[key] != value:
+                problems.append(_two_values(f"{where}{key}", value, names[key], settings[key]))
+            settings[key], names[key] = value, f"{where}{key}"
+    for key, legal in (("rope_type", "default"), ("partial_rotary_factor", 1)):
+        if (value := settings.get(key, legal)) != legal:
+            where = names[key]
+            problems.append(f"{where} = {format_value(value)}: not supported; legal: {legal}")
+    theta = settings.get("rope_theta", default)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        problems.append(f"rope_theta = {format_value(theta)}: must be a number above 0")
+    return theta, problems
+
+
+_ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also beside the mappings

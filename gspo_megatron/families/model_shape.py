@@ -1,0 +1,193 @@
+"""The sizes of a model: what its preset and the configuration make together.
+
+`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, in its own names; what
+belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from gspo_megatron.errors import ConfigError, problem
+from gspo_megatron.files import WRONG_VALUES, parse_json
+
+# What the section `model` has keys for, beside the fields of TransformerConfig.
+WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
+MODEL_FILE = "model.json"  # describes the model in a checkpoint of ours
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """A model to start from; `vocab_size` None: the tokenizer decides. `joint_qk_norm`: queries and
+    keys are normalised over all heads together instead of each head by itself."""
+
+    vocab_size: int | None
+    max_sequence_length: int
+    rotary_base: float
+    tie_embeddings: bool
+    megatron: Mapping[str, Any]
+    joint_qk_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(ModelPreset):
+    """What the model will be; every MoE size is None in a model without experts. `megatron` holds
+    all keyword arguments of TransformerConfig that preset and configuration give (without layout
+    and precision), with `activation_func` and `attention_backend` as strings."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    num_moe_experts: int | None
+    moe_router_topk: int | None
+    moe_ffn_hidden_size: int | None
+    moe_shared_expert_intermediate_size: int | None
+    megatron: dict[str, Any]
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has an MLP of `ffn_hidden_size` instead of experts."""
+        return self.num_moe_experts is None or self.megatron.get("moe_layer_freq", 1) != 1
+
+
+def shape_of(
+    preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
+) -> ModelShape:
+    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields, of
+    which None leaves the preset's."""
+    preset = replace(preset, **{name: value for name, value in own.items() if value is not None})
+    megatron: dict[str, Any] = {**preset.megatron, **overrides}
+    num_experts = megatron.get("num_moe_experts")
+    if num_experts is None:
+        # `num_moe_experts: null` on an MoE preset asks for the dense model of the same shape, and
+        # TransformerConfig refuses expert sizes there. What the user wrote stays, to be refused.
+        megatron = {
+            name: value
+            for name, value in megatron.items()
+            if not name.startswith("moe_") or name in overrides
+        }
+    heads = megatron["num_attention_heads"]
+    sizes = {
+        "num_query_groups": megatron.get("num_query_groups") or heads,
+        "kv_channels": megatron.get("kv_channels") or megatron["hidden_size"] // heads,
+        "ffn_hidden_size": megatron.get("ffn_hidden_size") or 4 * megatron["hidden_size"],
+    }
+    if num_experts is not None:
+        width = megatron.get("moe_ffn_hidden_size") or sizes["ffn_hidden_size"]
+        sizes["moe_ffn_hidden_size"] = width
+        sizes["moe_router_topk"] = megatron.get("moe_router_topk", 2)
+    megatron.update(sizes)
+    taken = {name: megatron.get(name) for name in _MEGATRON_SIZES}
+    if num_experts is None:
+        taken |= {"moe_router_topk": None, "moe_ffn_hidden_size": None}
+    outer = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    return ModelShape(**taken, **(outer | {"megatron": megatron}))
+
+
+_MEGATRON_SIZES = tuple(
+    name for name in ModelShape.__dataclass_fields__ if name not in ModelPreset.__dataclass_fields__
+)
+
+
+def experts_in_layers(shape: ModelShape) -> list[bool]:
+    """Whether each layer has experts."""
+    return expert_pattern(shape.megatron, shape.num_layers)
+
+
+def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """The same from fields of TransformerConfig: `moe_layer_freq` stands for every n-th layer from
+    the first on, or is a list of flags."""
+    if megatron.get("num_moe_experts") is None:
+        return [False] * num_layers
+    frequency = megatron.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def checkpoint_model_file(path: str) -> Path | None:
+    """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
+    which all have the same model; None where there is none."""
+    folder = Path(path)
+    found = [folder / MODEL_FILE]
+    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # names of unfinished ones begin with a dot
+        found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
+    return next((file for file in found if file.is_file()), None)
+
+
+def no_checkpoint(path: str) -> str:
+    """The line about a `model.checkpoint_path` that holds no checkpoint."""
+    reason = "holds no checkpoint of gspo-megatron" if Path(path).is_dir() else no_folder(path)
+    if Path(path, "config.json").is_file():
+        reason = "is a Hugging Face folder; use model.hf_path for it"
+    return problem("model.checkpoint_path", path, reason)
+
+
+def no_folder(path: str | Path) -> str:
+    """What is wrong with a path that should be a folder, and is none."""
+    return "is a file; legal: its folder" if Path(path).is_file() else "no such folder"
+
+
+def preset_of_checkpoint(path: str) -> ModelPreset:
+    """The model of a checkpoint, as its model.json describes it. Raises ConfigError."""
+    file = checkpoint_model_file(path)
+    if file is None:
+        raise ConfigError([no_checkpoint(path)])
+    changed = file.stat().st_mtime_ns
+    return read_model("model.checkpoint_path", file, checkpoint_preset, changed)
+
+
+@functools.lru_cache(maxsize=8)
+def read_model(
+    key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
+) -> ModelPreset:
+    """The model that a JSON file describes, which `key` names. It is read again only once it has
+    `_changed`: a model's shape is asked for many times in a run. Raises ConfigError."""
+    try:
+        content = parse_json(file.read_bytes())
+        if isinstance(content, dict):
+            return describe(content)
+        problems = ["not a JSON object"]
+    except ConfigError as error:
+        problems = error.problems
+    except (OSError, *WRONG_VALUES) as error:
+        problems = [f"cannot be read: {error}"]
+    raise ConfigError([f"{key}: {file}: {line}" for line in problems])
+
+
+def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
+    """The model that the contents of model.json describe. Raises LookupError."""
+    shape = {"joint_qk_norm": False, **model["shape"], "vocab_size": model["vocab_size"]}
+    return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
+
+
+def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of the `model` section in which a model's tensors differ from those of `preset`, with
+    both values: weights of one cannot be loaded into the other."""
+    theirs = shape_of(preset)
+    outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
+    values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]
+    for key in _TENSOR_FIELDS.split():
+        values.append((f"megatron.{key}", shape.megatron.get(key), theirs.megatron.get(key)))
+    yield from (each for each in values if (each[1] or None) != (each[2] or None))
+    same_layers = shape.num_layers == theirs.num_layers
+    if same_layers and experts_in_layers(shape) != experts_in_layers(theirs):
+        frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]
+        yield "megatron.moe_layer_freq", *frequencies
+
+
+# Fields of TransformerConfig that decide which tensors there are, and their sizes.
+_TENSOR_FIELDS = """
+    num_layers hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_enable_expert_bias qk_layernorm add_qkv_bias add_bias_linear gated_linear_unit
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+"""

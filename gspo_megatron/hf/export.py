@@ -1,0 +1,203 @@
+"""A running, sharded model as Hugging Face tensors, one after the other, and as a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.families import Family, family_of, family_of_shape
+from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
+from gspo_megatron.hf.load import weight_shards
+from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
+from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.shards import Shard
+from gspo_megatron.platform.collectives import raised_everywhere
+
+MAIN_RANK = 0  # the ranks that share a model-parallel group with it hold a whole model
+
+
+def export_hf(
+    policy: Policy,
+    path: str | Path,
+    *,
+    hf_config: Mapping[str, Any] | None = None,
+    tokenizer: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    durable: bool = True,
+    reuse: Path | None = None,
+    private: bool = False,
+) -> None:
+    """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
+    it; the main rank writes, a tensor at a time. The folder appears when it is complete.
+
+    hf_config: config.json of the folder that the weights came from; it decides the family, and its
+    other keys are kept; tokenizer: a folder, of which the settings and tokenizer files are copied,
+    or one file; dtype: of the weights (default: the model's); durable: wait until everything is on
+    the disk, so that it outlives a crash of the machine; reuse: a folder of the same model, written
+    by the same arguments, that nobody needs any more: it is overwritten and becomes the new one,
+    where it is there; private: no other user may read it.
+
+    Raises, on every rank, ConfigError for a model that no family has and DataError for a
+    destination that cannot be written.
+    """
+    family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
+    dtype = dtype or policy.config.params_dtype
+    config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
+    specs = stream_specs(policy, family=family, dtype=dtype)
+    options = {"durable": durable, "reuse": reuse, "private": private}
+    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, **options)
+    is_main = dist.get_rank() == MAIN_RANK
+    with contextlib.ExitStack() as stack:
+        with raised_everywhere():
+            if is_main:
+                stack.enter_context(writer)
+        problem: DataError | None = None
+        with raised_everywhere():
+            # All ranks are in step until the end of the stream, even when writing fails.
+            for name, tensor in stream_hf(policy, family=family, dtype=dtype):
+                if tensor is not None and problem is None:
+                    try:
+                        writer.write(name, tensor)
+                    except DataError as error:
+                        problem = error
+            if problem is not None:
+                raise problem
+            if is_main:
+                files = tokenizer_files(tokenizer)
+                writer.finish()
+                writer.publish({"config.json": config, **generation_files(files)}, files)
+
+
+@torch.no_grad()
+def stream_hf(
+    policy: Policy,
+    *,
+    family: Family | None = None,
+    dtype: torch.dtype | None = None,
+    everywhere: bool = False,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks
+    iterate together, to the end; a tensor belongs to the caller.
+
+    The main rank gets each tensor whole, the others None; with `everywhere` all ranks get it. Only
+    one tensor exists at a time beside the model. The ranks of one copy of the model send their
+    shards to the main rank, each element once.
+
+    family: whose names are used (default: the one that has models of this shape; ConfigError where
+    none has); dtype: of the tensors (default: the model's).
+    """
+    family = family_of_shape(policy.shape) if family is None else family
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    policy.finish_parameter_gather()
+    copy = _ModelCopy(weight_shards(policy, weights), weights)
+    device = torch.device(torch.cuda.current_device())
+    for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():
+        tensor = None
+        if dist.get_rank() == MAIN_RANK or everywhere:
+            tensor = torch.empty(weights.shapes[name], dtype=kind, device=device)
+        copy.collect(name, kind, tensor)
+        if everywhere and dist.get_world_size() > 1:
+            dist.broadcast(tensor, src=MAIN_RANK)
+        yield name, tensor
+
+
+def stream_specs(
+    policy: Policy, *, family: Family | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """What `stream_hf` yields, in order, on the meta device."""
+    family = family_of_shape(policy.shape) if family is None else family
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    return {
+        name: torch.empty(weights.shapes[name], dtype=kind, device="meta")
+        for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items()
+    }
+
+
+def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of every tensor of the stream, in order. Biases of routers stay fp32, as in Megatron-Core."""
+    kinds = dict.fromkeys(weights.shapes, dtype)
+    for name, recipe in weights.recipes.items():
+        if name.endswith(".expert_bias"):
+            kinds |= {box.name: torch.float32 for box in recipe.boxes}
+    return kinds
+
+
+class _ModelCopy:
+    """One copy of the model, spread over the ranks that share a group with the main rank."""
+
+    def __init__(self, shards: Sequence[Shard], weights: WeightMap) -> None:
+        self._shards = shards
+        # of each HF tensor, by rank: numbers of the rank's shards, and the box that each holds
+        self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        dense = parallel_state.get_model_parallel_group()
+        experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        for group, are_experts in ((dense, False), (experts, True)):
+            if MAIN_RANK in dist.get_process_group_ranks(group):
+                self._distribute(group, are_experts, weights)
+        if dist.get_rank() == MAIN_RANK:
+            for name, shape in weights.shapes.items():
+                found = sum(box.numel for each in self._parts[name].values() for _, box in each)
+                assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
+
+    def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
+        """Exchange what each rank of a group holds; of replicas, the first rank sends."""
+        mine = [
+            (number, shard.name, shard.offset, tuple(shard.data.shape))
+            for number, shard in enumerate(self._shards)
+            if (".experts." in shard.name) == are_experts
+        ]
+        ranks = dist.get_process_group_ranks(group)
+        everyone: list[Any] = [mine] * len(ranks)
+        if len(ranks) > 1:
+            dist.all_gather_object(everyone, mine, group=group)
+        taken = set()
+        for rank, shards in zip(ranks, everyone, strict=True):
+            for number, name, offset, shape in shards:
+                if (name, offset, shape) in taken:
+                    continue
+                taken.add((name, offset, shape))
+                slices = [slice(at, at + n) for at, n in zip(offset, shape, strict=True)]
+                for box in weights[name].cut(slices):
+                    self._parts[box.name].setdefault(rank, []).append((number, box))
+                    self._groups[box.name] = group
+
+    def collect(self, name: str, dtype: torch.dtype, out: Tensor | None) -> None:
+        """Send this rank's parts of a tensor, as `dtype`; or, on the main rank, fill `out`."""
+        parts, group = self._parts[name], self._groups.get(name)
+        mine = [(box, self._shards[n].data) for n, box in parts.get(dist.get_rank(), [])]
+        if dist.get_rank() != MAIN_RANK:
+            if mine:
+                runs = [data[box.target_slices].reshape(-1).to(dtype) for box, data in mine]
+                _exchange([dist.P2POp(dist.isend, torch.cat(runs), MAIN_RANK, group)])
+            return
+        assert out is not None
+        for box, data in mine:
+            out[box.source_slices].copy_(data[box.target_slices].reshape(box.source_size))
+        sizes = {
+            rank: [box.numel for _, box in theirs]
+            for rank, theirs in parts.items()
+            if rank != MAIN_RANK
+        }
+        packed = {rank: out.new_empty(sum(counts)) for rank, counts in sizes.items()}
+        _exchange([dist.P2POp(dist.irecv, data, rank, group) for rank, data in packed.items()])
+        for rank, counts in sizes.items():
+            for (_, box), run in zip(parts[rank], packed[rank].split(counts), strict=True):
+                place = out[box.source_slices]
+                place.copy_(run.view(place.shape))
+
+
+def _exchange(messages: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(messages) if messages else ():
+        request.wait()

@@ -1,0 +1,289 @@
+"""A Hugging Face model folder: its config, its tensors, and whether they fit a model."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gspo_megatron.errors import ConfigError, DataError, format_value, some_of
+from gspo_megatron.families import describe, family_of
+from gspo_megatron.families.model_shape import (
+    ModelPreset,
+    ModelShape,
+    checkpoint_model_file,
+    no_folder,
+    shape_conflicts,
+)
+from gspo_megatron.families.weight_map import Box, WeightMap, split, weight_map
+from gspo_megatron.files import fault_of_name, parse_json
+
+SINGLE_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
+# Dtypes of weights, by their names in safetensors files.
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+# The files that travel with the weights: settings and tokenizer. Never code.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a safetensors file; `dtype` is a name of the file format."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int  # of its first byte
+
+
+class HfFolder:
+    """Config and tensors of a folder. Opening it reads the headers of the files, no tensor.
+
+    A config.json that names Python code of its own (`auto_map`) is refused unless
+    `ignore_custom_code`; the code is never run.
+
+    Raises DataError with all that is wrong with the folder, one line each.
+    """
+
+    def __init__(self, path: str | Path, *, ignore_custom_code: bool = False) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"{self.path}: {no_folder(self.path)}")
+        if not (self.path / "config.json").exists() and checkpoint_model_file(str(path)):
+            advice = "convert it by `gspo-megatron convert megatron-to-hf`"
+            raise DataError(f"{path}: is a checkpoint of gspo-megatron; {advice}")
+        problems: list[str] = []
+        self.config: dict[str, Any] = _read_json(self.path / "config.json", problems) or {}
+        if (generation := self.path / "generation_config.json").exists():
+            _read_json(generation, problems)
+        if "auto_map" in self.config and not ignore_custom_code:
+            problems.append(
+                f"{self.path / 'config.json'}: auto_map: the model is defined by code in its"
+                " folder, which is never run; --ignore-custom-code takes the folder for what its"
+                " model_type says"
+            )
+        self.tensors: dict[str, FileTensor] = self._read_tensors(problems)
+        self._mapped: dict[Path, mmap.mmap] = {}
+        self._read_bytes = 0
+        if problems:
+            raise DataError("\n".join(problems))
+
+    def describe(self) -> ModelPreset:
+        """The model that config.json describes. Raises DataError where no family has such."""
+        try:
+            return describe(self.config)
+        except ConfigError as error:
+            file = self.path / "config.json"
+            raise DataError("\n".join(f"{file}: {line}" for line in error.problems)) from None
+
+    @property
+    def side_files(self) -> list[Path]:
+        return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
+
+    def read(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
+        to. Safe in any thread.
+
+        Raises KeyError for a name that the folder lacks.
+        """
+        entry = self.tensors[name]
+        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+        if not count:
+            return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
+        mapped = self._mapped.get(entry.file)
+        if mapped is None:
+            with entry.file.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._mapped[entry.file] = mapped
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset)
+        part = flat.view(entry.shape)[tuple(slices)]
+        # Pages that were read count as this process's memory until they are given back.
+        self._read_bytes += part.nbytes
+        if self._read_bytes > _MAPPED_BYTES:
+            self._read_bytes = 0
+            for each in list(self._mapped.values()):
+                each.madvise(mmap.MADV_DONTNEED)
+        return part
+
+    def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
+        single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
+        if single.exists():  # transformers, too, takes it before an index
+            return _read_header(single, problems) or {}
+        if index.exists():
+            return _read_indexed(index, problems)
+        pickles = sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern))
+        if pickles:
+            problems.append(
+                f"{self.path}: weights only as pickles ({', '.join(pickles[:3])}), which can run"
+                " code when read; save the model as safetensors first"
+            )
+        else:
+            problems.append(f"{self.path}: neither {SINGLE_FILE} nor {WEIGHT_INDEX}")
+        return {}
+
+
+def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
+    """All tensors of one file; None where it is damaged, which goes to `problems`."""
+    try:
+        # The library checks the file. Its own mapping of tensors for torch needs as much free
+        # memory as the file is large; its numpy side maps without that.
+        with safe_open(file, framework="np"), file.open("rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            header = parse_json(stream.read(start - 8))
+    except (SafetensorError, ValueError) as error:
+        cause = str(error).removeprefix("Error while deserializing header: ")
+        problems.append(f"{file}: damaged ({cause}); copy or download it again")
+        return None
+    except OSError as error:
+        problems.append(f"{file}: {error.strerror or error}")
+        return None
+    header.pop("__metadata__", None)
+    return {
+        name: FileTensor(t["dtype"], tuple(t["shape"]), file, start + t["data_offsets"][0])
+        for name, t in header.items()
+    }
+
+
+def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
+    content = _read_json(index, problems)
+    if content is None:
+        return {}
+    files = content.get("weight_map")
+    if not isinstance(files, Mapping) or not all(isinstance(f, str) for f in files.values()):
+        problems.append(f"{index}: no weight_map from tensor names to file names")
+        return {}
+    tensors: dict[str, FileTensor] = {}
+    wrong: list[str] = []  # names of files
+    differs: list[str] = []
+    names_in: dict[str, set[str]] = {}
+    for name, file_name in files.items():
+        names_in.setdefault(file_name, set()).add(name)
+    for file_name, named in sorted(names_in.items()):
+        file = index.parent / file_name
+        if Path(file_name).name != file_name:
+            wrong.append(f"{index}: {file_name!r:.80} is not the name of a file beside it")
+        elif (fault := fault_of_name(file_name)) is not None:
+            wrong.append(f"{index}: {file_name!r:.80} {fault}")
+        elif not file.exists():
+            wrong.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
+        elif (found := _read_header(file, wrong)) is not None:
+            differs += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
+            differs += [
+                f"{file}: {name} is in the file, and not in {index.name} at this place"
+                for name in sorted(found.keys() - named)
+            ]
+            tensors |= found
+    problems += [*some_of(wrong), *some_of(differs)]
+    return tensors
+
+
+def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        content = parse_json(file.read_bytes())
+    except OSError as error:
+        problems.append(f"{file}: {error.strerror}")
+    except ValueError as error:
+        problems.append(f"{file}: not JSON: {error}")
+    else:
+        if isinstance(content, dict):
+            return content
+        problems.append(f"{file}: not a JSON object")
+    return None
+
+
+def checked_folder(
+    path: str | Path, shape: ModelShape, vocab_size: int
+) -> tuple[HfFolder, WeightMap]:
+    """The folder, and the map of its model. No tensor is read.
+
+    Raises DataError with all that is wrong: config.json describes another model than one of
+    `shape` and `vocab_size`; and what `checked_weights` raises.
+    """
+    folder = HfFolder(path)
+    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), folder.describe())
+    problems = [
+        f"{folder.path / 'config.json'}: {key} is {format_value(theirs)}, and "
+        f"{format_value(ours)} in the model"
+        for key, ours, theirs in conflicts
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+    return folder, checked_weights(folder, shape, vocab_size)
+
+
+def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> WeightMap:
+    """The map of the folder's model. Raises DataError where tensors are missing, unknown, or have
+    another shape or dtype."""
+    family = family_of(folder.config)
+    weights = weight_map(family, shape, vocab_size)
+    missing: list[str] = []
+    problems: list[str] = []
+    for name, size in weights.shapes.items():
+        entry = folder.tensors.get(name)
+        if entry is None:
+            missing.append(f"{name} is missing")
+        elif entry.shape != size:
+            problems.append(
+                f"{name} has the shape {list(entry.shape)}; config.json says {list(size)}"
+            )
+        elif entry.dtype not in DTYPES:
+            problems.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
+    known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
+    unknown = [
+        f"{name} is no part of the model that config.json describes"
+        for name in folder.tensors
+        if name not in known and not name.endswith(family.unread)
+    ]
+    if lines := [*some_of(missing), *some_of(problems), *some_of(unknown)]:
+        raise DataError("\n".join(f"{folder.path}: {line}" for line in lines))
+    return weights
+
+
+def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
+    """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
+    anywhere)."""
+    copy = family_of(folder.config).names["head"]
+    if copy in weights.shapes or copy not in folder.tensors:
+        return
+    box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
+    same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]
+    for block in split(box) if same else ():
+        bits = [folder.read(n, block.source_slices).view(torch.uint8) for n in (box.name, copy)]
+        same = same and torch.equal(*bits)
+    if not same:
+        raise DataError(
+            f"{folder.path}: config.json says tie_word_embeddings, and {copy} differs from "
+            f"{box.name}"
+        )

@@ -1,0 +1,56 @@
+"""Weights of a Hugging Face folder straight into a sharded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from gspo_megatron.families.weight_map import WeightMap, fill, is_vocabulary
+from gspo_megatron.hf.files import check_tied_copy, checked_folder
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.shards import Shard, parameter_shards
+
+
+@torch.no_grad()
+def load_hf(path: str | Path, policy: Policy) -> None:
+    """Fill this rank's parameters, and the biases of its routers, from the folder.
+
+    Each rank reads only what its own shards need; values are converted to the model's dtype,
+    padding of the vocabulary becomes zero. An optimizer that exists already keeps its fp32 copies
+    of the old weights: load before it is built, or call its reload_model_params.
+
+    Raises DataError, with all that is wrong with the folder and before anything is changed.
+    """
+    folder, weights = checked_folder(path, policy.shape, policy.vocab_size)
+    shards = weight_shards(policy, weights)
+    for shard in shards:
+        if shard.name == "embedding.word_embeddings.weight":
+            for box in weights[shard.name].cut(shard.slices):
+                check_tied_copy(folder, weights, box)
+    for shard in shards:
+        fill(shard.data, weights[shard.name], shard.slices, folder.read)
+
+
+def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
+    """All of this rank's parameters, each element once, and the biases of its routers. The shards
+    may reach into the vocabulary's padding."""
+    found = [shard for model in policy.models for shard in parameter_shards(model)]
+    covered = sum(shard.data.numel() for shard in found)
+    for model in policy.models:
+        for module in model.modules():
+            bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
+            if bias is not None:
+                # a buffer, so not among the parameters; every rank of the layer has all of it
+                name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
+                found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
+    parameters = sum(p.numel() for model in policy.models for p in model.parameters())
+    assert covered == parameters, "a parameter without a global name"
+    for shard in found:
+        shape = weights[shard.name].shape
+        inside = [part.stop <= size for part, size in zip(shard.slices, shape, strict=True)]
+        if is_vocabulary(shard.name):
+            inside = inside[1:]
+        assert all(inside), f"{shard.name}: {shard.slices} of {shape}"
+    return found

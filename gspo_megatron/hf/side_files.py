@@ -1,0 +1,123 @@
+"""What goes beside exported weights: config.json, generation_config.json and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.families import describe, family_of, family_of_shape
+from gspo_megatron.families.model_shape import ModelShape, shape_of
+from gspo_megatron.files import parse_json
+from gspo_megatron.hf.files import SIDE_FILES
+
+GENERATION = "generation_config.json"
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def export_config(
+    shape: ModelShape,
+    vocab_size: int,
+    dtype: torch.dtype,
+    original: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """config.json for weights of this shape and dtype. `original`: the config.json that the weights
+    were imported with; its other keys are kept, and all keys if it still describes the model.
+
+    Raises ConfigError for a model that the family (without an original: any family) cannot have.
+    """
+    family = family_of_shape(shape) if original is None else family_of(original)
+    made = family.config(shape, vocab_size)
+    if made is None:
+        raise ConfigError(
+            [f"a model of this shape is none of the family {family.model_type} (any more)"]
+        )
+    dtype_name = str(dtype).removeprefix("torch.")
+    if original is None:
+        return {**made, "torch_dtype": dtype_name}
+    if shape_of(describe(original)) == shape_of(describe(made)):
+        config = dict(original)
+    else:
+        config = {key: value for key, value in original.items() if key not in _ROPE} | made
+    return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
+
+
+def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
+    """The files to copy of a tokenizer, which is a folder or one file; not config.json."""
+    if tokenizer is None:
+        return []
+    path = Path(tokenizer)
+    if path.is_file():
+        return [path]
+    names = (name for name in SIDE_FILES if name != "config.json")
+    return [file for name in names if (file := path / name).is_file()]
+
+
+def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
+    """Raise DataError where one of the files has a token beyond the vocabulary."""
+    for file in files:
+        last = -1
+        try:
+            if file.name == "tokenizer.json":
+                last = max(_tokenizers(file).get_vocab().values(), default=-1)
+            elif file.name in ("vocab.json", "added_tokens.json"):
+                last = max(parse_json(file.read_bytes()).values(), default=-1)
+            elif file.suffix == ".model":
+                last = _sentencepiece(file).get_piece_size() - 1
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{file}: cannot be read: {error}") from error
+        if last >= vocab_size:
+            raise DataError(
+                f"{file}: has token ids up to {last}, the model's vocabulary has {vocab_size} "
+                "tokens; they do not belong together"
+            )
+
+
+def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """generation_config.json, by its name, for a model trained with a tokenizer of these `files`:
+    transformers' generate reads there which token ends an answer. Empty where it is among the
+    files, or where they name no such token. Raises DataError where one cannot be read.
+    """
+    by_name = {file.name: file for file in files}
+    if GENERATION in by_name:
+        return {}
+    try:
+        found = _token_ids(by_name)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
+    known = {name: token_id for name, token_id in found.items() if token_id is not None}
+    return {GENERATION: known} if "eos_token_id" in known else {}
+
+
+def _token_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
+    settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
+    if settings is not None and vocabulary is not None:
+        named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)
+        ids = {}
+        for name in ("eos", "pad"):
+            token = named.get(f"{name}_token")
+            if token is not None:  # it may be an object with its settings
+                text = token if isinstance(token, str) else str(token["content"])
+                ids[f"{name}_token_id"] = tokenizer.token_to_id(text)
+        return ids
+    for file in by_name.values():
+        if file.suffix == ".model":
+            model = _sentencepiece(file)
+            ids = {"eos_token_id": model.eos_id(), "pad_token_id": model.pad_id()}
+            return {name: token_id if token_id >= 0 else None for name, token_id in ids.items()}
+    return {}
+
+
+def _tokenizers(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _sentencepiece(file: Path) -> Any:
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(file))

@@ -1,0 +1,309 @@
+"""Writes a new folder, which gets its name when it is complete, and an HF model into one."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import SETTLED, folder_lacks, make_folder, settle, sync, sync_folders
+from gspo_megatron.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
+
+MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class NewFolder:
+    """A context manager: within it, `partial` is a hidden folder beside `path`; `publish` renames
+    it to `path`. Without that it is removed at the end. What a killed process left is replaced.
+
+    With owner=False it uses the folder that another process, the owner, makes and publishes. With
+    durable=False nothing waits for the disk: a crash of the machine may lose or spoil the folder.
+    `reuse` is a folder that nobody reads any more: it becomes the new one, files and all, where it
+    is there.
+
+    Raises DataError where `path` has something in it already, cannot be written, is being written
+    by another process, or where the disk has less than `size` bytes free.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        size: int,
+        *,
+        owner: bool = True,
+        durable: bool = True,
+        reuse: Path | None = None,
+        private: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.partial = _hidden_place(self.path)
+        self.durable, self.reuse, self.private = durable, reuse, private
+        self._size, self._owner = size, owner
+        self._lock: int | None = None
+
+    def __enter__(self) -> Any:
+        if not self._owner:
+            return self
+        check_destination(self.path)
+        with write_errors(self.path):
+            make_folder(self.partial.parent)
+            if self.partial.exists():
+                lock = _lock(self.partial)  # a running process keeps its folder locked
+                if lock is None:
+                    raise DataError(f"{self.path}: another process is writing to it")
+                os.close(lock)
+                shutil.rmtree(self.partial)
+            if self.reuse is not None and self.reuse.is_dir():
+                self.reuse.rename(self.partial)
+            else:
+                free = shutil.disk_usage(self.partial.parent).free
+                if self._size > free:
+                    told = f"{self._size:,} bytes to write, {free:,} are free"
+                    raise DataError(f"{self.path}: {told}")
+                self.partial.mkdir(0o700 if self.private else 0o777)
+            self._lock = _lock(self.partial)
+        return self
+
+    def publish(self) -> None:
+        """Make the names in it durable (files are synced already) and rename it."""
+        with write_errors(self.path):
+            if self.durable:
+                sync_folders(self.partial)
+            self.partial.rename(os.path.abspath(self.path))
+            if self.durable:
+                sync(self.partial.parent)
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)  # nothing is there when it is published
+            os.close(self._lock)
+            self._lock = None
+
+
+@dataclass(frozen=True)
+class _File:
+    """One planned file; `offsets` are the places of its tensors in it."""
+
+    name: str
+    header: bytes
+    offsets: Mapping[str, int]
+
+
+class HfWriter(NewFolder):
+    """A folder of safetensors files.
+
+        with HfWriter(path, {"model.norm.weight": torch.empty(64, device="meta")}) as writer:
+            writer.write("model.norm.weight", tensor)
+            writer.finish()
+            writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
+
+    Tensors come in any order, whole or in blocks, from any thread, and are written at once
+    (safetensors' save_file needs all tensors of a file in memory). Until `finish` no reader accepts
+    the files. Several processes can write one folder, each the tensors of its own `files`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        owner: bool = True,
+        durable: bool = True,
+        reuse: Path | None = None,
+        private: bool = False,
+    ) -> None:
+        """reuse: of the same tensors, in a file system in memory: overwriting is faster than new
+        files, for which the system has to find and clear memory."""
+        self.tensors = dict(tensors)
+        self.bytes = sum(planned.nbytes for planned in self.tensors.values())
+        options = {"durable": durable, "reuse": reuse, "private": private}
+        super().__init__(path, self.bytes, owner=owner, **options)
+        self.files = _plan(self.tensors, max_shard_bytes)
+        self._file_of = {name: file for file in self.files for name in file.offsets}
+        self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
+        self._descriptors: dict[str, int] = {}
+        self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
+        # The kernel lets one thread at a time write to a file; others would spin.
+        self._writing = threading.Lock()
+
+    def write(self, name: str, tensor: Tensor, slices: Sequence[slice] | None = None) -> None:
+        """Write a tensor, or the block of it that `slices` cut out; it has the planned dtype."""
+        dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
+        slices = [slice(0, extent) for extent in shape] if slices is None else slices
+        assert tensor.dtype == dtype, f"{name}: {tensor.dtype}, planned {dtype}"
+        sizes = [part.stop - part.start for part in slices]
+        assert list(tensor.shape) == sizes, f"{name}: {tensor.shape}, expected {sizes}"
+        if not tensor.numel():
+            return
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        offsets = list(_run_offsets(shape, slices))
+        size = len(flat) // len(offsets)
+        file = self._file_of[name]
+        with write_errors(self.path), self._writing:
+            for number, offset in enumerate(offsets):
+                at = file.offsets[name] + offset * dtype.itemsize
+                self._write(file, memoryview(flat[number * size : (number + 1) * size]), at)
+            self._missing[name] -= len(flat)
+            self._unsettled[file.name] += len(flat)
+            is_due = self.durable and self._unsettled[file.name] >= SETTLED
+            if is_due:
+                self._unsettled[file.name] = 0
+        if is_due:  # others may write meanwhile
+            with write_errors(self.path):
+                settle(self._descriptors[file.name])
+
+    def finish(self, files: Iterable[_File] | None = None) -> None:
+        """Complete these files, by default all; if durable, wait until they are on the disk."""
+        for file in self.files if files is None else files:
+            for name in file.offsets:
+                assert self._missing[name] == 0, f"never written, or only in part: {name}"
+            with write_errors(self.path):
+                self._write(file, memoryview(file.header), 0)
+                if self.durable:
+                    settle(self._descriptors[file.name])
+
+    def publish(
+        self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
+    ) -> None:
+        """Add JSON files and copies of other files, and rename the folder; the owner calls it when
+        all files are finished."""
+        if len(self.files) > 1:
+            names = {name: file.name for name, file in sorted(self._file_of.items())}
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
+            contents = {**contents, WEIGHT_INDEX: index}
+        with write_errors(self.path):
+            copies = [file for file in copies if file.name not in contents]
+            for file in copies:
+                shutil.copyfile(file, self.partial / file.name)
+            for name, content in contents.items():
+                text = json.dumps(content, indent=2, ensure_ascii=False)
+                (self.partial / name).write_bytes(f"{text}\n".encode())
+            for name in (*contents, *(file.name for file in copies)):
+                if self.private:  # the folder is, too
+                    (self.partial / name).chmod(0o600)
+                if self.durable:
+                    sync(self.partial / name)
+        super().publish()
+
+    def __exit__(self, *error: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+        super().__exit__(*error)
+
+    def _write(self, file: _File, data: memoryview, offset: int) -> None:
+        if file.name not in self._descriptors:
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if self.reuse is None else 0)
+            mode = 0o600 if self.private else 0o666
+            self._descriptors[file.name] = os.open(self.partial / file.name, flags, mode)
+            if self.reuse is not None:  # no reader accepts the file without its header
+                os.pwrite(self._descriptors[file.name], bytes(len(file.header)), 0)
+        while data:
+            count = os.pwrite(self._descriptors[file.name], data, offset)
+            data, offset = data[count:], offset + count
+
+
+def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]:
+    """The first element of each run of consecutive elements that a block of a tensor has."""
+    whole = len(shape)
+    while whole and slices[whole - 1] == slice(0, shape[whole - 1]):
+        whole -= 1
+    # all dimensions from `whole` on are complete: a run goes over them and the one before
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    starts = [part.start for part in slices]
+    for index in itertools.product(*(range(s.start, s.stop) for s in slices[: max(0, whole - 1)])):
+        first = [*index, *starts[len(index) :]]
+        yield sum(at * stride for at, stride in zip(first, strides))
+
+
+def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
+    """Tensors in their order, as many to a file as fit."""
+    groups: list[dict[str, Tensor]] = [{}]
+    room = max_shard_bytes
+    for name, planned in tensors.items():
+        if groups[-1] and planned.nbytes > room:
+            groups.append({})
+            room = max_shard_bytes
+        groups[-1][name] = planned
+        room -= planned.nbytes
+    if len(groups) == 1:
+        return [_file(SINGLE_FILE, groups[0])]
+    return [
+        _file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
+    """A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
+    data_offsets) and the bytes of the tensors.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    ends = list(itertools.accumulate((planned.nbytes for planned in tensors.values()), initial=0))
+    for (name, planned), begin, end in zip(tensors.items(), ends, ends[1:]):
+        dtype, shape = _DTYPE_NAMES[planned.dtype], list(planned.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: len(header) + begin for name, begin in zip(tensors, ends)}
+    return _File(file_name, header, offsets)
+
+
+def _hidden_place(path: Path) -> Path:
+    """Where a folder is made."""
+    absolute = Path(os.path.abspath(path))  # a name such as "." has no place beside it
+    return absolute.parent / f".{absolute.name}.partial"
+
+
+def check_destination(path: Path) -> None:
+    """Raise DataError unless `path` is new or an empty folder, where folders can be made."""
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise DataError(f"{path}: has files in it already; give a new or an empty folder")
+    elif path.exists() or path.is_symlink():
+        raise DataError(f"{path}: exists and is not a folder")
+    lacks = folder_lacks(_hidden_place(path).parent)
+    if lacks is not None:
+        raise DataError(f"{path}: cannot be made: {lacks}")
+
+
+@contextmanager
+def write_errors(path: Path) -> Generator[None]:
+    """Within it, an OSError becomes a DataError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def copy_file(source: Path, folder: Path) -> None:
+    """Copy a file's contents into a folder, and wait until they are on the disk."""
+    shutil.copyfile(source, folder / source.name)
+    sync(folder / source.name)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder until it is closed; None where another process does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

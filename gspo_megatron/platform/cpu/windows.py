@@ -1,0 +1,202 @@
+"""Memory that the ranks of one host share, a window for each process group, where they also meet.
+
+Gloo's ranks sleep until a message wakes them, which takes 1 ms on average on a virtual machine. In
+a window each rank counts its arrivals, and the others look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import platform
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.process.cores import usable_cores
+
+MEMORY = "/dev/shm"  # a file system in memory
+PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
+MOST_BYTES = 32 * 2**20  # of a window
+_PREFIX = "gspo-megatron-window-"  # of the names of windows, which they have for a moment
+_FORGOTTEN_SECONDS = 60.0  # so old, it was left by a rank that was killed in that moment
+LINE = 64  # bytes of a cache line: each rank's numbers have their own
+WORDS = LINE // 8  # int64 in it: the count of arrivals, and two signs of what it came for
+
+# A rank that waits asks again and again, and gives its core away each time. After that it sleeps
+# between two looks, a twentieth of what it has waited.
+SPIN_SECONDS = 0.005
+NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest
+
+# Python has no memory barriers. These processors show writes to others in the order of the program.
+ORDERED_PROCESSORS = ("x86_64", "AMD64")
+
+
+class Window:
+    """The memory of a group. `halves` are its two halves in turns, [ranks, bytes] uint8 each."""
+
+    def __init__(self, group: dist.ProcessGroup, file: int) -> None:
+        """file: a descriptor, which the window closes. Raises OSError where it cannot be mapped."""
+        self.file, self.rank, size = file, group.rank(), group.size()
+        finalize(self, os.close, file)
+        # A lock lasts as long as the process, however it ends; the others can see that.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
+        memory = mmap.mmap(file, 0)
+        words = memoryview(memory).cast("q")[: size * WORDS]
+        self.arrivals, *self.purposes = (words[n::WORDS] for n in range(3))  # [ranks] each
+        self.meetings = 0
+        data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
+        self.halves = itertools.cycle(data.view(2, size, -1).unbind(0))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        is_crowded = ranks_here > usable_cores()
+        self.spin_seconds = 0.0 if is_crowded else SPIN_SECONDS
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+    def meet(self, purpose: int) -> None:
+        """Wait for all ranks of the group, which come for the same purpose. Raises RuntimeError if
+        one has another, has ended, or does not come within the group's time limit."""
+        self.meetings += 1
+        # Two by turns: nobody writes the next but one before all have been at the next meeting.
+        purposes = self.purposes[self.meetings % 2]
+        purposes[self.rank] = purpose
+        self.arrivals[self.rank] = self.meetings
+        for rank, arrived in enumerate(self.arrivals):
+            if arrived < self.meetings:
+                self._wait_for(rank)
+            if purposes[rank] != purpose:
+                number = self.global_ranks[rank]
+                raise RuntimeError(f"rank {number} is in another collective, or in other sizes")
+
+    def _wait_for(self, rank: int) -> None:
+        start, (shortest, longest) = time.monotonic(), NAP_SECONDS
+        while self.arrivals[rank] < self.meetings:
+            waited = time.monotonic() - start
+            if waited < self.spin_seconds:
+                os.sched_yield()
+                continue
+            nap = min(max(waited / 20, shortest), longest)
+            time.sleep(nap)
+            if nap == longest and self._has_ended(rank):
+                if self.arrivals[rank] >= self.meetings:  # it came, and then ended
+                    return
+                raise RuntimeError(f"connection lost: rank {self.global_ranks[rank]} has ended")
+            if waited > self.timeout:
+                number = self.global_ranks[rank]
+                raise RuntimeError(f"timed out after {waited:.0f} s of waiting for rank {number}")
+
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # for the others to see it
+        return True
+
+
+# By group; None where it has none.
+_windows: WeakKeyDictionary[dist.ProcessGroup, Window | None] = WeakKeyDictionary()
+
+
+def window_of(group: dist.ProcessGroup) -> Window | None:
+    """None if the ranks are on several hosts, or there is not enough memory, or it is of no use.
+    The first call makes it: every rank of the group calls this."""
+    if group not in _windows:
+        is_ordered = platform.machine() in ORDERED_PROCESSORS
+        is_real = dist.get_backend(group) == "gloo"  # torch's "fake" ranks are not there
+        _windows[group] = _make(group) if is_ordered and is_real else None
+    return _windows[group]
+
+
+def turns(
+    group: dist.ProcessGroup, work: str, count: int, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[slice, Tensor, Callable[[], None]]]:
+    """Cuts `count` elements into pieces that fit into the window. For each piece: its slice, the
+    memory for it [ranks, rows, elements of the piece], and the function to meet by.
+
+    In each turn every rank writes to its place, all meet, and each reads what the others wrote. One
+    half is written again in the next turn but one: by then all have met once more, so all have read
+    it. `work` names the collective: ranks that are in another one, or in other sizes, are found.
+    """
+    window = window_of(group)
+    assert window is not None
+    purpose = zlib.crc32(f"{work} {count} {dtype}".encode())
+    first = 0
+    while first < count:
+        half = next(window.halves)
+        width = half.shape[1] // (rows * LINE) * LINE
+        memory = half[:, : rows * width].view(dtype).unflatten(1, (rows, -1))
+        piece = slice(first, min(first + memory.shape[2], count))
+        yield piece, memory[:, :, : piece.stop - first], functools.partial(window.meet, purpose)
+        first = piece.stop
+
+
+def _make(group: dist.ProcessGroup) -> Window | None:
+    """The same for all ranks of the group: None for all of them if one cannot have it."""
+    dist.barrier(group)  # the first one waits here, where no file of its own could stay behind
+    size, path, window = group.size(), "", None
+    try:
+        if group.rank() == 0:
+            with contextlib.suppress(OSError):
+                path = _new_file(size)
+        told = [path]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        if told[0] and os.path.exists(told[0]):  # on another host it is not there
+            with contextlib.suppress(OSError):
+                window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
+        # Megatron-Core lets torch collect all_reduce, all_gather_into_tensor and
+        # reduce_scatter_tensor here, to run them later.
+        has_window = torch.full((size,), window is not None)
+        for source in range(size):
+            dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
+    finally:
+        if path:
+            with contextlib.suppress(FileNotFoundError):  # another run took it for forgotten
+                os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
+    return window if bool(has_window.all()) else None
+
+
+def _new_file(size: int) -> str:
+    """A file in memory for `size` ranks, of which every page exists. (Writing to one that the file
+    system has no room for would kill the process.) Raises OSError if it would leave little room for
+    others."""
+    _remove_forgotten()
+    room = os.statvfs(MEMORY)
+    unit = 2 * size * size * LINE  # a cache line from each rank to each, in both halves
+    data = max(1, min(2 * size * size * PIECE_BYTES, MOST_BYTES) // unit) * unit
+    if room.f_bavail * room.f_frsize < 4 * data:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), MEMORY)
+    descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=MEMORY)
+    try:
+        os.posix_fallocate(descriptor, 0, size * LINE + data)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _remove_forgotten() -> None:
+    """Remove this user's windows that still have names. (If the ranks of one were only stopped,
+    they cannot open it any more, and do without.)"""
+    with os.scandir(MEMORY) as entries:
+        for entry in entries:
+            if not entry.name.startswith(_PREFIX):
+                continue
+            with contextlib.suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                is_old = time.time() - found.st_mtime > _FORGOTTEN_SECONDS
+                if is_old and found.st_uid == os.getuid():
+                    os.unlink(entry.path)

@@ -1,0 +1,1 @@
+"""Processes and what surrounds them: launcher, signals, heartbeat, sandbox."""

@@ -1,0 +1,137 @@
+"""How a command ends: its exit code, and what it prints about an error.
+
+A rank that our launcher started gives its error to the launcher instead of printing it: when one
+rank fails, all others lose their connections, and only the launcher can tell which is the cause.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gspo_megatron.errors import UserError
+from gspo_megatron.process import ranks
+
+USER_ERROR = 2
+DEFECT = 1
+INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE
+LOST_PEER = 76  # another rank is gone, and nothing else is wrong with this one: EX_PROTOCOL
+STOPPED = 75  # told to stop, and saved: EX_TEMPFAIL, at which a batch script tries again
+UNFIT = 69  # nodes on which nothing should be trained: EX_UNAVAILABLE
+
+# The user may not read or write a file: a traceback would explain nothing.
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Messages of gloo, c10d's TCPStore and NCCL when another rank is gone.
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|lost)|broken pipe|gloo/transport"
+    r"|timed out|(wait|socket) ?timeout|failed to (recv|send)|(recv|send)(Value|Bytes|Vector)"
+    r"|Dist(Network|Store|Backend)Error|nccl(Remote|System)Error|remote process exited"
+    r"|communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+class Failure(NamedTuple):
+    """A rank's report of its error: `text` is all of it, `summary` one line."""
+
+    is_user_error: bool
+    text: str
+    summary: str
+
+
+def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
+    """Run a command. Returns its exit code, or that of an error, which is printed, of an interrupt
+    (prints `interrupted`), or of a reader that closed the pipe."""
+    try:
+        code = command()
+    except KeyboardInterrupt:
+        if interrupted is not None:
+            print(interrupted, file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _drop_unread_output():
+            return UNREAD
+        return tell_failure(error)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the command has done its work all the same
+        _drop_unread_output()
+    return code
+
+
+def tell_failure(error: Exception) -> int:
+    """Print an error, or give it to the launcher of this rank; returns the exit code."""
+    is_forbidden = isinstance(error, OSError) and error.errno in _FORBIDDEN
+    if isinstance(error, UserError):
+        failure = Failure(True, str(error), str(error))
+    elif is_forbidden and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+        failure = Failure(True, text, text)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+        summary = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        failure = Failure(False, text, summary)
+    descriptor = ranks.failure_descriptor()
+    if descriptor is None:
+        print(failure.text, file=sys.stderr)
+    else:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(failure._asdict(), file)
+    if failure.is_user_error:
+        return USER_ERROR
+    is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return LOST_PEER if is_one_of_many and is_lost_connection(failure.text) else DEFECT
+
+
+def parse_failure(text: str) -> Failure | None:
+    """What `tell_failure` wrote; None where the rank died before it had written it all."""
+    try:
+        return Failure(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def is_lost_connection(output: str) -> bool:
+    """Whether a traceback ends in the kind of error that another rank's death causes."""
+    _, _, last_traceback = output.rpartition("Traceback (most recent call last)")
+    # Indented lines quote code, which may mention connections.
+    told = [line for line in last_traceback.splitlines() if not line[:1].isspace()]
+    return _LOST_CONNECTION.search("\n".join(told)) is not None
+
+
+def make_streams_safe() -> None:
+    """Let no print raise because stdout or stderr is closed or lacks a character. To be called
+    before files are opened, because a file would get the number of a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_unread_output() -> bool:
+    """Whether stdout is a pipe without a reader, as in `check a.yaml | head -1`; the rest of the
+    output is then dropped."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)  # or the interpreter complains when it flushes at its end
+    os.close(nowhere)
+    return True

@@ -1,0 +1,89 @@
+"""Keeps a process, and all that it starts, from outliving its owner.
+
+`keep` forks: the child goes on, and the parent, the keeper, runs nobody else's code. It ends all
+descendants of the child, also those in sessions of their own, when the child has ended, when the
+owner closes its end of a pipe, and when the owner dies, whatever kills it. Linux only; to be called
+first of all in a fresh interpreter, because a fork copies no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+SIGNALLED = 128  # the exit code of a keeper whose child was ended by signal n: this plus n
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_OWNER_DIED = signal.SIGRTMIN
+
+
+# Paths first: the current directory may have other modules of these names.
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from gspo_megatron.process.keeper import keep; "
+    "keep({lifeline}); import os; os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def kept(lifeline: int, command: Sequence[str]) -> list[str]:
+    """A command line that runs `command` under a keeper; see `keep`."""
+    program = _PROGRAM.format(path=sys.path, lifeline=lifeline)
+    return [sys.executable, "-c", program, *command]
+
+
+def keep(lifeline: int) -> None:
+    """Returns in the child. `lifeline` is the reading end of a pipe: its end of file means that the
+    owner wants everything ended."""
+    # Slurm and terminals signal whole jobs: when this one ends is its owner's business. Handlers,
+    # unlike ignored signals, are not inherited by programs that the child starts.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children
+    child = os.fork()
+    if child == 0:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, 0)  # kill(0, ...) of the child does not reach the keeper
+        os.close(lifeline)
+        return
+
+    def end(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        end()
+
+    # A process that the owner forked may have inherited the lifeline: then the signal tells.
+    signal.signal(_OWNER_DIED, end)
+    _prctl(_PR_SET_PDEATHSIG, _OWNER_DIED)
+    threading.Thread(target=watch, daemon=True).start()
+    while (found := os.waitpid(-1, 0))[0] != child:
+        pass
+    _end_descendants()
+    code = os.waitstatus_to_exitcode(found[1])
+    os._exit(code if code >= 0 else SIGNALLED - code)
+
+
+def _end_descendants() -> None:
+    """Until none is left: the last ones become children of this process, which reaps them."""
+    import psutil  # not at the top: the child does without
+
+    me = psutil.Process()
+    while True:
+        with contextlib.suppress(psutil.Error):
+            for process in me.children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

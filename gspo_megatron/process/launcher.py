@@ -1,0 +1,341 @@
+"""Starts all ranks of a run on this machine, and ends them together. Standard library only.
+
+Rank 0 writes straight to the terminal. Of the other ranks the last lines are kept, and shown only
+for the rank that caused a failure: the others then lose their connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gspo_megatron.addresses import STORE_DESCRIPTOR, listen
+from gspo_megatron.errors import UserError
+from gspo_megatron.process.cores import usable_cores
+from gspo_megatron.process.failures import (
+    STOPPED,
+    USER_ERROR,
+    Failure,
+    is_lost_connection,
+    parse_failure,
+)
+from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
+from gspo_megatron.process.signals import SAVES
+
+LOOPBACK = "127.0.0.1"
+_LINES_KEPT = 200  # of a rank's output
+_LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
+_DRAIN_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+_SAVED_AT = (signal.SIGTERM, signal.SIGINT)
+
+
+def launch(
+    command: Sequence[str],
+    world_size: int,
+    *,
+    grace_seconds: float = 5.0,
+    settle_seconds: float = 1.0,
+    saves_on_signals: bool = False,
+) -> int:
+    """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
+
+    Returns 0 when all ranks did, the code of the rank that caused the failure (128 + n where signal
+    n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher. No rank outlives the
+    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it. Raises UserError where
+    MASTER_PORT is set and cannot be used.
+
+    `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
+    dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
+    ranks save the run after SIGTERM and SIGINT too, and take the time they need; a second signal
+    ends them. A rank that cannot save yet ends at the first, and all others with it.
+    """
+    # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
+    assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
+    job = _Job(grace_seconds, settle_seconds, saves_on_signals)
+    with store_socket(os.environ) as listener, _signals_to(job.signals) as pass_on_from_now:
+        port = listener.getsockname()[1]
+        try:
+            for number in range(world_size):
+                added = rank_environment(os.environ, number, world_size, port)
+                added |= {SAVES: "1"} if saves_on_signals else {}
+                of_store = None if number else listener.fileno()
+                job.ranks.append(_Rank(number, command, {**os.environ, **added}, of_store))
+            listener.close()  # rank 0 has it
+            pass_on_from_now()
+            job.supervise()
+        finally:
+            job.send(signal.SIGKILL)
+        if (job.failed or job.interrupted_by) and sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # show the cursor: a progress bar may have hidden it
+        if job.failed:
+            return _report(job.failed, world_size)
+        if job.interrupted_by:
+            return 128 + job.interrupted_by
+        return STOPPED if any(rank.code == STOPPED for rank in job.ranks) else 0
+
+
+def rank_environment(
+    environ: Mapping[str, str], number: int, world_size: int, port: int
+) -> dict[str, str]:
+    """The variables that make a process rank `number` of `world_size`, all on this machine. Threads
+    and gloo's network interface are left as they are where `environ` sets them."""
+    defaults = {
+        # else every rank takes all cores
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
+        # Gloo looks up the address of the host's name, which many laptops cannot resolve.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    return {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        **{name: value for name, value in defaults.items() if name not in environ},
+    }
+
+
+@contextlib.contextmanager
+def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
+    """Where rank 0 will answer the others: on loopback, at MASTER_PORT where set, else at a free
+    port.
+
+    It listens from now on, and rank 0 takes it over: while rank 0 imports torch, no other program
+    can listen there in its place. Raises UserError where MASTER_PORT is no port or is in use.
+    """
+    given = environ.get("MASTER_PORT", "")
+    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
+        raise UserError(f"MASTER_PORT = {given!r} in the environment: legal: 1 to 65535")
+    try:
+        listener = listen(LOOPBACK, int(given or 0))
+    except OSError as error:
+        if not given:
+            raise
+        raise UserError(
+            f"MASTER_PORT = {given} in the environment: port {given} cannot be used "
+            f"({error.strerror}); unset it to have a free one chosen"
+        ) from error
+    with listener:
+        yield listener
+
+
+class _Rank:
+    """One process, and the last lines of its output."""
+
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        of_store: int | None = None,
+    ) -> None:
+        """of_store: the descriptor of the socket on which rank 0 listens; other ranks have none."""
+        self.number = number
+        self.failure: Failure | None = None  # its own report, once it has ended
+        self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
+        # A file without a name leaves nothing behind, however this program ends.
+        self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
+        descriptor = self._failure_file.fileno()
+        is_captured = number > 0
+        self._process = subprocess.Popen(
+            command,
+            env={
+                **environ,
+                LAUNCHER_PID: str(os.getpid()),
+                FAILURE_DESCRIPTOR: str(descriptor),
+                **({} if of_store is None else {STORE_DESCRIPTOR: str(of_store)}),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_captured else None,
+            stderr=subprocess.STDOUT if is_captured else None,
+            # In a session of its own Ctrl-C does not reach the rank: only the launcher, which
+            # passes it on once. And the rank's children can be ended with the rank.
+            start_new_session=True,
+            pass_fds=[descriptor] if of_store is None else [descriptor, of_store],
+        )
+        self._drain = threading.Thread(target=self._keep_output, daemon=True)
+        if is_captured:
+            self._drain.start()
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended; not to be called again once it has."""
+        if self._process.poll() is None:
+            return False
+        if self._process.returncode != 0:  # children of a rank that ended well may go on
+            self.kill_group()
+            if self._drain.is_alive():
+                self._drain.join(_DRAIN_SECONDS)
+        with self._failure_file as file:
+            file.seek(0)
+            self.failure = parse_failure(file.read().decode("utf-8", errors="replace"))
+        return True
+
+    @property
+    def code(self) -> int:
+        """The exit code as a shell shows it; only after the end."""
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+    def send(self, signum: signal.Signals) -> None:
+        """Unless it has ended. SIGKILL goes to its children too."""
+        if signum == signal.SIGKILL and self._process.poll() is None:
+            self.kill_group()
+        else:
+            self._process.send_signal(signum)
+
+    def kill_group(self) -> None:
+        """End the process and its children. Not long after its end: its number is used again."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def output(self) -> list[str]:
+        """The last lines it wrote, and its report of its failure."""
+        return [*self._tail, *(self.failure.text.splitlines() if self.failure else [])]
+
+    def is_user_error(self) -> bool:
+        return self.failure.is_user_error if self.failure else self.code == USER_ERROR
+
+    def obscurity(self) -> int:
+        """How little its end explains. Of several failures the least obscure is the cause."""
+        if self.is_user_error():
+            return 0
+        return 2 if is_lost_connection("\n".join(self.output())) else 1
+
+    def manner_of_death(self) -> str:
+        code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL, as the system does when memory runs out"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def _keep_output(self) -> None:
+        stream = self._process.stdout
+        assert stream is not None, "not captured"
+        with stream:
+            while line := stream.readline(_LONGEST_LINE):
+                self._tail.append(line.decode("utf-8", errors="replace").rstrip("\r\n"))
+
+
+@dataclass
+class _Job:
+    """All ranks. After a failure or a signal, it ends all of them."""
+
+    grace_seconds: float
+    settle_seconds: float
+    saves_on_signals: bool
+    ranks: list[_Rank] = field(default_factory=list)
+    signals: deque[signal.Signals] = field(default_factory=deque)  # not yet looked at
+    failed: list[_Rank] = field(default_factory=list)  # by themselves, in order
+    interrupted_by: signal.Signals | None = None  # what the launcher got before any failure
+    saving_by: signal.Signals | None = None  # what asked the ranks to save the run
+    is_stopping: bool = False
+    is_killed: bool = False
+    deadline: float = float("inf")  # of settling, of ending, of being killed
+
+    def supervise(self) -> None:
+        """Return when every rank has ended."""
+        running = list(self.ranks)
+        while running:
+            for rank in [rank for rank in running if rank.has_ended()]:
+                running.remove(rank)
+                self.on_end(rank)
+            while self.signals:
+                self.on_signal(self.signals.popleft())
+            if time.monotonic() > self.deadline:
+                if self.is_killed:
+                    return  # stuck in the kernel, where nothing can end it
+                self.end_by(signal.SIGKILL if self.is_stopping else signal.SIGTERM)
+            time.sleep(_POLL_SECONDS)
+
+    def on_end(self, rank: _Rank) -> None:
+        if self.is_stopping:
+            rank.kill_group()
+        elif rank.code in (0, STOPPED):
+            pass
+        elif self.saving_by is not None and rank.code == 128 + self.saving_by:
+            # The signal came before the rank could handle it: there is nothing to save.
+            self.interrupted_by = self.saving_by
+            self.end_by(self.saving_by)
+        else:
+            self.failed.append(rank)
+            if rank.is_user_error():
+                self.end_by(signal.SIGTERM)  # no other rank can explain more
+            else:
+                self.deadline = min(self.deadline, time.monotonic() + self.settle_seconds)
+
+    def on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGUSR1:
+            self.send(signum)
+        elif self.is_stopping:
+            self.end_by(signal.SIGKILL)  # asked for twice
+        elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
+            self.saving_by = signum
+            if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
+                print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
+            self.send(signum)
+        else:
+            if not self.failed:
+                self.interrupted_by = signum
+            self.end_by(signum)
+
+    def send(self, signum: signal.Signals) -> None:
+        for rank in self.ranks:
+            rank.send(signum)
+
+    def end_by(self, signum: signal.Signals) -> None:
+        self.is_stopping = True
+        self.is_killed = signum == signal.SIGKILL
+        self.deadline = time.monotonic() + self.grace_seconds
+        self.send(signum)
+
+
+@contextlib.contextmanager
+def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
+    """Collect signals to this process; yields a function to call once the ranks started. Until then
+    SIGUSR1 is ignored, and the ranks inherit that: it would end a rank that is not ready for it."""
+
+    def handle(signum: int, _frame: object) -> None:
+        received.append(signal.Signals(signum))
+
+    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means that it shall not end
+        handlers[signal.SIGHUP] = handle
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        yield lambda: signal.signal(signal.SIGUSR1, handle)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _report(failed: Sequence[_Rank], world_size: int) -> int:
+    """Print why the run failed, the cause last, and return its exit code."""
+    cause = min(failed, key=_Rank.obscurity)  # the first of several that explain as much
+    failure = cause.failure
+    if cause.is_user_error():
+        # Rank 0 without a report has printed its message already.
+        lines = failure.text.splitlines() if failure else cause.output()
+    else:
+        prefix = f"[rank {cause.number}] " if cause.number else ""
+        lines = [prefix + line for line in cause.output()]
+        others = [f"rank {rank.number}" for rank in failed if rank is not cause]
+        if others:
+            lines.append(f"failed too, and not shown: {', '.join(others)}")
+        why = f": {failure.summary}" if failure else ""
+        lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
+    for line in lines:
+        print(line, file=sys.stderr)
+    return cause.code

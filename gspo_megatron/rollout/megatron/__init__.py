@@ -1,0 +1,1 @@
+"""Rollouts by the training model itself."""

@@ -1,0 +1,427 @@
+"""Rollouts by the training model itself, on whatever layout it is sharded.
+
+There is no second copy of the weights. Data-parallel and context-parallel ranks draw different
+responses; the ranks of a model replica (TP x PP) work on the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from gspo_megatron.models.attention import (
+    KeyValueCache,
+    PromptStates,
+    Spans,
+    rotary_frequencies,
+)
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.decoding import decoding
+from gspo_megatron.platform.groups import model_replica
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron.rows import Responses, Rows, padded
+from gspo_megatron.rollout.megatron.sampling import (
+    RouterRandomness,
+    StopStrings,
+    draw,
+    with_special_tokens,
+)
+from gspo_megatron.routing.noise import noisy_routers
+from gspo_megatron.routing.replay import no_routes, recorded
+from gspo_megatron.types import RolloutBatch
+
+# How many tokens are drawn between two checks of which sequences have ended. A check synchronises
+# with the device (and, with experts over several ranks, runs a collective); a token drawn in vain
+# costs one decoding step.
+CHECK_INTERVAL = 4
+
+# Free rows wait for others until they are this share of the batch: prompts that start together
+# share one forward pass.
+REFILL_SHARE = 1 / 16
+
+# Without others to start, rows that have ended are dropped once this share of the batch is left.
+# That copies the cache of the others, about as much as two passes read of it.
+KEEP_SHARE = 7 / 8
+
+
+class MegatronEngine:
+    """The rollout engine `megatron`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        pad_id: int,
+        eos_id: int | Sequence[int],
+        batch_size: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        special_tokens: Mapping[str, int] | None = None,
+        record_routes: bool = False,
+        router_noise: float = 0.0,
+    ) -> None:
+        """eos_id: one or several; batch_size: responses decoded together on a rank (None: all of
+        them); when one ends, the next starts in its row; decode: token ids to text, needed for
+        stops; special_tokens: their ids by name, for stops that name one; record_routes: return
+        the experts of every token with the responses; router_noise: its standard deviation on the
+        routers' scores while sampling; greedy decoding has none, so that an evaluation measures the
+        policy itself."""
+        self.policy = policy
+        self.pad_id = pad_id
+        self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
+        self.batch_size = batch_size
+        self.decode, self.special_tokens = decode, special_tokens or {}
+        self.record_routes = record_routes
+        self.router_noise = router_noise
+        self.device = torch.device(torch.cuda.current_device())
+        self.pipeline = _PipelineForward(policy)
+        self.replica, self.source = model_replica()
+        modules = (module for model in policy.models for module in model.modules())
+        self.num_routers = sum(isinstance(module, TopKRouter) for module in modules)
+        # Are experts spread over ranks that work on different responses? Then all these ranks must
+        # run the same number of forward passes.
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        etp = parallel_state.get_expert_tensor_parallel_world_size()
+        self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1 or tp % etp > 0
+        # The allgather dispatcher needs the same number of tokens from every rank.
+        self.equal_batches = self.lockstep and not policy.config.variable_seq_lengths
+
+    def update_weights(self) -> None:
+        """Nothing to do: the engine decodes with the trained weights themselves."""
+
+    @torch.no_grad()
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        """See RolloutEngine.generate."""
+        # a rank without requests runs no forward pass, and the others would wait for its weights
+        self.policy.finish_parameter_gather()
+        self.policy.eval()
+        generation = _Generation(self, requests, sampling, seed)
+        generation.run()
+        self.policy.train()
+        return generation.responses.batch(requests, generation.samples)
+
+    def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, list[StopStrings]]:
+        """The ids of all tokens that end a response [end ids], and the stops to find in its text.
+        Decoding leaves special tokens out: a stop that is one of them goes by its id, and those
+        with such tokens inside are looked for in a text that has these tokens."""
+        if not stop:
+            return torch.tensor(self.eos_ids, device=self.device), []
+        assert self.decode is not None, "stop strings need the tokenizer"
+        special = [self.special_tokens[text] for text in stop if text in self.special_tokens]
+        texts = [text for text in stop if text not in self.special_tokens]
+        names = [name for name in self.special_tokens if any(name in text for text in texts)]
+        mixed = [text for text in texts if any(name in text for name in names)]
+        plain = [text for text in texts if text not in mixed]
+        found = [StopStrings(plain, self.decode)] if plain else []
+        if mixed:
+            named = {self.special_tokens[name]: name for name in names}
+            found.append(StopStrings(mixed, with_special_tokens(self.decode, named)))
+        return torch.tensor([*self.eos_ids, *special], device=self.device), found
+
+    def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over all ranks, where all must join every forward pass."""
+        if not self.lockstep:
+            return list(values)
+        agreed = torch.tensor(values, device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return agreed.tolist()
+
+    def _draw(
+        self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each sequence and its log-prob, the same on the whole replica."""
+        drawn = torch.empty((2, len(uniform)), dtype=torch.float64, device=self.device)
+        if hidden is not None:
+            logits = self.policy.models[-1].next_token_logits(hidden)
+            tokens, logprobs = draw(logits, sampling, uniform)
+            drawn[0], drawn[1] = tokens, logprobs  # exact: token ids are far below 2^53
+        if self.replica.size() > 1:
+            dist.broadcast(drawn, src=self.source, group=self.replica)
+        return drawn[0].long(), drawn[1].float()
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One pass of ids [sequences, length] through all stages. Returns, on the last stage, the
+        hidden states [sequences, length, hidden], and the routes [sequences, length, layers, k] if
+        they are recorded."""
+        watched: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
+        if randomness is not None:
+            numbers = randomness.numbers(positions)
+            watched = noisy_routers(self.router_noise, numbers, record=self.record_routes)
+        elif self.record_routes:
+            watched = recorded()
+        with watched as experts:  # the chosen ones, [tokens, k] by layer number
+            hidden = self.pipeline(ids, positions)
+        if not self.record_routes:
+            return hidden, None
+        sequences, length = ids.shape
+        # Routers see the first token of all sequences, then the second.
+        layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
+        if not layers:  # a stage of dense layers
+            return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
+        return hidden, torch.stack(layers, dim=2).transpose(0, 1)
+
+
+@dataclass
+class _Plan:
+    """What all ranks do at a check."""
+
+    rows: int  # to go on with; 0: every rank is ready
+    starts: int  # responses that this rank starts in free rows
+    prompts: int  # rows of the prefill; 0: no rank runs one
+    longest_prompt: int  # tokens of the prefill
+    steps: int  # tokens to draw until the next check
+
+
+@dataclass
+class _Prefilled:
+    """Prompts that went through the model."""
+
+    states: PromptStates
+    lengths: Tensor  # [prompts] int64
+    hidden: Tensor | None  # [prompts, hidden] of their last tokens, on the last stage
+    routes: Tensor | None  # [prompts, length, layers, k], where they are recorded
+
+    def last(self) -> _Prefilled:
+        """The last of them, without the memory of the others."""
+
+        def cut(values: Tensor) -> Tensor:
+            return values[-1:].clone()
+
+        return _Prefilled(
+            {layer: (cut(key), cut(value)) for layer, (key, value) in self.states.items()},
+            cut(self.lengths),
+            None if self.hidden is None else cut(self.hidden),
+            None if self.routes is None else cut(self.routes),
+        )
+
+
+class _Generation:
+    """One call of generate: the queue of responses, and the rows of the batch that draw them.
+
+    Responses start in their order, in whatever row is free. Those of one group share the prefill of
+    their prompt. Of a group that has started in part, the prompt's keys and values are kept.
+    """
+
+    def __init__(
+        self, engine: MegatronEngine, requests: Requests, sampling: Sampling, seed: int
+    ) -> None:
+        self.engine, self.sampling, self.seed = engine, sampling, seed
+        self.prompts, self.per_prompt = requests.prompts, requests.responses_per_prompt
+        device = self.device = engine.device
+        self.samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=device)
+        self.with_noise = engine.router_noise > 0 and sampling.temperature > 0
+        self.end_ids, self.stop_strings = engine._split_stops(sampling.stop)
+        limits = requests.max_tokens or [sampling.max_tokens] * len(self.prompts)
+        self.limits = torch.tensor(limits, dtype=torch.long, device=device)
+        totals = (len(prompt) + most for prompt, most in zip(self.prompts, limits, strict=True))
+        self.max_length = max(totals, default=1 + sampling.max_tokens)
+        if engine.equal_batches:
+            [self.max_length] = engine._agreed_maxima([self.max_length])
+        count, routes = len(self.samples), None
+        if engine.record_routes:
+            sizes = (count + 1, self.max_length, engine.num_routers)
+            routes = no_routes(engine.policy.config, *sizes, device=device)
+        self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
+        self.next = 0  # the first response that has not started
+        self.prefilled: _Prefilled | None = None  # its prompt, if others of its group have started
+        self.spans, self.long_rows = Spans.of([]), self.samples[:0]
+
+    def run(self) -> None:
+        """Draw all responses of this rank, and take part in the forward passes of the others."""
+        models, count = self.engine.policy.models, len(self.samples)
+        self.rows = Rows.idle(min(self.engine.batch_size or count, count), self.responses)
+        plan = self._plan()
+        if not plan.rows:
+            return
+        self.rows = Rows.idle(plan.rows, self.responses)
+        frequencies = rotary_frequencies(models[0], self.max_length)
+        self.cache = KeyValueCache(frequencies, plan.rows, self.max_length)
+        with decoding(models, self.cache):
+            hidden = self._fill(None, plan)
+            while True:
+                searched = self.rows.lengths.clone()
+                for step in range(plan.steps):
+                    if step > 0:
+                        hidden = self._next()
+                    self._draw(hidden)
+                for stop_strings in self.stop_strings:
+                    self.rows.end_at_stop_strings(
+                        stop_strings, searched, CHECK_INTERVAL, self.responses
+                    )
+                self.rows.store(self.responses)
+                plan = self._plan()
+                if not plan.rows:
+                    return
+                if plan.rows <= KEEP_SHARE * len(self.rows):
+                    self.cache.keep(self.rows.keep(plan.rows))
+                self.long_rows = self.rows.longest(self.spans.long_rows)
+                hidden = self._fill(self._next(), plan)
+
+    def _plan(self) -> _Plan:
+        """Agree on what to do with the rows that are free, and on the forward passes until the next
+        check. Reads from the device once."""
+        engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
+        lengths, left = self.rows.progress() if rows else ([], 0)
+        self.spans = Spans.of(lengths)
+        running = sum(length > 0 for length in lengths)
+        queued = len(self.samples) - self.next
+        needed = min(rows, running + queued)
+        starts = min(rows - running, queued)
+        is_time = starts > 0 and rows - running >= REFILL_SHARE * rows
+        new = self.prompts[
+            self._prompts_before(self.next) : self._prompts_before(self.next + starts)
+        ]
+        longest = max(map(len, new), default=1)
+        most, refills, prompts, longest_of_all, left, any_starts = engine._agreed_maxima(
+            [needed, is_time, len(new), longest, left, starts]
+        )
+        if not refills:
+            starts = any_starts = prompts = 0
+        if not engine.equal_batches:
+            # a rank with nothing to do passes a dummy
+            most, prompts = most and max(1, needed), prompts and max(1, len(new))
+            longest_of_all = longest
+        steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)
+        return _Plan(most, starts, prompts, longest_of_all, steps)
+
+    def _prompts_before(self, response: int) -> int:
+        """How many prompts have been prefilled when all responses before this one have started."""
+        return -(-response // self.per_prompt)
+
+    def _fill(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
+        """Start the next responses in free rows. Returns `hidden` [rows, hidden], on the last
+        stage, with that of their prompts' last tokens."""
+        first, last = self.next, self.next + plan.starts
+        started, prefilled = self._prompts_before(first), self._prompts_before(last)
+        free = self.rows.free(plan.starts)
+        known = min(last, started * self.per_prompt) - first  # of a group that has started
+        if known:
+            assert self.prefilled is not None, "its group has started"
+            hidden = self._start(free[:known], first, self.prefilled, hidden)
+        if plan.prompts:
+            found = self._prefill(range(started, prefilled), plan)
+            hidden = self._start(free[known:], first + known, found, hidden)
+            if prefilled > started:
+                self.prefilled = found.last()
+        if last % self.per_prompt == 0:
+            self.prefilled = None  # all of its group have started
+        self.next = last
+        lengths = map(len, self.prompts[first // self.per_prompt : prefilled])
+        self.spans.others = max(self.spans.others, max(lengths, default=1))
+        return hidden
+
+    def _start(
+        self, rows: Tensor, first: int, prefilled: _Prefilled, hidden: Tensor | None
+    ) -> Tensor | None:
+        """Start the responses from `first` on in `rows` [n], by the first of the prefilled prompts.
+        Returns `hidden` [rows, hidden] with theirs."""
+        if hidden is None and prefilled.hidden is not None:
+            hidden = prefilled.hidden.new_zeros((len(self.rows), prefilled.hidden.shape[1]))
+        if len(rows) == 0:
+            return hidden
+        responses = torch.arange(first, first + len(rows), device=self.device)
+        prompts = responses // self.per_prompt - first // self.per_prompt
+        self.cache.place(prefilled.states, prompts, rows)
+        lengths = prefilled.lengths[prompts]
+        limits = self.limits[responses // self.per_prompt]
+        self.rows.start(rows, responses, self.samples[responses], limits, lengths, self.seed)
+        if hidden is not None:
+            assert prefilled.hidden is not None, "the stage is the last one"
+            hidden[rows] = prefilled.hidden[prompts]
+        if prefilled.routes is not None:
+            assert self.responses.routes is not None
+            width = prefilled.routes.shape[1]
+            self.responses.routes[responses, :width] = prefilled.routes[prompts]
+        return hidden
+
+    def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
+        """A forward pass of these of the prompts. Dummies of one token, with sample index 0, fill
+        the batch up."""
+        dummies = plan.prompts - len(numbers)
+        prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]
+        longest = plan.longest_prompt
+        ids = padded(prompts, longest, self.engine.pad_id, self.device)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        samples = self.samples.new_zeros(len(prompts))
+        samples[: len(numbers)] = self.samples[:: self.per_prompt][numbers.start : numbers.stop]
+        states = self.cache.start_prefill(longest)
+        positions = torch.arange(longest, device=self.device).expand_as(ids)
+        hidden, routes = self.engine._forward(ids, positions, self._randomness(samples))
+        if hidden is not None:
+            hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        return _Prefilled(states, lengths, hidden, routes)
+
+    def _draw(self, hidden: Tensor | None) -> None:
+        """Draw a token in every row. hidden [rows, hidden]: where they come from."""
+        tokens, logprobs = self.engine._draw(hidden, self.sampling, self.rows.uniform())
+        self.rows.add(tokens, logprobs, self.end_ids, self.responses)
+        self.spans.grow(self.max_length)
+
+    def _next(self) -> Tensor | None:
+        """A forward pass of the last tokens drawn -> [rows, hidden] on the last stage."""
+        rows, positions = self.rows, self.rows.positions
+        self.cache.start_token(positions, self.spans, self.long_rows)
+        randomness = self._randomness(rows.samples)
+        hidden, routes = self.engine._forward(rows.tokens[:, None], positions[:, None], randomness)
+        if routes is not None:
+            assert self.responses.routes is not None
+            owners = torch.where(rows.going, rows.response, self.responses.spare)
+            self.responses.routes[owners, positions] = routes[:, 0]
+        return hidden[:, 0] if hidden is not None else None
+
+    def _randomness(self, samples: Tensor) -> RouterRandomness | None:
+        return RouterRandomness(self.seed, samples) if self.with_noise else None
+
+
+class _PipelineForward:
+    """One forward pass through all pipeline stages (and virtual stages).
+
+    Decoding sends one small message a stage and token. Megatron's training schedules are made for
+    many micro-batches with gradients and are of no use here.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.models = policy.models
+        self.dtype = policy.config.params_dtype
+        self.hidden_size = policy.config.hidden_size
+        self.group = parallel_state.get_pipeline_model_parallel_group()
+        self.size, self.rank = self.group.size(), self.group.rank()
+        ranks = dist.get_process_group_ranks(self.group)
+        self.previous = ranks[(self.rank - 1) % self.size]
+        self.following = ranks[(self.rank + 1) % self.size]
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:
+        """input_ids [sequences, length] -> hidden [sequences, length, hidden] on the last stage,
+        None elsewhere."""
+        output = None
+        for chunk, model in enumerate(self.models):
+            if chunk > 0 or self.rank > 0:
+                model.set_input_tensor(self._receive(input_ids))
+            output = model(input_ids=input_ids, position_ids=position_ids, attention_mask=None)
+            if chunk < len(self.models) - 1 or self.rank < self.size - 1:
+                self._send(output)
+                output = None
+        return output
+
+    def _receive(self, input_ids: Tensor) -> Tensor:
+        if self.size == 1:
+            return self._passed
+        sequences, length = input_ids.shape
+        shape = (length, sequences, self.hidden_size)
+        buffer = torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+        dist.recv(buffer, src=self.previous, group=self.group)
+        return buffer
+
+    def _send(self, output: Tensor) -> None:
+        if self.size == 1:
+            self._passed = output  # virtual stages of a single rank
+        else:
+            dist.send(output.contiguous(), dst=self.following, group=self.group)

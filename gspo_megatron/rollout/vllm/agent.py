@@ -1,0 +1,151 @@
+"""A node's end of `remote.py`: starts and ends the servers that the rollout service wants here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.addresses import route_to
+from gspo_megatron.errors import DataError, RolloutError
+from gspo_megatron.rollout.vllm.process import ServerProcess
+from gspo_megatron.rollout.vllm.remote import (
+    BEAT_SECONDS,
+    Letters,
+    report_file,
+    server_log,
+    wanted_file,
+    write_letter,
+)
+
+_LOOK_SECONDS = 0.5
+# Longer than SILENT_SECONDS: a service that stands still for a moment finds its servers again.
+FORGOTTEN_SECONDS = 60.0
+
+
+@dataclass
+class _Started:
+    """A server that was started, or could not be."""
+
+    boot: str
+    process: ServerProcess | None = None
+    ended: str | None = None  # how, in words
+
+    def as_told(self) -> dict[str, Any]:
+        """For the service."""
+        if self.process is None:
+            return {"boot": self.boot, "url": None, "ended": self.ended}
+        self.ended = self.ended or self.process.has_ended()
+        return {"boot": self.boot, "url": self.process.url, "ended": self.ended}
+
+
+class Agent:
+    """Has the servers that a run wants on this node."""
+
+    def __init__(
+        self, folder: Path, name: str, host: str | None = None, python: str | None = None
+    ) -> None:
+        """folder: of the run's letters, which may not exist yet; name: of this node in the run;
+        host: the address that servers listen on, or None: that on the way to the service; python:
+        replaces the interpreter that the run names."""
+        self.folder, self.name, self.host, self.python = folder, name, host, python
+        self.wanted = Letters(wanted_file(folder, name))
+        self.servers: dict[str, _Started] = {}
+        self._told, self._told_at = "", 0.0
+
+    async def run(self, ended: asyncio.Event) -> None:
+        """Until `ended` is set; then all servers have ended too."""
+        try:
+            while not ended.is_set():
+                self.wanted.read()
+                await self._end_others()
+                self._start_missing()
+                self._tell()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
+        finally:
+            self.wanted.servers = {}
+            await self._end_others()
+            self._tell()
+
+    def _is_forgotten(self) -> bool:
+        """Whether no service lives that wants something."""
+        heard = self.wanted.heard
+        return heard is None or time.monotonic() - heard > FORGOTTEN_SECONDS
+
+    async def _end_others(self) -> None:
+        """End the servers that are not wanted."""
+        wanted = {} if self._is_forgotten() else self.wanted.servers
+        others = {
+            number: started
+            for number, started in self.servers.items()
+            if wanted.get(number, {}).get("boot") != started.boot
+        }
+        running = [each.process for each in others.values() if each.process is not None]
+        await asyncio.gather(*(process.end() for process in running))
+        for number in others:
+            self._say(f"server {number} ended")
+            del self.servers[number]
+
+    def _start_missing(self) -> None:
+        if self._is_forgotten():
+            return
+        for number, wish in self.wanted.servers.items():
+            if number not in self.servers:
+                started = self.servers[number] = _Started(wish["boot"])
+                try:
+                    started.process = self._start(number, wish)
+                    self._say(f"server {number} started at {started.process.url}")
+                except RolloutError as problem:
+                    started.ended = str(problem)
+                    self._say(f"server {number}: {problem}")
+
+    def _start(self, number: str, wish: Mapping[str, Any]) -> ServerProcess:
+        python, *words = wish["words"]
+        environ = {**wish["environ"], **_devices(wish["gpus"])}
+        log, host = server_log(self.folder, number), self.host or self._way_to_service()
+        return ServerProcess([self.python or python, *words], environ, log, host)
+
+    def _way_to_service(self) -> str:
+        """Not the address of this host's own name: that may be one of this host alone. Raises
+        RolloutError."""
+        service = self.wanted.address or "an unknown address"
+        if (way := route_to(service)) is None:
+            raise RolloutError(
+                f"{self.name} has no way to the run's service at {service}; give --host, an "
+                "address of this node that the run's first node reaches"
+            )
+        return way
+
+    def _tell(self) -> None:
+        """Where something has changed, or a sign of life is due. Not before the run has made the
+        folder: a new run wants its own to be empty."""
+        servers = {number: started.as_told() for number, started in self.servers.items()}
+        is_due = time.monotonic() - self._told_at > BEAT_SECONDS
+        if (is_due or repr(servers) != self._told) and self.folder.is_dir():
+            # A full disk: the service hears nothing, and acts on that.
+            with contextlib.suppress(DataError):
+                write_letter(report_file(self.folder, self.name), servers)
+                self._told, self._told_at = repr(servers), time.monotonic()
+
+    def _say(self, text: str) -> None:
+        print(f"{self.name}: {text}", flush=True)
+
+
+def _devices(gpus: list[int]) -> dict[str, str]:
+    """The variable for those of this node's GPUs. Raises RolloutError where it has fewer."""
+    if not gpus:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = list(map(str, range(gpus[-1] + 1))) if visible is None else visible.split(",")
+    if len(numbers) <= gpus[-1]:
+        raise RolloutError(
+            f"is to have GPU {gpus[-1]} of its node, counted from 0: the node has {len(numbers)} "
+            f"(CUDA_VISIBLE_DEVICES = {visible})"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[each] for each in gpus)}

@@ -1,0 +1,155 @@
+"""What a server must be before it gets any weights: able to do all that the run needs, and of the
+trainer's model and tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer
+from gspo_megatron.errors import ConfigError, RolloutError, format_value
+from gspo_megatron.families import describe, preset_of_folder
+from gspo_megatron.families.family import differences
+from gspo_megatron.families.model_shape import ModelShape, shape_conflicts, shape_of
+from gspo_megatron.rollout.vllm.client import Client, ServerRefused, malformed
+from gspo_megatron.rollout.vllm.process import WORKER
+
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+# A path that the run needs, and how a server gets it.
+_NEEDED_PATHS = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/server_info": _DEV_MODE,
+    "/collective_rpc": _DEV_MODE,
+    "/update_weight_version": f"{_DEV_MODE}, and vLLM 0.30 or newer",
+}
+# Two tokenizers that agree on it may still differ, but are hardly of two models.
+_TEXT = "Let x1 = 3.14 · 10² km/h; if (a_b != NULL) {\n\treturn 'naïve';\n}  日本語, Привет 🙂 "
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """A text as the trainer's tokenizer takes it."""
+
+    text: str
+    ids: Sequence[int]
+    is_needed: bool  # the servers look for texts that end a response
+
+
+def tokenized(tokenizer: Tokenizer, *, is_needed: bool) -> Tokenized | None:
+    """For a comparison with the servers' tokenizer; None: there is none. vLLM has no tokenizers of
+    sentencepiece's form, and its servers get and give token ids alone then."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    special = tokenizer.special_tokens
+    text = _TEXT + "".join(sorted(each for each in special if special[each] in tokenizer.eos_ids))
+    return Tokenized(text, tokenizer.encode_rendered(text).ids, is_needed)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of its servers."""
+
+    max_model_len: int
+    dtype: str  # as vLLM names it
+    with_routes: bool
+    must_stream: bool = False  # rank 0 sends new weights to its workers
+    tokenized: Tokenized | None = None
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a server can do beyond that."""
+
+    is_extended: bool = False  # has our worker extension
+    workers: int = 0  # processes that hold its weights; 0: more than one engine
+    counts_tokens: bool = False  # tells how many tokens each response under way has
+    sequences: int = 0  # that it works on at a time; 0: it does not say
+    gives_parts: bool = False  # has our middleware: several responses for one request
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether rank 0 can send it weights."""
+        return self.is_extended and self.workers > 0
+
+
+async def check_server(client: Client, needs: Needs, folder: str, *, seconds: float) -> Abilities:
+    """What the server can do. folder: of the trainer's weights.
+
+    Raises RolloutError with all that it lacks, in one line. `seconds` are for each call.
+    """
+    paths = await client.paths(seconds=seconds)
+    lacks = [f"does not answer {p}: {how}" for p, how in _NEEDED_PATHS.items() if p not in paths]
+    if "/server_info" not in paths:
+        raise RolloutError("; ".join(lacks))
+    found = await client.settings(seconds=seconds)
+    with malformed():
+        lacks += _lacks(found, needs)
+        layout = found["parallel_config"]
+        abilities = Abilities(
+            layout.get("worker_extension_cls") == WORKER,
+            layout["world_size"] if layout["data_parallel_size"] == 1 else 0,
+            sequences=found.get("scheduler_config", {}).get("max_num_seqs", 0),
+            gives_parts=await client.gives_parts(seconds=seconds),
+        )
+        is_on_cpu = str(found["device_config"]["device"]) == "cpu"
+        has_tokenizer = not found["model_config"]["skip_tokenizer_init"]
+    ours = shape_of(preset_of_folder(folder))
+    if abilities.is_extended and "/collective_rpc" in paths:
+        lacks += _differences(ours, await client.model(seconds=seconds))
+        with contextlib.suppress(ServerRefused):  # an extension of an earlier version
+            counts = await client.response_tokens(seconds=seconds)
+            # of several engines only the first one answers
+            is_whole = layout["data_parallel_size"] == 1
+            abilities = replace(abilities, counts_tokens=is_whole and counts is not None)
+    elif is_on_cpu and ours.num_moe_experts:
+        lacks.append(f"keeps its first experts on a CPU: --worker-extension-cls {WORKER}")
+    if needs.must_stream and not abilities.can_stream:
+        lacks.append(
+            "takes no weights from rank 0 (weight_transport nccl): "
+            f"--worker-extension-cls {WORKER}, and no data parallelism"
+        )
+    text = needs.tokenized
+    if text is not None and has_tokenizer:
+        if await client.tokenize(text.text, seconds=seconds) != list(text.ids):
+            lacks.append("has another tokenizer than data.tokenizer: --tokenizer")
+    elif text is not None and text.is_needed:
+        lacks.append("has no tokenizer to find the texts of rollout.stop with: --tokenizer")
+    if lacks:
+        raise RolloutError("; ".join(lacks))
+    return abilities
+
+
+def _lacks(found: Mapping[str, Any], needs: Needs) -> Iterator[str]:
+    """found: the server's own configuration."""
+    model = found["model_config"]
+    if model["logprobs_mode"] != "processed_logprobs":
+        yield f"gives {model['logprobs_mode']}: --logprobs-mode processed_logprobs"
+    if needs.with_routes and not model["enable_return_routed_experts"]:
+        yield "gives no experts (routing r3): --enable-return-routed-experts"
+    if model["dtype"].removeprefix("torch.") != needs.dtype:
+        yield f"computes in {model['dtype']}: --dtype {needs.dtype}"
+    if found["max_model_len"] < needs.max_model_len:
+        yield f"takes {found['max_model_len']} tokens: --max-model-len {needs.max_model_len}"
+
+
+def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between the trainer's model and that of a server's config.json."""
+    try:
+        preset = describe(config)
+    except ConfigError as error:
+        yield f"serves another kind of model: {', '.join(error.problems)}"
+        return
+    theirs = shape_of(preset)
+    different = list(shape_conflicts(ours, preset))
+    if not different:  # weights of the one fit into the other, and mean something else there
+        different = [
+            (f"megatron.{name}", ours.megatron.get(name), theirs.megatron.get(name))
+            for name in differences(ours, preset)
+        ]
+        if ours.rotary_base != theirs.rotary_base:
+            different.append(("rotary_base", ours.rotary_base, theirs.rotary_base))
+    for key, own, its in different:
+        value, wanted = format_value(its), format_value(own)
+        yield f"serves a model of model.{key} = {value}, the trainer's has {wanted}"

@@ -1,0 +1,204 @@
+"""Rank 0's end of the rollout service: starts the process, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+
+from gspo_megatron.errors import RolloutError, error_of
+from gspo_megatron.rollout.store import step_of
+from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
+
+END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
+_END_SECONDS = 30.0  # the servers end within it
+_CALL_SECONDS = 60.0
+_DYING_SECONDS = 10.0  # a process that dies has ended within it
+
+
+class Handle:
+    """The service as a process, on rank 0. Its methods raise RolloutError where the servers, or
+    what the service needs of the user, are at fault."""
+
+    def __init__(self, settings: dict[str, Any], restarts: int) -> None:
+        """settings: JSON for the service; restarts: how often it may die."""
+        self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
+        self._restarts_left = restarts
+        self._weights: dict[str, Any] | None = None
+        self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
+        self.wants_folder = False  # a server waits for the newest weights' folder
+        self._process: subprocess.Popen[str] | None = None
+        self._port: socket.socket | None = None  # held, for the service alone
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
+        """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
+        to send them: key of a server -> number of its workers."""
+        # what a new service is told: its servers are new, and can load from a folder alone
+        self._weights = {**weights, "stream": None}
+        return self._call("POST", "/weights", weights)["receivers"]
+
+    def receivers(self) -> list[str]:
+        """Keys of the servers that wait for weights from rank 0."""
+        return self._call("GET", "/weights/receivers")
+
+    def offer(self, **parts: Any) -> None:
+        """More of the newest weights: their `folder`, their `probe`."""
+        assert self._weights is not None, "weights that nobody has made"
+        self._weights.update(parts)
+        self._call("POST", "/weights/parts", parts)
+        self.wants_folder &= self._weights["folder"] is None
+
+    def weights_status(self) -> dict[str, bool]:
+        """done: all servers that are left have proven the new weights; can_stream: they can take
+        them from rank 0. Waits some seconds."""
+        status = self._call("GET", "/weights")
+        self._done(status)
+        return status
+
+    def begin_draw(self, draw: dict[str, Any]) -> None:
+        """Ask for responses: see `episodes.Draw`."""
+        self._draws[draw["name"]] = draw
+        self._done(self._call("POST", "/draws", draw))
+
+    def draw_status(self, name: str) -> dict[str, Any]:
+        """finished and scoring (groups), tokens, done. Waits some seconds for the end. Raises the
+        error of the draw, such as RewardError."""
+        status = self._call("GET", f"/draws/{name}")
+        self._done(status)
+        return status
+
+    def forget(self, step: int) -> None:
+        """Drop the draws of this step and earlier ones: they were trained on, and the run is
+        saved. Later ones stay, also those that an earlier start of the run drew."""
+        self._draws = {name: draw for name, draw in self._draws.items() if step_of(name) > step}
+        self._call("POST", "/forget", {"step": step})
+
+    def figures(self) -> dict[str, float]:
+        """Counters and gauges of the servers."""
+        return self._call("GET", "/figures")
+
+    def close(self) -> None:
+        """End the service and the servers that it started, and remove the weights."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(END_SIGNAL)
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._port is not None:
+            self._port.close()
+        shutil.rmtree(self._settings["weights_folder"], ignore_errors=True)
+
+    def _start(self) -> None:
+        """Start it, once more for each time that it is killed before it has told its port."""
+        while not (line := self._first_line()):
+            assert self._process is not None
+            if self._process.wait() >= 0:  # by itself: it would end again
+                raise RolloutError(self._how_it_ended())
+            self._use_restart()
+        told = json.loads(line)
+        if "error" in told:
+            raise RolloutError(told["error"])
+        self._url = f"http://127.0.0.1:{self._settings['port']}"
+
+    def _first_line(self) -> str:
+        """What a new process tells: that it listens, or why it cannot start. Empty: it has ended.
+
+        Its port is held here: no other user can listen there once a service has died. Its token is
+        a new one, so that of a dead service opens nothing."""
+        earlier, self._port = self._port, hold_port("127.0.0.1", 0)
+        if earlier is not None:
+            earlier.close()
+        self._settings["port"] = self._port.getsockname()[1]
+        self._settings["token"] = secrets.token_urlsafe(32)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron.rollout.vllm.service"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C saves the run; the service works until its end
+            preexec_fn=end_with_parent,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            json.dump(self._settings, pipe)
+        with self._process.stdout as pipe:
+            return pipe.readline()
+
+    def _use_restart(self) -> None:
+        """Raises RolloutError where none is left."""
+        how = self._how_it_ended()
+        if self._restarts_left == 0:
+            raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
+        self._restarts_left -= 1
+        print(f"{how}: starting it again", file=sys.stderr, flush=True)
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(_DYING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "the rollout service did not answer, and was ended"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return f"the rollout service {how}"
+
+    def _call(self, verb: str, path: str, given: Any = None) -> Any:
+        """Ask the service; where it has died, start it again and repeat what it was told."""
+        has_died = False
+        while True:
+            try:
+                if has_died:  # it may die once more meanwhile
+                    self._start_again()
+                return self._ask(verb, path, given)
+            except urllib.error.HTTPError as error:
+                # not an OSError that names a file: a defect, whose traceback the service has shown
+                raise RuntimeError(f"the rollout service: {verb} {path}: {error}") from error
+            except (OSError, HTTPException):
+                has_died = True
+
+    def _start_again(self) -> None:
+        self._use_restart()
+        self._start()
+        if self._weights is not None:
+            self._ask("POST", "/weights", self._weights)
+        for draw in self._draws.values():
+            self._ask("POST", "/draws", draw)
+
+    def _ask(self, verb: str, path: str, given: Any = None) -> Any:
+        request = urllib.request.Request(
+            self._url + path,
+            data=None if given is None else json.dumps(given).encode(),
+            method=verb,
+            headers={"Authorization": f"Bearer {self._settings['token']}"},
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is loopback
+        with opener.open(request, timeout=_CALL_SECONDS) as answer:
+            return json.load(answer)
+
+    def _done(self, status: dict[str, Any]) -> bool:
+        """Whether what was asked for is there. Raises its error."""
+        self.wants_folder = status.get("wants_folder", False)
+        error = status.get("error")
+        if error is not None:
+            raise error_of(error["kind"], error["text"])
+        return bool(status["done"])

@@ -1,0 +1,374 @@
+"""The process of the rollout service: `python -m gspo_megatron.rollout.vllm.service` beside rank 0.
+
+Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
+goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other
+end. The service ends with rank 0, and the servers that it started end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hmac
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from aiohttp import web
+
+from gspo_megatron.addresses import own_address_for_servers
+from gspo_megatron.config import Config
+from gspo_megatron.config.load import parse_config
+from gspo_megatron.data.inputs import Inputs, read_inputs
+from gspo_megatron.environments.registry import episodes_of, tools_of
+from gspo_megatron.errors import UserError
+from gspo_megatron.rollout.store import FOLDER, forget, step_of
+from gspo_megatron.rollout.vllm.checks import Needs, tokenized
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
+from gspo_megatron.rollout.vllm.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.vllm.handle import END_SIGNAL
+from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.process import (
+    ServerProcess,
+    common_environment,
+    cpu_environment,
+    needed_arguments,
+    raise_open_files,
+    server_words,
+)
+from gspo_megatron.rollout.vllm.proof import Probe
+from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
+from gspo_megatron.rollout.vllm.remote import Node, Nodes, RemoteProcess, server_log
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
+
+LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
+
+
+class Service:
+    """Runs in a thread of its own, beside the main thread, which scores."""
+
+    def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
+        self.config, self.inputs, self.settings = config, inputs, settings
+        self.folder = Path(str(config.logging.dir)) / FOLDER
+        names, address = settings["nodes"], None
+        if names:  # their servers listen where this host reaches them
+            address = own_address_for_servers()
+        self.nodes = Nodes(self.folder / SERVERS, names, address)
+        self.scorers = Scorers(config, inputs)
+        self.updating: asyncio.Task[None] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, told_ready: Callable[[], None]) -> None:
+        """Serve until the main thread stops."""
+        self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        letters = asyncio.create_task(self.nodes.run())
+        async with connected_session() as session:
+            self.pool = Pool(self._servers(session), self._pool_settings())
+            self.draws = Draws(
+                self.pool,
+                self.scorers,
+                self.inputs.files,
+                self._stops(),
+                self.folder,
+                self.settings["origin"],
+                episodes_of(self.config, self.inputs.tokenizer),
+            )
+            runner = web.AppRunner(self._app())
+            await runner.setup()
+            # rank 0 holds this port (see `hold_port`)
+            site = web.TCPSite(runner, "127.0.0.1", self.settings["port"], reuse_port=True)
+            await site.start()
+            told_ready()
+            try:
+                await self.ended.wait()
+            finally:
+                await self.draws.close()
+                await self.pool.close()
+                await self.scorers.close()
+                letters.cancel()
+                await asyncio.wait([letters])
+                await runner.cleanup()
+                if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
+                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+
+    def rank_0_lives(self) -> bool:
+        return os.getppid() == self.settings["starter"]
+
+    def end(self) -> None:
+        """From another thread."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.ended.set)
+
+    # What it consists of
+
+    def _pool_settings(self) -> PoolSettings:
+        section, finds_texts = self.config.rollout.vllm, "stop" in self._stops()
+        return PoolSettings(
+            facts=ModelFacts(**self.settings["facts"]),
+            needs=Needs(
+                max_model_len=self.config.resolved_model().max_sequence_length,
+                dtype=self.settings["dtype"],
+                with_routes="r3" in self.config.routing.modes,
+                must_stream=section.weight_transport == "nccl",
+                # our own servers have the trainer's tokenizer, or need none
+                tokenized=tokenized(self.inputs.tokenizer, is_needed=finds_texts)
+                if section.urls
+                else None,
+            ),
+            restarts=section.restarts,
+            update_seconds=section.update_seconds,
+            silence_seconds=section.silence_seconds,
+            max_staleness=self.config.rollout.staleness,
+            keeps_kv=self.config.rollout.kv_after_update == "keep",
+        )
+
+    def _servers(self, session: Any) -> list[Server]:
+        section = self.config.rollout.vllm
+        if section.urls:
+            token = os.environ.get(TOKEN_VARIABLE)
+            return [Server(f"server {url}", Client(url, session, token)) for url in section.urls]
+        servers, nodes = [], self.nodes.nodes
+        for number in range(section.servers):
+            client = Client("", session)  # its url and token are known when it is started
+            if nodes:
+                place, slot = divmod(number, section.servers // len(nodes))
+                node = nodes[place]
+                start = partial(self._start_there, client, node, number, slot)
+                servers.append(Server(f"server {number} on {node.name}", client, start))
+            else:
+                start = partial(self._start_here, client, number)
+                servers.append(Server(f"server {number}", client, start))
+        first, last = (server_log(self.folder / SERVERS, n) for n in (0, section.servers - 1))
+        logs = f"log {first}" if first == last else f"logs {first} to {last.name}"
+        print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
+        return servers
+
+    def _start_here(self, client: Client, number: int, folder: str) -> ServerProcess:
+        devices, size = self.settings["devices"], self.config.rollout.vllm.tensor_parallel_size
+        environ = self._environment(client, devices[number * size : (number + 1) * size])
+        log = server_log(self.folder / SERVERS, number)
+        return ServerProcess(self._words(folder), environ, log)
+
+    def _start_there(
+        self, client: Client, node: Node, number: int, slot: int, folder: str
+    ) -> RemoteProcess:
+        """slot: which of the node's servers it is, from 0."""
+        size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
+        gpus = range(slot * size, (slot + 1) * size)
+        return RemoteProcess(node, number, self._words(folder), self._environment(client), gpus)
+
+    def _words(self, folder: str) -> list[str]:
+        """The command of a server that starts with these weights."""
+        section, tokenizer = self.config.rollout.vllm, Path(self.config.data.tokenizer)
+        arguments = {
+            **needed_arguments(
+                folder,
+                self.settings["dtype"],
+                routes=self.pool.settings.needs.with_routes,
+                on_cpu=self.settings["on_cpu"],
+                workers=section.tensor_parallel_size,
+            ),
+            "max_model_len": self.config.resolved_model().max_sequence_length,
+            "tensor_parallel_size": section.tensor_parallel_size,
+            **(
+                {"tokenizer": str(tokenizer.resolve())}
+                if tokenizer.is_dir()
+                else {"skip_tokenizer_init": True}
+            ),
+            **section.options,
+        }
+        return server_words(section.python or sys.executable, arguments)
+
+    def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
+        """Of a start of a server; it has a token of its own, which an earlier one has not had."""
+        token = secrets.token_urlsafe(32)
+        client.begin(token)
+        on_cpu = self.settings["on_cpu"]
+        return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
+
+    def _stops(self) -> dict[str, Any]:
+        """What ends a response: tokens by their ids, other texts as the server finds them."""
+        tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
+        special = tokenizer.special_tokens
+        ids = [special[text] for text in stops if text in special]
+        texts = [text for text in stops if text not in special]
+        return {
+            "stop_token_ids": [*tokenizer.eos_ids, *ids],
+            "ignore_eos": True,  # of the server: the ids above are all that end a response
+            **({"stop": texts} if texts else {}),
+        }
+
+    # What rank 0 asks
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
+        app.router.add_post("/draws", self._begin_draw)
+        app.router.add_get("/draws/{name}", self._draw_status)
+        app.router.add_post("/weights", self._take_weights)
+        app.router.add_get("/weights", self._weights_status)
+        app.router.add_post("/weights/parts", self._offer)
+        app.router.add_get("/weights/receivers", self._receivers)
+        app.router.add_post("/forget", self._forget)
+        app.router.add_get("/figures", self._figures)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        # as bytes: of texts it takes ASCII alone
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
+            return web.json_response({"error": "token"}, status=401)
+        return await handler(request)
+
+    async def _begin_draw(self, request: web.Request) -> web.Response:
+        draw = draw_from_json(await request.json())
+        return web.json_response(self.draws.begin(draw).status())
+
+    async def _draw_status(self, request: web.Request) -> web.Response:
+        running = self.draws.running[request.match_info["name"]]
+        assert running.task is not None
+        await self._until_news(running.task)
+        drawn = sum(each.tokens for each in self.pool.servers)
+        more = {"drawn": drawn, "wants_folder": self.pool.wants_folder}
+        return web.json_response({**running.status(), **more})
+
+    async def _until_news(self, task: asyncio.Task[Any]) -> None:
+        """Wait for its end, for some seconds, or until rank 0 has to do something for a server."""
+        asked = asyncio.create_task(self.pool.asks_for_folder())
+        await asyncio.wait([task, asked], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+
+    async def _take_weights(self, request: web.Request) -> web.Response:
+        given = await request.json()
+        receivers = self.pool.take(Weights(**_weights_parts(given)))
+        self.updating = asyncio.create_task(self.pool.bring())
+        return web.json_response({"receivers": receivers})
+
+    async def _offer(self, request: web.Request) -> web.Response:
+        await self.pool.offer(**_weights_parts(await request.json()))
+        return web.json_response({})
+
+    async def _receivers(self, _: web.Request) -> web.Response:
+        return web.json_response([s.receives for s in self.pool.servers if s.receives])
+
+    async def _weights_status(self, _: web.Request) -> web.Response:
+        assert self.updating is not None
+        await self._until_news(self.updating)
+        error = self.updating.exception() if self.updating.done() else None
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        return web.json_response(
+            {
+                "done": self.updating.done(),
+                "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
+                "wants_folder": self.pool.wants_folder,
+                "can_stream": all(
+                    each.abilities.can_stream for each in self.pool.servers if each.serves
+                ),
+            }
+        )
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        """Draws of this step and earlier ones: no resumed run needs them any more."""
+        step = (await request.json())["step"]
+        running = self.draws.running
+        self.draws.running = {k: v for k, v in running.items() if step_of(k) > step}
+        forget(self.folder, lambda name: step_of(name) > step)
+        return web.json_response({})
+
+    async def _figures(self, _: web.Request) -> web.Response:
+        servers = self.pool.servers
+        return web.json_response(
+            {
+                "time": time.time(),
+                "began": self.pool.began,
+                "busy_seconds": fmean(each.busy.seconds for each in servers),
+                "working_seconds": fmean(each.working.seconds for each in servers),
+                "tokens": sum(each.tokens for each in servers),
+                "kv_usage": max(each.kv_usage for each in servers),
+                "restarts": sum(each.restarts for each in servers),
+                "serving": sum(each.serves for each in servers),
+                "in_flight": sum(len(each.in_flight) for each in servers),
+                "resubmitted": self.pool.resubmitted,
+                "load_seconds": max(each.load_seconds for each in servers),
+                "proof_seconds": max(each.proof_seconds for each in servers),
+            }
+        )
+
+
+def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
+    """Of `pool.Weights`, from JSON."""
+    probe = given.get("probe")
+    return given if probe is None else {**given, "probe": Probe(**probe)}
+
+
+def collect_garbage_less_often() -> None:
+    """A response is parsed into some objects a token, which are gone at once. Each few hundred of
+    them would have Python look for garbage: two thirds of the service's time."""
+    gc.freeze()  # what exists by now stays
+    gc.set_threshold(50_000, 20, 100)
+
+
+def main() -> None:
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what anything prints later is for people
+
+    def tell(**values: Any) -> None:
+        told.write(json.dumps(values) + "\n")
+        told.flush()
+
+    settings = json.load(sys.stdin)
+    try:
+        config = parse_config(settings["config"])
+        service = Service(settings, config, read_inputs(config, tools_of(config)))
+    except UserError as error:
+        tell(error=str(error))
+        return
+    collect_garbage_less_often()
+    raise_open_files()
+    signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
+
+    def at_sigterm(*_: object) -> None:
+        """From the system when rank 0 has died. From a scheduler, which sends it to all processes:
+        rank 0 still needs the service to end its step and save the run."""
+        if not service.rank_0_lives():
+            service.scorers.stop()
+
+    signal.signal(signal.SIGTERM, at_sigterm)
+    failure: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            asyncio.run(service.run(lambda: tell(ready=True)))
+        except BaseException as error:  # noqa: BLE001 (raised below, in the main thread)
+            failure.append(error)
+            service.scorers.stop()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        service.scorers.work()
+    finally:
+        service.end()
+        thread.join()
+    if failure:
+        raise failure[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A server that no run has started: what `rollout.vllm.urls` names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.families import preset_of_folder
+from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, NoAnswer, connected_session
+from gspo_megatron.rollout.vllm.process import (
+    ServerProcess,
+    common_environment,
+    cpu_environment,
+    needed_arguments,
+    server_words,
+)
+
+_LOOK_SECONDS = 0.2
+_CALL_SECONDS = 5.0
+_PROBE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
+_PROBE_SECONDS = 300
+
+
+def server_command(
+    folder: Path, python: str, dtype: str, options: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """The words of a server of a Hugging Face folder, as a run needs it, and its environment.
+
+    dtype: as vLLM names it; options: further ones of vLLM's, which replace ours. Raises
+    RolloutError where `python` has no vLLM, and ConfigError where the folder has no model that we
+    know.
+    """
+    shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
+    arguments = needed_arguments(
+        str(folder.resolve()),
+        dtype,
+        routes=bool(shape.num_moe_experts),
+        on_cpu=on_cpu,
+        workers=options.get("tensor_parallel_size", 1),
+    )
+    if not (folder / "tokenizer_config.json").exists():
+        arguments["skip_tokenizer_init"] = True
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    environ = common_environment(token) | (cpu_environment() if on_cpu else {})
+    return server_words(python, {**arguments, **options}), environ
+
+
+async def serve(
+    words: list[str], environ: Mapping[str, str], host: str, port: int | None, ended: asyncio.Event
+) -> None:
+    """Run a server until `ended` is set; prints how a run finds it once it answers.
+
+    Raises RolloutError where it ends by itself.
+    """
+    process = ServerProcess(words, environ, None, host, port)
+    try:
+        async with connected_session() as session:
+            client = Client(process.url, session)
+            client.begin(environ[TOKEN_VARIABLE])
+            is_ready = False
+            while not ended.is_set():
+                if how := process.has_ended():
+                    raise RolloutError(f"the server {how}")
+                if not is_ready and await client.why_not_healthy(seconds=_CALL_SECONDS) is None:
+                    # without an answer nothing is known: it is asked again
+                    with contextlib.suppress(NoAnswer):
+                        if why := await client.why_not_proven(seconds=_CALL_SECONDS):
+                            raise RolloutError(why)
+                        is_ready = True
+                        _tell_ready(process.url, environ[TOKEN_VARIABLE])
+                await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        await process.end()
+
+
+def until_told_to_end(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run it with an event that SIGTERM and Ctrl-C set."""
+
+    async def run() -> None:
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # tells the ranks of a job to stop
+        await work(ended)
+
+    asyncio.run(run())
+
+
+def _tell_ready(url: str, token: str) -> None:
+    print(f"ready: rollout.vllm.urls='[{url}]'", flush=True)
+    if TOKEN_VARIABLE not in os.environ:
+        print(f"and in the run's environment: {TOKEN_VARIABLE}={token}", flush=True)
+
+
+@functools.cache
+def device_of(python: str) -> str:
+    """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RolloutError(f"--python {python}: cannot be run: {error}") from error
+    found = [line for line in done.stdout.splitlines() if line.startswith("device ")]
+    if not found:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise RolloutError(f"--python {python}: has no vLLM that can be imported: {last}")
+    return found[-1].removeprefix("device ")

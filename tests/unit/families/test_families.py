@@ -1,0 +1,281 @@
+"""config.json of published models in our terms, and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
+from gspo_megatron.errors import ConfigError
+from gspo_megatron.families import FAMILIES, describe, family_of, family_of_shape
+from gspo_megatron.families.model_shape import shape_of
+from tests.unit.hf.published import CONFIGS
+
+# Of Qwen/Qwen3-30B-A3B.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",  # a key without meaning for the shape, as many others are
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def shape(hf: dict[str, Any]) -> ModelShape:
+    return shape_of(describe(hf))
+
+
+def problems(hf: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        describe(hf)
+    return error.value.problems
+
+
+def test_the_preset_is_the_published_model() -> None:
+    assert shape(QWEN3_30B_A3B) == shape_of(PRESETS["qwen3-30b-a3b"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_models_of_a_family(name: str) -> None:
+    ours = replace(shape_of(PRESETS[name]), vocab_size=45)
+    family = family_of_shape(ours)
+    assert family.model_type == "qwen3_moe"
+    written = family.config(ours, 45)
+    assert written is not None
+    assert shape(written) == ours
+
+
+def test_mixtral() -> None:
+    hf = {key: value for key, value in CONFIGS["mixtral"].items() if key != "head_dim"}
+    found = shape(hf | {"hidden_size": 60})
+    assert (found.kv_channels, found.num_query_groups) == (10, 2)
+    assert (found.moe_ffn_hidden_size, found.num_moe_experts) == (52, 6)
+    megatron = found.megatron
+    assert megatron["moe_router_pre_softmax"] is False and megatron["qk_layernorm"] is False
+    assert megatron["moe_aux_loss_coeff"] == 0.002 and found.rotary_base == 300.0
+    old = {key: value for key, value in hf.items() if key not in ("rope_theta", "rms_norm_eps")}
+    assert shape(old).megatron["layernorm_epsilon"] == 1e-5 and shape(old).rotary_base == 1e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "frequency"),
+    [
+        ({}, None),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0, 1]),
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1, 0]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1, 0]),
+    ],
+)
+def test_layers_with_experts(changes: dict[str, Any], frequency: list[int] | None) -> None:
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": 5} | changes
+    found = shape(hf)
+    assert found.megatron.get("moe_layer_freq") == frequency
+    written = family_of(hf).config(found, 151936)
+    assert written is not None
+    assert shape(written) == found
+
+
+@pytest.mark.parametrize("none", [0, None])
+def test_no_experts_at_all_are_a_dense_model(none: int | None) -> None:
+    sizes = {"num_experts": none, "num_experts_per_tok": none, "moe_intermediate_size": none}
+    found = shape(QWEN3_30B_A3B | {"num_hidden_layers": 2} | sizes)
+    assert found.num_moe_experts is None
+
+
+def test_no_layer_with_experts_is_a_dense_model() -> None:
+    found = shape(QWEN3_30B_A3B | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]})
+    assert found.num_moe_experts is None
+    assert not [name for name in found.megatron if name.startswith("moe_")]
+
+
+def test_both_spellings_of_the_rotary_base() -> None:
+    hf = dict(QWEN3_30B_A3B)
+    del hf["rope_theta"], hf["rope_scaling"]
+    hf["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    assert shape(hf).rotary_base == 5e5
+    del hf["rope_parameters"]
+    assert shape(hf).rotary_base == 1e4  # what transformers takes then
+
+
+def test_what_transformers_takes_for_a_missing_key() -> None:
+    hf = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("norm_topk_prob", "head_dim")}
+    found = shape(hf)
+    assert found.megatron["moe_router_pre_softmax"] is True
+    assert found.kv_channels == 2048 // 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window = 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type = 'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"vocab_size": None}, "vocab_size: required"),
+    ],
+)
+def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: str) -> None:
+    [line] = problems(QWEN3_30B_A3B | changes)
+    assert named in line
+
+
+def test_all_of_them_at_once() -> None:
+    hf = {k: v for k, v in QWEN3_30B_A3B.items() if k != "hidden_size"}
+    assert len(problems(hf | {"attention_bias": True, "partial_rotary_factor": 0.5})) == 3
+
+
+@pytest.mark.parametrize(
+    ("hf", "named"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({}, "null"),
+        ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
+    ],
+)
+def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None:
+    [line] = problems(hf)
+    assert named in line and line.startswith("architectures = ")
+    assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
+
+
+def test_deepseeks_options() -> None:
+    hf = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 3}
+    found = shape(hf)
+    assert found.megatron["moe_layer_freq"] == [0, 0, 0, 1]
+    assert found.moe_shared_expert_intermediate_size == 2 * 28
+    for changes, named in (
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok = 8"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | changes))
+    return path
+
+
+def config(path: Path | None, **model: Any) -> Any:
+    model = {"hf_path": None if path is None else str(path)} | model
+    return parse_config({"data": {"tokenizer": "none"}, "model": model})
+
+
+def test_hf_path_decides_the_shape_and_overrides_win(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", num_hidden_layers=3)
+    assert config(path).resolved_model() == shape(QWEN3_30B_A3B | {"num_hidden_layers": 3})
+    fields = {"moe_aux_loss_coeff": 0.5, "moe_router_topk": 4}
+    changed = config(path, rotary_base=2e6, max_sequence_length=4096, megatron=fields)
+    check_config(changed, 1)
+    found = changed.resolved_model()
+    assert (found.rotary_base, found.max_sequence_length) == (2e6, 4096)
+    assert (found.megatron["moe_aux_loss_coeff"], found.moe_router_topk) == (0.5, 4)
+
+
+def test_a_resolved_configuration_names_no_preset_beside_weights(tmp_path: Path) -> None:
+    assert config(folder(tmp_path / "model")).model.preset is None
+    assert config(None, checkpoint_path="run").model.preset is None
+    assert config(None).model.preset == "tiny"
+
+
+def test_a_folder_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    assert config(path).resolved_model().num_layers == 48
+    (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"num_hidden_layers": 12}))
+    assert config(path).resolved_model().num_layers == 12
+
+
+def test_keys_that_contradict_the_folder_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", num_hidden_layers=4)
+    wrong = config(
+        path,
+        preset="qwen3-30b-a3b",
+        vocab_size=100,
+        tie_embeddings=True,
+        megatron={"num_layers": 8, "moe_ffn_hidden_size": 700, "qk_layernorm": False},
+    )
+    with pytest.raises(ConfigError) as error:
+        check_config(wrong, 1)
+    lines = error.value.problems
+    sizes = [f"megatron.{name}" for name in ("num_layers", "moe_ffn_hidden_size", "qk_layernorm")]
+    keys = [line.split(" = ")[0].removeprefix("model.") for line in lines]
+    assert keys == ["preset", "vocab_size", "tie_embeddings", *sizes]
+    assert "have 151936" in lines[1] and "have 4;" in lines[3]
+
+
+def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
+    broken, listed = folder(tmp_path / "broken"), folder(tmp_path / "listed")
+    (broken / "config.json").write_text("{")
+    (listed / "config.json").write_text("[1]")
+    deep, texts = folder(tmp_path / "deep"), folder(tmp_path / "texts", num_hidden_layers="4")
+    (deep / "config.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
+    huge = folder(tmp_path / "huge", num_hidden_layers=10**12)
+    for path, named in (
+        (tmp_path / "absent", "no such folder"),
+        (deep, "cannot be read: nested more than 100 levels deep"),
+        (texts, "num_hidden_layers = '4': must be an integer"),
+        (folder(tmp_path / "heads", num_attention_heads=[4]), r"num_attention_heads = \[4\]"),
+        (huge, "num_hidden_layers = 1000000000000: must be an integer from 0 to"),
+        (folder(tmp_path / "layers", mlp_only_layers=3), "a value of a wrong type"),
+        (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
+        (broken, "cannot be read"),
+        (listed, "not a JSON object"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            config(path).resolved_model()
+
+
+def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
+    for name, value in {
+        "moe_expert_capacity_factor": 1.0,
+        "softmax_scale": 0.5,
+        "layernorm_zero_centered_gamma": True,
+        "moe_router_topk_scaling_factor": 2.0,
+    }.items():
+        with pytest.raises(ConfigError, match=name):
+            family_of_shape(shape_of(PRESETS["tiny"], {name: value}))
+    neutral = {"moe_token_dispatcher_type": "allgather", "init_method_std": 0.1, "fp8": "hybrid"}
+    assert family_of_shape(shape_of(PRESETS["tiny"], neutral)).model_type == "qwen3_moe"
+
+
+def test_the_families() -> None:
+    assert " ".join(FAMILIES) == "qwen3_moe qwen3 qwen2_moe mixtral olmoe deepseek_v3"

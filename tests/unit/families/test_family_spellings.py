@@ -1,0 +1,150 @@
+"""Settings that config.json can spell in two ways: read as transformers reads them, or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from gspo_megatron.errors import ConfigError
+from gspo_megatron.families import FAMILIES, describe
+from gspo_megatron.families.model_shape import shape_of
+from tests.unit.hf.published import CONFIGS
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+# Without what the variants below give.
+BARE: dict[str, dict[str, Any]] = {
+    name: {
+        key: value
+        for key, value in CONFIGS[name].items()
+        if key not in (*EXPERTS, "rope_theta", "rope_scaling", "num_key_value_heads")
+    }
+    | {"model_type": name}
+    for name in FAMILIES
+}
+
+
+def variants(name: str) -> list[dict[str, Any]]:
+    heads = CONFIGS[name]["num_attention_heads"]
+    usual = {key: 8 for key in EXPERTS if key in CONFIGS[name]} | {"num_key_value_heads": heads}
+    ropes: list[dict[str, Any]] = [
+        {},
+        {"rope_theta": 700.0},
+        {"rope_theta": 700.0, "rope_scaling": {"rope_theta": 700.0}},
+        {"rope_scaling": DEFAULT},
+        {"rope_parameters": DEFAULT},
+        {"rope_parameters": DEFAULT, "rope_theta": 500.0},
+        {"rope_parameters": DEFAULT, "rope_theta": 700.0},
+        {"rope_parameters": DEFAULT, "rope_scaling": DEFAULT | {"rope_theta": 600.0}},
+        {"rope_parameters": DEFAULT, "rope_scaling": {}},
+        {"rope_parameters": DEFAULT, "rope_scaling": YARN},
+        {"rope_parameters": YARN, "rope_scaling": DEFAULT},
+        {"rope_parameters": YARN},
+        {"rope_scaling": YARN, "rope_theta": 500.0},
+        {"rope_scaling": {"type": "yarn", **YARN, "rope_type": "default"}},
+        {"rope_scaling": {"type": "default"}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"partial_rotary_factor": 0.5, **DEFAULT}},
+        {"rope_parameters": DEFAULT, "partial_rotary_factor": 0.5},
+        {"rope_parameters": DEFAULT, "partial_rotary_factor": 1.0},
+        {
+            "layer_types": ["full_attention"] * CONFIGS[name]["num_hidden_layers"],
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}},
+        },
+    ]
+    found = [usual | rope for rope in ropes]
+    for key in EXPERTS if name != "qwen3" else ():
+        alone = {k: v for k, v in usual.items() if k not in EXPERTS} | {key: 8}
+        found += [alone, usual | {key: 8}, usual | {key: 16}]
+    found += [
+        usual | {"num_key_value_heads": None},
+        {key: value for key, value in usual.items() if key != "num_key_value_heads"},
+        usual | {"head_dim": 24},
+        usual | {"head_dim": None},
+        usual | {"num_mtp_layers": 2},
+        usual | {"num_mtp_layers": 2, "num_nextn_predict_layers": 0},
+    ]
+    return found
+
+
+def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
+    """The settings as transformers reads them; raises where it refuses them."""
+    config = CONFIG_MAPPING[hf["model_type"]](**json.loads(json.dumps(hf)))
+    rope = config.rope_parameters
+    [rope] = [v for v in rope.values() if isinstance(v, dict)] or [rope]
+    heads = config.num_attention_heads
+    latent = hf["model_type"] == "deepseek_v3"
+    found = {
+        "theta": rope["rope_theta"],
+        "scaling": rope["rope_type"],
+        "rotated": rope.get("partial_rotary_factor") or 1,
+        "heads": config.num_key_value_heads or heads,
+        "width": None
+        if latent
+        else getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rotary width": config.head_dim if latent else None,
+        "further": getattr(config, "num_mtp_layers", None) if "num_mtp_layers" in hf else None,
+    }
+    if hf["model_type"] != "qwen3":
+        [key] = [key for key in EXPERTS if key in CONFIGS[hf["model_type"]]]
+        found["experts"] = getattr(config, key)
+    return found
+
+
+def of_ours(hf: dict[str, Any]) -> dict[str, Any]:
+    shape = shape_of(describe(hf))
+    latent = hf["model_type"] == "deepseek_v3"
+    found = {
+        "theta": shape.rotary_base,
+        "scaling": "default",
+        "rotated": 1,
+        "heads": shape.num_query_groups,
+        "width": None if latent else shape.kv_channels,
+        "rotary width": shape.megatron["qk_pos_emb_head_dim"] if latent else None,
+        "further": None,
+    }
+    if hf["model_type"] != "qwen3":
+        found["experts"] = shape.num_moe_experts
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_they_are_read_as_transformers_reads_them_or_refused(name: str) -> None:
+    taken = 0
+    for variant in variants(name):
+        hf = BARE[name] | variant
+        try:
+            ours = of_ours(hf)
+        except ConfigError:
+            continue
+        if None in (hf.get("head_dim", 0), hf.get("num_key_value_heads", 0)):
+            continue  # transformers refuses null, or fails where it builds the model
+        theirs = of_transformers(hf)
+        if name != "deepseek_v3":
+            theirs["further"] = None  # a key without meaning
+        assert ours == theirs, variant
+        taken += 1
+    assert taken >= 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_scaling.rope_type = 'yarn'"),
+        ({"rope_parameters": YARN, "rope_scaling": None}, "rope_parameters.rope_type = 'yarn'"),
+        ({"rope_parameters": DEFAULT, "rope_theta": 700.0}, "rope_theta = 700.0"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "default"}}, "rope_scaling.type = 'yarn'"),
+        ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention"),
+        ({"num_experts": 8, "num_local_experts": 16}, "num_local_experts = 16"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config"),
+    ],
+)
+def test_settings_with_two_values_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        describe(BARE["qwen3_moe"] | {"num_experts": 8, "num_key_value_heads": 2} | changes)
+    assert any(named in line for line in error.value.problems)

@@ -1,0 +1,81 @@
+"""Each family on one rank: there and back bit for bit, and the same function as transformers'."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.hf.export import export_hf
+from tests.unit.hf.policies import config_of, greedy, logits_of, policy_of
+from tests.unit.hf.published import (
+    CONFIGS,
+    VOCABULARY,
+    Variant,
+    assert_same_bits,
+    read_folder,
+    variant_name,
+    write_model,
+)
+from tests.unit.hf.transformers_side import ask, transformers_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+# fp32 logits of size 3 to 5 from four layers, summed in another order: 5e-6 at most was seen
+TOLERANCE = 1e-5
+
+VARIANTS: list[Variant] = [
+    *((family, {}) for family in CONFIGS),
+    ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),
+    ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: str) -> None:
+    family, changes = variant
+    source = write_model(tmp_path / "source", family, seed=3, **changes, torch_dtype=dtype)
+    policy = policy_of(config_of(source, dtype))
+    original = json.loads((source / "config.json").read_text())
+    export_hf(policy, tmp_path / "again", hf_config=original, max_shard_bytes=30_000)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
+    assert_same_bits(read_folder(tmp_path / "again"), read_folder(source))
+    assert json.loads((tmp_path / "again/config.json").read_text()) == original
+
+
+@pytest.fixture(scope="module")
+def transformers_side() -> Iterator[ProcessPoolExecutor]:
+    pytest.importorskip("transformers")
+    with transformers_process() as process:
+        yield process
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_transformers_computes_the_same(
+    tmp_path: Path, variant: Variant, transformers_side: ProcessPoolExecutor
+) -> None:
+    family, changes = variant
+    source = write_model(tmp_path / "source", family, seed=4, **changes)
+    policy = policy_of(config_of(source))
+    # without the original config.json: ours has to say everything
+    export_hf(policy, tmp_path / "export")
+    draw = random.Random(4)
+    ids = [draw.randrange(VOCABULARY) for _ in range(23)]
+    prompts = [ids[:5], ids[:1], ids[7:16]]
+    asked = transformers_side.submit(ask, tmp_path / "export", ids, prompts, count=12)
+    ours, (continuations, _) = logits_of(policy, ids), greedy(policy, prompts, count=12)
+    theirs = asked.result()
+    assert not theirs.complaints
+    assert theirs.architecture == CONFIGS[family]["architectures"][0]
+    assert theirs.logits.abs().max() > 1
+    assert (ours - theirs.logits).abs().max() < TOLERANCE
+    assert continuations == theirs.continuations

@@ -1,0 +1,180 @@
+"""How commands end: which error is the cause, and output that cannot be written."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from gspo_megatron.cli import main as entry
+from gspo_megatron.errors import RewardError
+from gspo_megatron.process import failures, ranks
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    g()\n'
+
+
+@pytest.mark.parametrize(
+    ("told", "is_lost"),
+    [
+        (
+            "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed "
+            "by peer [127.0.0.1]:41873",
+            True,
+        ),
+        ("RuntimeError: [/gloo/transport/tcp/buffer.cc:72] Timed out waiting 1800000ms", True),
+        ("RuntimeError: connection lost: rank 1 has ended", True),
+        ("RuntimeError: timed out after 1800 s of waiting for rank 3", True),
+        ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:77, ncclRemoteError: A call "
+            "failed possibly due to a network error or a remote process exiting prematurely.",
+            True,
+        ),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("ValueError: shapes do not match", False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
+        ("    pool.connection_closed()\nKeyError: 'connection'", False),
+        # the last traceback counts
+        (f"ConnectionResetError: Connection reset by peer\n{TRACEBACK}ValueError: bad", False),
+        (f"ValueError: bad\n{TRACEBACK}ConnectionResetError: Connection reset by peer\n", True),
+    ],
+)
+def test_errors_of_a_lost_peer_are_told_from_others(told: str, is_lost: bool) -> None:
+    assert failures.is_lost_connection(TRACEBACK + told) == is_lost
+
+
+def test_a_launched_rank_hands_its_failure_over_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RewardError("reward is NaN\non prompt 'é'")
+    with tempfile.TemporaryFile() as file:
+        # tell_failure closes what it is given
+        monkeypatch.setattr(ranks, "_failure_descriptor", os.dup(file.fileno()))
+        assert failures.tell_failure(error) == 2
+        file.seek(0)
+        failure = failures.parse_failure(file.read().decode())
+    assert failure == failures.Failure(True, str(error), str(error))
+    assert capsys.readouterr().err == ""
+    assert failures.tell_failure(error) == 2
+    assert capsys.readouterr().err == f"{error}\n"
+
+
+@pytest.mark.parametrize("text", ["", '{"is_user_error": true, "te', "[]"])
+def test_half_a_report_is_none(text: str) -> None:
+    assert failures.parse_failure(text) is None
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_file_that_may_not_be_touched_is_named_without_a_traceback(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failures.tell_failure(OSError(number, os.strerror(number), "runs/a")) == 2
+    assert capsys.readouterr().err == f"runs/a: {os.strerror(number)}\n"
+
+
+def test_other_errors_of_the_system_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failures.tell_failure(OSError(errno.ENOSPC, "No space left", "runs/a")) == 1
+    assert failures.tell_failure(OSError(errno.EPERM, "kill")) == 1
+    told = capsys.readouterr().err
+    assert "OSError: [Errno 28]" in told and "PermissionError: [Errno 1] kill" in told
+
+
+def test_what_ends_a_command_decides_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failures.exit_code_of(lambda: 3) == 3
+    for error, code, told in (
+        (KeyboardInterrupt(), 130, "it goes on\n"),
+        (RewardError("bad reward"), 2, "bad reward\n"),
+        (PermissionError(13, "Permission denied", "a.bin"), 2, "a.bin: Permission denied\n"),
+    ):
+        command = mock.Mock(side_effect=error)
+        assert failures.exit_code_of(command, interrupted="it goes on") == code
+        assert capsys.readouterr() == ("", told)
+    assert failures.exit_code_of(mock.Mock(side_effect=KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+    assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
+def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = mock.Mock(side_effect=RuntimeError("[pair.cc:553] Connection closed by peer"))
+    assert failures.exit_code_of(lost) == 1  # there is no other rank
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert failures.exit_code_of(lost) == 76
+    assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
+
+
+@pytest.fixture
+def unread() -> Iterator[io.TextIOWrapper]:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    yield stream
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        print("a line")
+        if raises:
+            raise BrokenPipeError(32, "Broken pipe")
+        return 1
+
+    monkeypatch.setattr(entry, "parse", lambda argv: argparse.Namespace(run=run))
+
+
+@pytest.mark.parametrize(("raises", "code"), [(True, 141), (False, 1)])
+def test_a_reader_that_left_ends_the_command_without_a_traceback(
+    unread: io.TextIOWrapper,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raises: bool,
+    code: int,
+) -> None:
+    """And one that was done by then keeps its code."""
+    command(monkeypatch, raises=raises)
+    # not in the fixture: pytest sets its own stream again before the test itself
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert entry.main([]) == code
+    unread.flush()  # as the interpreter does at its end
+    assert capsys.readouterr().err == ""
+
+
+def test_a_broken_pipe_of_another_kind_is_shown_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(monkeypatch, raises=True)
+    assert entry.main([]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_closed_streams_take_no_number_of_a_file() -> None:
+    program = (
+        "import os, sys\n"
+        "from gspo_megatron.process.failures import make_streams_safe\n"
+        "make_streams_safe()\n"
+        "print('lost', flush=True)\n"
+        "sys.exit(os.open(os.devnull, os.O_RDONLY) < 3)\n"
+    )
+    words = ["sh", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, program]
+    assert subprocess.run(words, check=False, timeout=120).returncode == 0
+
+
+def test_characters_that_the_encoding_lacks_are_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    failures.make_streams_safe()
+    print("r\u00fcns", flush=True)
+    assert stream.buffer.getvalue() == b"r\\xfcns\n"  # type: ignore[attr-defined]

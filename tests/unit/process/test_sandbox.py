@@ -1,0 +1,516 @@
+"""Programs that attack: the sandbox holds, and each is named."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from gspo_megatron.process import sandbox
+from gspo_megatron.process.sandbox import Limits, SandboxError
+from gspo_megatron.process.sandbox_harness import decode, encode
+from tests.unit.process.ordinary_user import ordinary_user
+
+LIMITS = Limits(seconds=5.0, memory_mb=256, processes=16, disk_mb=8, output_bytes=1 << 20)
+
+
+def run(program: str, stdin: str = "", seconds: float = 5.0) -> sandbox.Outcome:
+    return sandbox.run(program.encode(), stdin.encode(), replace(LIMITS, seconds=seconds))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Orphans of a test become children of this process, the subreaper; none may live."""
+    libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
+    before = psutil.Process().children(recursive=True)  # of other tests, such as a resource tracker
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    try:
+        new = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        assert psutil.wait_procs(new, timeout=30)[1] == []
+    finally:
+        libc.prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+def test_a_program_reads_and_prints() -> None:
+    assert run("print(int(input()) + 1)", "41\n") == sandbox.Outcome(None, b"42\n", b"")
+    assert run("print(open('/dev/stdin').read())", "a").stdout == b"a\n"
+    assert run("open('/tmp/a', 'w').write('x'); print(open('/tmp/a').read())").stdout == b"x\n"
+    assert run("import threading as t; a = t.Thread(target=print); a.start(); a.join()").stdout
+
+
+def test_threads_fit_in_the_usual_memory_as_many_as_are_allowed() -> None:
+    program = """
+import threading
+count = 30
+all_there = threading.Barrier(count + 1)
+threads = [threading.Thread(target=all_there.wait) for _ in range(count)]
+for thread in threads:
+    thread.start()
+all_there.wait()
+for thread in threads:
+    thread.join()
+print(count)
+"""
+    found = sandbox.run(program.encode(), b"", sandbox.Limits(seconds=10.0))
+    assert found == sandbox.Outcome(None, b"30\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("exit(3)", "exit code 3"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by signal 11"),
+        ("while True: pass", "time limit of 1 s"),
+        ("import time; time.sleep(900)", "time limit of 1 s"),
+        ("import os\nos.close(1), os.close(2)\nwhile True: pass", "time limit of 1 s"),
+        ("x = bytearray(10 << 30)", "memory limit of 256 MB"),
+        ("x = [0]\nwhile True: x += x", "memory limit of 256 MB"),
+        ("while True: print('x' * 1000)", "output limit of 1048576 bytes"),
+        ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit of"),
+        ("import os\nwhile True: os.fork()", "BlockingIOError"),
+        (
+            "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+            "time limit of 1 s",
+        ),
+        ("open('/tmp/a', 'wb').write(bytes(64 << 20))", "OSError: [Errno 27] File too large"),
+        (
+            "for n in range(9): open(f'/tmp/{n}', 'wb').write(bytes(4 << 20))",
+            "OSError: [Errno 28] No space left",
+        ),
+    ],
+)
+def test_limits_are_named(program: str, failure: str) -> None:
+    seconds = 1.0 if failure.startswith("time") else 5.0
+    assert (run(program, seconds=seconds).failure or "").startswith(failure)
+
+
+# --- escapes --------------------------------------------------------------------------------------
+
+# Each asserts at its end that it has got what it wanted. One that ends the sandbox has failed to
+# fail, so what is told of it has to be its own error.
+ESCAPES = {
+    "writes to the root": "open('/escaped', 'w')",
+    "writes beside Python": "import os; open(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')",
+    "writes to devices": "open('/dev/shm/escaped', 'w')",
+    "changes the harness": "open('/harness.py', 'w')",
+    "makes the root writable": (
+        "import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)"
+    ),
+    "a link to the outside": (
+        "import os; os.symlink('/proc/1/root/etc/passwd', '/tmp/a'); open('/tmp/a').read()"
+    ),
+    "a link up": "import os; os.symlink('../../../../FOLDER/secret', '/tmp/a'); open('/tmp/a')",
+    "reads the run folder": "open('FOLDER/secret').read()",
+    "reads the package": "import gspo_megatron",
+    "reads homes": "import os; assert os.listdir('/home') or os.listdir('/root')",
+    "reads passwords": "open('/etc/shadow').read()",
+    "reads the environment": "import os; assert 'SECRET' in os.environ",
+    "reads the environment of others": (
+        "import glob; assert any('SECRET' in open(p).read() for p in glob.glob('/proc/*/environ'))"
+    ),
+    "sees other processes": (
+        "import os; assert max(int(n) for n in os.listdir('/proc') if n.isdigit()) > 9"
+    ),
+    "the root of process 1": "import os; os.listdir('/proc/1/root/old')",
+    "folders of process 1": (
+        "import os; p = '/proc/1/fd'; assert any(os.path.isdir(f'{p}/{n}') for n in os.listdir(p))"
+    ),
+    "the working folder of process 1": "import os; os.listdir('/proc/1/cwd/secret')",
+    "memory of process 1": "open('/proc/1/mem', 'rb').read(1)",
+    "settings of the kernel": "open('/proc/sys/kernel/hostname', 'w').write('x')",
+    "asks the kernel to act": "open('/proc/sysrq-trigger', 'w').write('c')",
+    "ends its parent": (
+        "import os, time\np = os.getppid(); os.kill(p, 9); time.sleep(0.1)\n"
+        "assert os.getppid() != p"
+    ),
+    "ends everybody": "import os; os.kill(-1, 9); raise SystemExit(1)",
+    "ends the test": "import os; os.kill(PID, 9)",
+    "outlives its parent": (
+        "import os, time\nif os.fork() == 0:\n os.setsid()\n"
+        " if os.fork() == 0:\n  time.sleep(900)\nraise SystemExit(1)"
+    ),
+    "connects": "import socket; socket.create_connection(('127.0.0.1', PORT), 1)",
+    "asks a name server": (
+        "import socket\ns = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(0.3)\n"
+        "s.sendto(b'who is example.org?', ('127.0.0.1', DATAGRAMS)); s.recv(99)"
+    ),
+    "sees links of the network": (
+        "import socket; assert [n for _, n in socket.if_nameindex() if n != 'lo']"
+    ),
+    "a socket without a name": (
+        "import socket; socket.socket(socket.AF_UNIX).connect('\\0gspo_escape_PID')"
+    ),
+    "becomes root": "import os; os.setuid(0)",
+    "makes namespaces, as root": (
+        "import ctypes, os\nc = ctypes.CDLL(None)\nassert c.unshare(0x10020000) == 0\n"
+        "assert c.mount(b'none', b'/', None, 0x44000, None) == 0\n"
+        "open('/harness.py', 'w')"
+    ),
+    "mounts": (
+        "import ctypes; assert ctypes.CDLL(None).mount(b't', b'/usr', b'tmpfs', 0, None) == 0"
+    ),
+    "traces": "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
+    "raises its limits": (
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1)); bytearray(1 << 30)"
+    ),
+    "descriptors of the owner": (
+        "import os\nfound = []\nfor n in range(256):\n"
+        " try: found.append(os.readlink(f'/proc/self/fd/{n}'))\n"
+        " except OSError: pass\n"
+        "assert [f for f in found if not f.startswith(('/memfd:sandbox', 'pipe:'))]\n"
+    ),
+}
+
+
+@contextmanager
+def name_server() -> Iterator[int]:
+    """Answers all datagrams; its port."""
+    with socket.socket(type=socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            while (question := server.recvfrom(99))[0]:
+                server.sendto(b"192.0.2.1", question[1])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield server.getsockname()[1]
+        server.sendto(b"", server.getsockname())
+        thread.join()
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What the programs want to reach: a secret, ports, a socket, this process."""
+    (tmp_path / "secret").write_text("secret")
+    monkeypatch.setenv("SECRET", "secret")
+    monkeypatch.chdir(tmp_path)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as named,
+        name_server() as datagrams,
+    ):
+        named.bind(f"\0gspo_escape_{os.getpid()}")
+        named.listen()
+        yield {
+            "FOLDER": str(tmp_path),
+            "PORT": str(server.getsockname()[1]),
+            "DATAGRAMS": str(datagrams),
+            "PID": str(os.getpid()),
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def filled(program: str, outside: dict[str, str]) -> str:
+    for name, value in outside.items():
+        program = program.replace(name, value)
+    return program
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_escape(name: str, outside: dict[str, str]) -> None:
+    assert has_failed(name, run(filled(ESCAPES[name], outside), seconds=1.0))
+
+
+def has_failed(name: str, outcome: sandbox.Outcome) -> bool:
+    wanted = {
+        "ends its parent": ("AssertionError", "PermissionError"),
+        "asks a name server": ("TimeoutError",),
+    }
+    return outcome.failure is not None and outcome.failure.startswith(wanted.get(name, ("",)))
+
+
+def test_no_escape_of_an_ordinary_user(outside: dict[str, str]) -> None:
+    """His programs have his rights, not nobody's: other walls hold them than root's."""
+    with ordinary_user() as user:
+        (user.folder / "secret").write_text("secret")
+        places = {**outside, "FOLDER": str(user.folder)}
+        programs = [filled(program, places) for program in ESCAPES.values()]
+        outcomes = user.run(programs, replace(LIMITS, seconds=1.0), SECRET="secret")
+    escaped = [n for n, outcome in zip(ESCAPES, outcomes) if not has_failed(n, outcome)]
+    assert escaped == []
+
+
+# allows all
+NO_FILTER = """
+import struct
+sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
+"""
+NAMESPACE = "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0"
+
+
+def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter() -> None:
+    with ordinary_user() as user:
+        (outcome,) = user.run([NAMESPACE], LIMITS, NO_FILTER)
+        (memory,) = user.run(["import os; os.memfd_create('x')"], LIMITS, NO_FILTER)
+    assert outcome.failure == "AssertionError"
+    assert memory.failure is None  # there was no filter
+
+
+# As a login does it: a session keyring, with a secret of the user's. keyctl, add_key: x86-64.
+WITH_KEY = """
+import ctypes, struct, sys
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+if libc.syscall(250, 1, None) < 0 or libc.syscall(248, b"user", b"ticket", b"secret", 6, -3) < 0:
+    print("no keyrings")
+    raise SystemExit
+from gspo_megatron.process import sandbox, sandbox_filter
+if sys.argv[1] == "without":
+    sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
+READ = '''
+import ctypes
+libc = ctypes.CDLL(None)
+libc.syscall.restype = ctypes.c_long
+key = libc.syscall(250, 10, -3, b"user", b"ticket", 0)
+print(key >= 0, libc.syscall(248, b"user", b"left", b"x", 1, -3) >= 0)
+'''
+print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it has the numbers of x86-64")
+@pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
+def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
+    """By the filter, and by a keyring of its own."""
+    words = [sys.executable, "-c", WITH_KEY, filtered]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    if done.stdout.strip() == "no keyrings":
+        pytest.skip("this kernel has no keyrings")
+    assert done.stdout.strip() == told
+
+
+def test_nothing_is_in_the_environment_of_any_process() -> None:
+    read = "import glob; print([open(p).read() for p in glob.glob('/proc/[0-9]*/environ')])"
+    with ordinary_user() as user:
+        (outcome,) = user.run([read], LIMITS, SECRET="secret")
+    first, own = ast.literal_eval(outcome.stdout.decode())  # of bwrap, and of the program
+    names = [entry.partition("=")[0] for entry in own.split("\0") if entry]
+    known = ["HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PATH", "PWD"]
+    assert first == "" and sorted(names) == known
+    assert "PWD=/tmp\0" in own
+
+
+ATTACKS = [
+    *ESCAPES.values(),
+    "import os\nwhile True: os.fork()",
+    "x = bytearray(10 << 30)",
+    "import sys\nwhile True: sys.stdout.write('x' * 4096)",
+    "import os\nfor n in range(9999): open(f'/tmp/gspo_escape_{n}', 'w').write('x' * 9999)",
+    "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(900,)).start()",
+    "import os, sys\nos.execv('/bin/sh', ['sh', '-c', ':(){ :|:& };:'])",
+    "import os\nos.execv('/bin/sh', ['sh', '-c', 'nohup setsid sleep 900 & sleep 900'])",
+    "import ctypes; ctypes.string_at(0)",
+]
+
+
+def attack(count: int, outside: dict[str, str]) -> None:
+    """Random ones of the attacks, each after a fork or not."""
+    draw = random.Random(1)
+    before = {name for name in os.listdir("/tmp") if name.startswith("gspo_escape")}
+    for _ in range(count):
+        program = filled(draw.choice(ATTACKS), outside)
+        if draw.random() < 0.3:
+            program = f"import os\nif os.fork(): os.wait(); raise SystemExit(1)\n{program}"
+        assert run(program, seconds=1.0).failure is not None, program
+    assert {name for name in os.listdir("/tmp") if name.startswith("gspo_escape")} == before
+    assert not Path("/dev/shm/escaped").exists() and not Path("/escaped").exists()
+
+
+def test_attacks_leave_nothing(outside: dict[str, str]) -> None:
+    attack(40, outside)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_thousand_attacks_leave_nothing(outside: dict[str, str]) -> None:
+    attack(1000, outside)
+
+
+def test_a_sandbox_ends_with_its_owner() -> None:
+    """Also where the owner is killed."""
+    program = """
+from gspo_megatron.process import sandbox
+sandbox.run(b"import time; time.sleep(900)", b"", sandbox.Limits(900.0))
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        while len(found := psutil.Process(owner.pid).children(recursive=True)) < 3:
+            assert owner.poll() is None
+            time.sleep(0.01)
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    assert psutil.wait_procs(found, timeout=30)[1] == []
+
+
+# --- calls and tests ------------------------------------------------------------------------------
+
+
+def test_values_travel_with_their_types() -> None:
+    values = [None, True, 7, -(10**40), 0.1, float("inf"), 1 + 2j, "é", b"\0", (1, [2]), {1, 2}]
+    values += [frozenset({3}), {(1, 2): {"a": None}}, "", [], {}]
+    assert repr(decode(encode(values))) == repr(values)
+    with pytest.raises(TypeError, match="a object is no plain value"):
+        encode([object()])
+
+
+def test_values_of_numpy_travel_as_plain_ones() -> None:
+    values = [np.int64(7), np.bool_(True), np.float32(0.5), np.array([[1, 2]]), np.array(3)]
+    for value in values:
+        found = decode(encode({"x": (value,)}))["x"][0]
+        assert found == value.tolist() and type(found) is type(value.tolist())
+    assert decode(encode(np.array([None, "a"], dtype=object))) == [None, "a"]
+    numbers = {}
+    assert encode(np.longdouble(1), lambda value: numbers.setdefault(value, 5)) == {"object": 5}
+    with pytest.raises(TypeError, match="a longdouble is no plain value"):
+        encode(np.longdouble(1))
+
+
+def judged(program: str, *tests: str, setup: tuple[str, ...] = ()) -> str | None:
+    outcome = sandbox.judge(program.encode(), setup, (), tests, LIMITS)
+    assert (outcome.result == b"passed") == (outcome.failure is None)
+    return outcome.failure
+
+
+def test_asserts_call_the_solution() -> None:
+    solution = """
+from collections import Counter
+class Pair:
+    def __init__(self, left, right=2):
+        self.left, self.right = left, right
+def add(a, *, b):
+    return a + b
+def count(text):
+    return Counter(text)
+def left(pairs):
+    return [pair.left for pair in pairs]
+def fails():
+    raise KeyError("x")
+"""
+    assert (
+        judged(solution, "assert add(1, b=2) == 3", "assert count('aab') == {'a': 2, 'b': 1}")
+        is None
+    )
+    assert judged(solution, "assert left([Pair(1), Pair(2)]) == [1, 2]") is None
+    assert judged(solution, "assert Pair(1).right == 2 and Pair(left=3).left == 3") is None
+    assert judged(solution, "try:\n fails()\nexcept KeyError: pass\nelse: assert False") is None
+    assert judged(solution, "assert math.isqrt(add(4, b=5)) == 3", setup=("import math",)) is None
+    assert judged(solution, "assert add(1, b=2) == 4") == "AssertionError"
+    assert judged(solution, "assert fails()") == "KeyError: \"'x'\""
+    assert judged(solution, "assert nothing()") == "NameError: name 'nothing' is not defined"
+
+
+def test_attributes_that_tests_set_reach_the_solution() -> None:
+    """As in MBPP, where a tree is built before the asserts."""
+    solution = """
+class Node:
+    def __init__(self, data):
+        self.data, self.left, self.right = data, None, None
+class Fixed:
+    __slots__ = ("a",)
+def height(node):
+    return 0 if node is None else 1 + max(height(node.left), height(node.right))
+"""
+    tree = (
+        "root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)\nroot.left.data = (4, [5])"
+    )
+    assert judged(solution, "assert height(root) == 3", setup=(tree,)) is None
+    assert judged(solution, "assert root.left.data == (4, [5])", setup=(tree,)) is None
+    assert judged(solution, "assert height(root) == 1", setup=(tree,)) == "AssertionError"
+    assert (judged(solution, "Fixed().b = 1") or "").startswith("AttributeError: ")
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "import os; os._exit(0)",
+        "raise SystemExit(0)",
+        "import sys; sys.exit = lambda *_: None",
+        "def f(x):\n print('passed'); import os; os.write(1, b'passed'); os._exit(0)",
+        "import os\ndef f(x):\n for n in range(3, 99):\n  try: os.write(n, b'ready\\npassed')\n"
+        "  except OSError: pass\n return 0",
+        "class A:\n def __eq__(self, other): return True\n __hash__ = None\ndef f(x): return A()",
+        "class A(int):\n def __eq__(self, other): return True\ndef f(x): return A(0)",
+        "import builtins; builtins.all = lambda x: True\ndef f(x): return 0",
+        "def f(x): raise StopIteration",
+        "def f(x): raise AssertionError",
+        "import gc, sys\ndef f(x):\n frame = sys._getframe()\n"
+        " while frame:\n  frame.f_globals['__builtins__'] = {}; frame = frame.f_back\n"
+        " return [o for o in gc.get_objects() if 'assert' in str(o)]",
+        "f = None",
+        "",
+    ],
+)
+def test_a_solution_cannot_tamper_with_its_tests(solution: str) -> None:
+    tests = (
+        "assert all(map(lambda x: f(x) == x + 1, [1, 2]))",
+        "assert f(1) == 2",
+        "assert not f(-1)",
+    )
+    assert judged(solution, *tests) is not None
+
+
+def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandbox() -> None:
+    """Its own sandbox starts first. A fault would end the run."""
+    limits = replace(LIMITS, output_bytes=64)
+    for _ in range(3):
+        outcome = sandbox.judge(b"while True: print('x' * 99)", (), (), ("assert f(1)",), limits)
+        assert outcome.failure == "output limit of 64 bytes"
+
+
+def test_expected_values_never_enter() -> None:
+    """Nothing in the solution's sandbox has the text of a test."""
+    program = """
+import glob
+def f(x):
+    for path in glob.glob("/*.*") + glob.glob("/proc/*/cmdline"):
+        if "987" + "654" in open(path).read():
+            return int("987" + "654")
+    return 0
+"""
+    assert judged(program, "assert f(1) == 987654") == "AssertionError"
+
+
+# --- no sandbox -----------------------------------------------------------------------------------
+
+
+def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bwrap that may not make namespaces, as the kernel of some clusters says."""
+    program = tmp_path / "bwrap"
+    program.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for function in (sandbox.find_bubblewrap, sandbox.fault):
+        function.cache_clear()
+    try:
+        fault = sandbox.fault() or ""
+        assert fault.startswith("no sandbox can be made here: bwrap: No permissions to create")
+        assert "Programs are never run without one" in fault and "reward.options.runner" in fault
+        with pytest.raises(SandboxError, match="No permissions"):
+            run("print(1)")
+    finally:
+        monkeypatch.undo()
+        for function in (sandbox.find_bubblewrap, sandbox.fault):
+            function.cache_clear()
