@@ -375,9 +375,9 @@ def _load_hugging_face(path: Path) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its warnings are about models and libraries not used here
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
+        plain = _names_no_family(path)
+        loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
+        return loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries below raise errors of many kinds
         reason = " ".join(str(error).split())
         raise DataError(
@@ -385,6 +385,18 @@ def _load_hugging_face(path: Path) -> Any:
         ) from error
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _names_no_family(path: Path) -> bool:
+    """Whether AutoTokenizer would choose the plain class, whatever else is in the folder. To import
+    AutoTokenizer takes as long as torch, which it imports, too."""
+    if (path / "config.json").exists():  # its model_type takes part in the choice
+        return False
+    try:
+        named = parse_json((path / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False  # AutoTokenizer says what is wrong
+    return isinstance(named, dict) and named.get("tokenizer_class") == "PreTrainedTokenizerFast"
 
 
 def train_sentencepiece(

@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -280,3 +282,23 @@ def test_the_generation_config_names_further_end_tokens(
     for damaged in ("", "[]", '{"eos_token_id": "<eos>"}', '{"eos_token_id": [1.5]}'):
         (folder / "generation_config.json").write_text(damaged)
         assert "generation_config.json: " in refused(folder)
+
+
+def test_a_tokenizer_that_names_no_family_is_read_without_torch(tmp_path: Path) -> None:
+    """It is the one that AutoTokenizer, which imports torch, would have chosen."""
+    model = tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
+    fast = tokenizers.Tokenizer(model)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast.save(str(tmp_path / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    code = (
+        "import sys; from gspo_megatron.data.tokenizers import load_tokenizer\n"
+        "made = load_tokenizer(sys.argv[1])\n"
+        "print(made.encode('a b c'), made.eos_id, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    chosen = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert printed.split() == [*str(chosen.encode("a b c")).split(), "1", "False"]
+    assert isinstance(chosen, transformers.PreTrainedTokenizerFast)
