@@ -290,7 +290,11 @@ def test_a_tokenizer_that_names_no_family_is_read_without_torch(tmp_path: Path) 
     fast = tokenizers.Tokenizer(model)
     fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast.save(str(tmp_path / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     code = (
         "import sys; from gspo_megatron.data.tokenizers import load_tokenizer\n"
