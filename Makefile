@@ -21,7 +21,7 @@ fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint docs format clean
+.PHONY: help setup demo test test-fast test-full lint docs format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ setup:  ## make or update .venv from the pinned requirements
 
 demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, in minutes
 	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
+
+test-fast: lint  ## lint, and the unit tests without those that are marked `slow`: before a commit
+	@$(call pytest,tests/unit,-n 2 -m 'not full and not slow')
 
 test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/unit,-n 2)

@@ -35,6 +35,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["gspo_megatron", "gspo_megatron.*"]),
     package_data={
+        "gspo_megatron": ["py.typed"],
         "gspo_megatron.cli": ["new_templates/*"],
         "gspo_megatron.rollout.vllm": ["worker/*.py"],
         "gspo_megatron.observe": ["templates/*.j2"],
