@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
+from gspo_megatron.platform.cpu import faster
 
 # Reading, writing and reading again, compared with reading once.
 COPY_COST = 2
@@ -104,7 +105,7 @@ class KeyValueCache:
         self._prompts = None
         self._positions = positions
         self._slots = {}
-        fewest = min(FEWEST_KEYS, self._max_length) if positions.is_cpu else 1
+        fewest = min(FEWEST_KEYS, self._max_length) if faster.applies_to(positions) else 1
         self._parts = [Part(None, _mask(positions, max(spans.others, fewest)))]
         if spans.long_rows:
             length = max(spans.longest, fewest)
@@ -150,7 +151,7 @@ class KeyValueCache:
         # so that no keys are repeated for them.
         query = query.unflatten(1, (heads, -1))
         # bf16 would round the scores
-        by_products = query.is_cpu and query.dtype.itemsize >= 4
+        by_products = faster.applies_to(query) and query.dtype.itemsize >= 4
         for part in self._parts:
             mask, rows = part.mask, part.rows
             seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.platform.cpu import faster
+
 # Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
 # backward pass one. On a CPU a tile of this size stays in the caches between two operations. A GPU
 # needs more work in each kernel: on an H200 (32,768 rows, hidden 2,048, vocabulary 151,936, bf16)
@@ -322,7 +324,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if left.is_meta:  # some versions of torch have no such product on the meta device
         return out
     step = max(STRIP_BYTES // max(left.shape[1] * out.itemsize, 1), 1)
-    with _bf16_instructions() if left.dtype is torch.bfloat16 else contextlib.nullcontext():
+    is_bf16 = left.dtype is torch.bfloat16 and faster.applies_to(left)
+    with _bf16_instructions() if is_bf16 else contextlib.nullcontext():
         for rows, result in zip(left.split(step), out.split(step), strict=True):
             rows = rows.to(out.dtype)
             for columns, part in zip(right.split(step), result.split(step, dim=1), strict=True):

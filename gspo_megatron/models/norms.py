@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.platform.cpu import faster
+
 
 class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
@@ -48,8 +50,8 @@ class TorchNorm(torch.nn.Module):
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients agree bit for bit; decoding is neither.
         # The meta device, where memory is estimated: a GPU's own keeps as much as this function.
-        is_here = hidden.device.type in ("cpu", "meta")
-        if is_here and is_wide and not torch.is_inference_mode_enabled():
+        is_ours = hidden.is_meta or faster.applies_to(hidden)
+        if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
 

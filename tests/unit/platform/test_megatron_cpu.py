@@ -20,13 +20,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gspo_megatron.platform.cpu import needed as megatron_cpu
+from gspo_megatron.platform.cpu import needed
 from tests.unit.platform import stock
 
 ROOT = Path(__file__).resolve().parents[3]
 
 needs_substitutions = pytest.mark.skipif(
-    not megatron_cpu.is_needed(), reason="there is CUDA: nothing is substituted"
+    not needed.is_needed(), reason="there is CUDA: nothing is substituted"
 )
 
 # Parts of Megatron-Core that are not on our path: what only they need is not needed.
@@ -69,8 +69,8 @@ def asks_for_cuda(call: ast.Call) -> bool:
 
 def test_the_redirected_factories_are_those_that_are_called_with_cuda() -> None:
     factories = {name for name in calls() if name.startswith("torch.") and name.count(".") == 1}
-    needed = {name for name in factories if any(map(asks_for_cuda, calls()[name]))}
-    assert needed == {f"torch.{name}" for name in megatron_cpu.FACTORIES}
+    with_cuda = {name for name in factories if any(map(asks_for_cuda, calls()[name]))}
+    assert with_cuda == {f"torch.{name}" for name in needed.FACTORIES}
 
 
 @needs_substitutions
@@ -192,7 +192,7 @@ def run_python(code: str, **environ: str) -> tuple[int, str, str]:
 def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
     """Where they are installed and the GPU is missing or hidden: Megatron-Core would compute with
     their kernels."""
-    for name in megatron_cpu.GPU_PACKAGES:
+    for name in needed.GPU_PACKAGES:
         (tmp_path / name).mkdir()
         broken = 'raise SystemExit("a package for GPUs was imported")'
         (tmp_path / name / "__init__.py").write_text(broken)
@@ -330,9 +330,9 @@ def state():
               "random": torch.cuda.random, "nvtx": torch.cuda.nvtx}
     return {(o, n): v for o, owner in owners.items() for n, v in vars(owner).items()}
 before = state()
-import gspo_megatron.platform.cpu.needed as megatron_cpu
-assert not megatron_cpu.is_needed()
-megatron_cpu.install()
+from gspo_megatron.platform.cpu import needed
+assert not needed.is_needed()
+needed.install()
 after = state()
 changed = [key for key, value in before.items() if after[key] is not value]
 assert changed == [], changed
@@ -380,9 +380,9 @@ def test_memory_that_is_freed_serves_the_next_update() -> None:
     # they keep 64 MiB at most. (Tensors would put small objects between the blocks.)
     program = """
 import resource
-from gspo_megatron.platform.cpu import needed as megatron_cpu
+from gspo_megatron.platform.cpu import needed
 
-megatron_cpu.install()
+needed.install()
 for _ in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     blocks = [bytearray(24 * 2**20) for _ in range(4)]
