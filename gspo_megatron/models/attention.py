@@ -71,7 +71,7 @@ class KeyValueCache:
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: PromptStates | None = None
-        self._positions: Tensor | None = None
+        self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
         self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
         self._parts: list[Part] = []
 
@@ -226,9 +226,9 @@ class CachedSelfAttention(SelfAttention):
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     """The rotary angles of positions 0 to length - 1 [length, 1, 1, dim], under context parallelism
     too."""
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None:  # with latent attention each layer has its own
-        rotary = next(m.rotary_pos_emb for m in model.modules() if hasattr(m, "rotary_pos_emb"))
+    # the model's; with latent attention each layer has its own
+    owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
+    rotary: Any = next(owners).rotary_pos_emb
     # packed_seq: the angles of all positions
     frequencies = rotary(length, packed_seq=True)
     return frequencies[0] if isinstance(frequencies, tuple) else frequencies

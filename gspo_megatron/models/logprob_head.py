@@ -139,9 +139,9 @@ class VocabParallelLogProb(torch.autograd.Function):
         logprob = (target_logit / owners - log_sum) * _LN_2
         entropy = (log_sum - weighted_logit / sum_exp) * _LN_2
         norm = None
-        one_tile = len(row_blocks) * len(column_blocks) == 1
-        if one_tile and not entropy_gradient and exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES:
-            norm = scale[0] / sum_exp
+        is_one_tile = len(row_blocks) * len(column_blocks) == 1
+        if is_one_tile and exponentials is not None and not entropy_gradient:
+            norm = scale[0] / sum_exp if exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES else None
         ctx.save_for_backward(
             hidden,
             weight,
@@ -190,7 +190,7 @@ class VocabParallelLogProb(torch.autograd.Function):
                     log_p -= logsumexp[rows, None]
                     p_memory = log_p if factors is not None else _tile(buffers[1], log_p.shape)
                     gradient = torch.exp2(log_p, out=p_memory)
-                if factors is not None:
+                if entropy_grad is None:
                     at_target = -inside.to(gradient.dtype)
                 else:
                     gradient = _softmax_gradient(

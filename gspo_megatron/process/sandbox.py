@@ -399,9 +399,15 @@ def _start(
     if program is None:
         raise SandboxError("there is no bwrap")
     enter = ["/bin/sh", "-c", _ENTER, "sh", str(group.entrance) if group else "", program]
-    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {}}
+    start = functools.partial(
+        subprocess.Popen[bytes],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+    )
     if not _is_root():
-        return subprocess.Popen([*enter, *words], pass_fds=inherited, **streams)
+        return start([*enter, *words], pass_fds=inherited)
     with ExitStack() as ours:
         facts, told_facts = os.pipe()
         blocked, unblock = os.pipe()
@@ -409,9 +415,8 @@ def _start(
             ours.callback(os.close, each)
         options = ["--info-fd", str(told_facts), "--userns-block-fd", str(blocked)]
         try:
-            process = subprocess.Popen(
-                [*enter, *options, *words], pass_fds=[*inherited, told_facts, blocked], **streams
-            )
+            descriptors = [*inherited, told_facts, blocked]
+            process = start([*enter, *options, *words], pass_fds=descriptors)
         finally:
             os.close(told_facts)
             os.close(blocked)
