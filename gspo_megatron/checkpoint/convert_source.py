@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, thread_count
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
+from gspo_megatron.checkpoint.folder import checkpoints_at
 from gspo_megatron.checkpoint.manifest import (
-    MANIFEST,
     damage_notes,
     find_damage,
     first_whole,
@@ -117,15 +116,14 @@ def _is_small(name: str) -> bool:
 
 def _find(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint that a path means, and notes about damaged newer ones."""
-    if (path / MANIFEST).exists():
+    folders = checkpoints_at(path)
+    if folders == [path]:
         return path, []
     if not path.is_dir():
         raise DataError(f"{path}: {no_folder(path)}")
     if (path / "config.json").is_file():
         advice = "convert it by `gspo-megatron convert hf-to-megatron`"
         raise DataError(f"{path}: is a Hugging Face folder; {advice}")
-    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    folders = [checkpoints / position.name for position in positions(checkpoints)]
     whole, damage = first_whole(
         folders, lambda folder: find_damage(folder, contents=False, only=_is_needed)
     )

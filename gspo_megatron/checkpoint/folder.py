@@ -61,6 +61,17 @@ def positions(checkpoints: Path) -> list[Position]:
     return []
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that a path may mean, damaged ones too, the newest first: the path itself, or
+    those of a run folder or of a folder of checkpoints."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    for folder in (path / CHECKPOINTS, path):
+        if found := positions(folder):
+            return [folder / position.name for position in found]
+    return []
+
+
 class Publication:
     """A checkpoint that is being written; every rank may write into `folder`."""
 

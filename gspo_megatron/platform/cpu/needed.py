@@ -3,7 +3,7 @@
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
 dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
 same code as on GPUs. Tensor factories are wrapped; all other operations run as they are. With CUDA
-`install` does nothing. tests/unit/platform/test_megatron_cpu.py fails when an upgrade of
+`install` does nothing. tests/unit/platform/test_cpu_needed.py fails when an upgrade of
 Megatron-Core makes a substitution superfluous. What only saves time is in `faster`.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gspo_megatron.checkpoint import convert, convert_source
 from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.convert_workers import WorkerShard
-from gspo_megatron.checkpoint.folder import Position, Publication
+from gspo_megatron.checkpoint.folder import Publication
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.run_state import describe_model
 from gspo_megatron.checkpoint.storage import read_index
@@ -239,16 +239,16 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = convert_source.positions
+    look = convert_source.checkpoints_at
 
-    def look_and_publish(folder: Path) -> list[Position]:
+    def look_and_publish(path: Path) -> list[Path]:
         with lock:
-            found = look(folder)
+            found = look(path)
             if (tmp_path / "next").exists():
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(convert_source, "positions", look_and_publish)
+    monkeypatch.setattr(convert_source, "checkpoints_at", look_and_publish)
     back = tmp_path / "back"
     assert not in_processes(2, lambda shard: megatron_to_hf(tmp_path / "run", back, shard=shard))
     assert [p.name for p in look(checkpoints)] == names[::-1]
