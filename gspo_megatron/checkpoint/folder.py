@@ -130,8 +130,8 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
 def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
-    """Of all checkpoints, with their metrics (None: has none), those to be removed. Kept are the
-    `last` newest (None: all), the `best` with the highest metric, and those whose step is a
+    """The checkpoints to remove; `metrics` has all of them, with None where one has no metric. Kept
+    are the `last` newest (None: all), the `best` with the highest metric, and those whose step is a
     multiple of `every` (0: none)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:

@@ -131,7 +131,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _copies(pieces: list[Piece]) -> list[Piece]:
-    """In host memory, pinned where they come from a device."""
+    """Copies of pieces in host memory, pinned where they come from a device."""
     copied = []
     for piece in pieces:
         pinned = piece.data.is_cuda
@@ -147,9 +147,9 @@ _SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
 def writers() -> dist.ProcessGroup:
-    """All ranks, over gloo, for one save at a time: collectives of a save in the background must
-    not mix with those of training, and its plans do not belong on devices. The first call of a
-    process is a collective."""
+    """The group of all ranks, over gloo, that one save at a time uses. Collectives of a save in the
+    background must not mix with those of training, and its plans do not belong on devices. The
+    first call of a process is a collective."""
     global _group
     world = dist.group.WORLD
     assert world is not None

@@ -72,7 +72,8 @@ def keep(lifeline: int) -> None:
 
 
 def _end_descendants() -> None:
-    """Until none is left: the last ones become children of this process, which reaps them."""
+    """End descendants until none is left: the last ones become children of this process, which
+    reaps them."""
     import psutil  # not at the top: the child does without
 
     me = psutil.Process()

@@ -24,7 +24,7 @@ VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
 
 @dataclass(frozen=True)
 class Function:
-    """What a job has loaded."""
+    """The function that a job has loaded."""
 
     call: Callable[[Any], Any]  # or a coroutine function
     unsendable: Callable[[Any], UserError]  # the error about a value that has no pickle
@@ -78,7 +78,7 @@ def main(descriptor: int) -> None:
 
 
 def _read(stream: BufferedRWPair) -> Any:
-    """None at the end of the file."""
+    """Read one frame; None at the end of the file."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -67,8 +67,8 @@ class Workers:
         self._alone, self._quarantine = asyncio.Lock(), _Worker(job)
 
     async def call(self, given: Any) -> Any:
-        """What the function returns for a sample, or for a batch. Raises WorkerError, and
-        UserErrors where the function does, or where a worker cannot start."""
+        """Call the function; returns its value. Raises WorkerError, and UserErrors where the
+        function does, or where a worker cannot start."""
         worker = await self._free.get()
         try:
             return await worker.call(given)
@@ -135,7 +135,7 @@ class _Process:
         self._gone = asyncio.create_task(self._listen())
 
     async def start(self) -> None:
-        """Raises `job.error` where the process cannot load the function."""
+        """Let the process load the function. Raises `job.error` where it cannot."""
         try:
             await self._ask(self._job, START_SECONDS)
         except WorkerError as error:
@@ -186,7 +186,7 @@ class _Process:
         return WorkerError("time-out", f"took longer than {limit}", timed_out=True)
 
     async def _listen(self) -> None:
-        """Until its keeper, the last holder of the other end of the socket, is gone."""
+        """Take answers until the keeper, the last holder of the socket's other end, is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._connected.set()
         try:
@@ -229,7 +229,7 @@ class _Process:
             return self._popen.wait()
 
     async def gone(self) -> None:
-        """Returns when it is."""
+        """Wait until the process is gone."""
         await asyncio.wait({self._gone}, timeout=END_SECONDS)
 
 

@@ -57,9 +57,8 @@ def adapt_megatron() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Tensors of one update have freed their memory when those of the next one need it. By default
-    glibc gives it back to the system meanwhile, which then has to clear thousands of pages a step.
-    """
+    """Keep the memory that an update frees for the next one. By default glibc gives it back to the
+    system, which then has to clear thousands of pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
@@ -67,7 +66,7 @@ def _keep_freed_memory() -> None:
 
 
 def _share_gloo_devices() -> None:
-    """All process groups use the first one's devices. Each device has a thread that wakes up a
+    """Let all process groups use the first one's devices. Each device has a thread that wakes up a
     hundred times a second, and Megatron-Core makes twenty groups, most of them of one rank."""
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
@@ -90,7 +89,8 @@ def _share_gloo_devices() -> None:
 
 
 def _unless_sorted(native: Any) -> Any:
-    """With all experts on a rank the dispatcher's second sort copies the tokens as they are."""
+    """Skip the dispatcher's second sort where the tokens are in order: with all experts on a rank
+    it copies them as they are."""
 
     @functools.wraps(native)
     def sort(
@@ -108,8 +108,8 @@ def _unless_sorted(native: Any) -> Any:
 
 
 def _unless_alone(native: Any) -> Any:
-    """A rank with all experts sends its tokens to nobody. Stock runs an autograd function for that,
-    three times a layer, each of which takes 10 to 20 microseconds a pass."""
+    """Skip the all-to-all of one rank. Stock runs an autograd function for it, three times a layer,
+    each of which takes 10 to 20 microseconds a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
