@@ -14,6 +14,7 @@ import torch
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.progress import Progress
+from gspo_megatron.process.cores import usable_cores
 
 _MILLION = 1_000_000
 _QUEUED = 2  # pieces of work that wait, for each thread
@@ -82,7 +83,7 @@ def shard_of_rank() -> Generator[WorkerShard]:
 
 def thread_count() -> int:
     """Threads of a process that converts."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    return min(_MOST_THREADS, usable_cores())
 
 
 def in_threads(
