@@ -13,14 +13,12 @@ import io
 import json
 import os
 import re
-import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,20 +28,29 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import set_crc32_options
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions, write_file
+from gspo_megatron.checkpoint.convert_source import (
+    holds_tensors,
+    open_checkpoint,
+    refuse_damage,
+)
+from gspo_megatron.checkpoint.convert_workers import (
+    ALONE,
+    Done,
+    WorkerShard,
+    in_threads,
+    thread_count,
+)
+from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Files,
-    damage_notes,
     dump_manifest,
     files_below,
-    find_damage,
-    first_whole,
     read_manifest,
     record_of,
 )
-from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.checkpoint.run_state import MODEL_FILE
 from gspo_megatron.checkpoint.storage import (
     Piece,
     SavePlanner,
@@ -55,7 +62,7 @@ from gspo_megatron.checkpoint.storage import (
 )
 from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.families import family_of, family_of_shape
-from gspo_megatron.families.model_shape import ModelShape, no_folder, shape_of
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.families.weight_map import (
     Box,
     TensorRecipe,
@@ -63,14 +70,9 @@ from gspo_megatron.families.weight_map import (
     fill,
     weight_map,
 )
-from gspo_megatron.files import SETTLED, fingerprint, settle
+from gspo_megatron.files import SETTLED, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
-from gspo_megatron.hf.side_files import (
-    check_tokenizer,
-    export_config,
-    generation_files,
-    tokenizer_files,
-)
+from gspo_megatron.hf.side_files import check_tokenizer, export_config, generation_files
 from gspo_megatron.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
@@ -78,18 +80,11 @@ from gspo_megatron.hf.writer import (
     copy_file,
     write_errors,
 )
-from gspo_megatron.observe.progress import Progress
 
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
 _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
-_MILLION = 1_000_000
 _READ_BYTES = 4 << 20  # of a checkpoint's files at once
 _BEHIND_BYTES = 256 << 20  # of blocks that may not be converted yet; what is before is forgotten
-_QUEUED = 2  # pieces of work that wait, for each thread
-_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
-
-Item = TypeVar("Item")
-Done = Callable[[int], None]  # called with the bytes or weights that were finished
 
 
 def hf_to_megatron(
@@ -154,7 +149,7 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
     writer, plan = TorchDistWriter(folder), planner.create_local_plan()
     writer.prepare_local_plan(plan)
     _, index = planner.create_global_plan([plan])
-    count = max(_thread_count(), -(-total // _FILE_BYTES))
+    count = max(thread_count(), -(-total // _FILE_BYTES))
     files: list[list[WriteItem]] = [[] for _ in range(count)]
     written = 0
     for item in plan.items:
@@ -178,7 +173,7 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
     numbers = [number for number in range(count) if files[number]]
     set_crc32_options(compute_crc32=False)  # the manifest has a checksum of every file
     try:
-        _in_threads(write, numbers, "hf-to-megatron, MB", total)
+        in_threads(write, numbers, "hf-to-megatron, MB", total)
     finally:
         set_crc32_options(compute_crc32=True)
     writer.finish(index, [results])
@@ -205,87 +200,30 @@ class _ModelFile(io.FileIO):
         return len(data)
 
 
-@dataclass(frozen=True)
-class Share:
-    """One of the processes that convert together. `gather`, a collective, returns the values of
-    all."""
-
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @contextlib.contextmanager
-    def together(self) -> Generator[None]:
-        """A DataError or OSError of one process inside is raised in all; a collective."""
-        problem = None
-        try:
-            yield
-        except (DataError, OSError) as error:
-            problem = error
-        messages = self.gather(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        if any(messages):
-            raise DataError("\n".join(filter(None, messages)))
-
-
-ALONE = Share()
-
-
-@contextlib.contextmanager
-def shared_by_ranks() -> Generator[Share]:
-    """The share of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-    import torch.distributed as dist
-
-    from gspo_megatron.platform.rendezvous import join_store
-
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
-        yield ALONE
-        return
-
-    def gather(value: Any) -> list[Any]:
-        values = [None] * world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    patience = dist.default_pg_timeout
-    rank, store = int(os.environ["RANK"]), join_store(patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
-    try:
-        yield Share(dist.get_rank(), world_size, gather)
-    finally:
-        dist.destroy_process_group()
-
-
 def megatron_to_hf(
     source: Path,
     destination: Path,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    share: Share = ALONE,
+    shard: WorkerShard = ALONE,
 ) -> tuple[Path, list[str]]:
     """Convert a checkpoint, of any layout, to a new Hugging Face folder.
 
     source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
-    Every process of `share` calls it and writes files of its own. Returns the checkpoint, and notes
+    Every process of `shard` calls it and writes files of its own. Returns the checkpoint, and notes
     for the user.
 
     Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
     """
-    checkpoint = open_checkpoint(source, share)
+    checkpoint = open_checkpoint(source, shard)
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
     records = None  # several processes have compared the checksums already
-    if share.world_size == 1:
+    if shard.world_size == 1:
         files = read_manifest(checkpoint.folder)
-        records = {Path(name).name: files[name] for name in files if _is_large(name)}
+        records = {Path(name).name: files[name] for name in files if holds_tensors(name)}
     original = checkpoint.hf_config
     family = family_of_shape(shape) if original is None else family_of(original)
     weights = weight_map(family, shape, vocab_size)
@@ -300,24 +238,24 @@ def megatron_to_hf(
     config = export_config(shape, vocab_size, main_dtype, original)
     check_tokenizer(checkpoint.side_files, vocab_size)
     total = sum(spec.nbytes for spec in specs.values())
-    if share.world_size > 1:
-        max_shard_bytes = min(max_shard_bytes, -(-total // share.world_size))
-    writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=share.is_main)
+    if shard.world_size > 1:
+        max_shard_bytes = min(max_shard_bytes, -(-total // shard.world_size))
+    writer = HfWriter(destination, specs, max_shard_bytes=max_shard_bytes, owner=shard.is_main)
     with contextlib.ExitStack() as stack:
-        with share.together():
+        with shard.barrier():
             stack.enter_context(writer)
-        with share.together():
-            mine = writer.files[share.rank :: share.world_size]
+        with shard.barrier():
+            mine = writer.files[shard.rank :: shard.world_size]
             names = {name for file in mine for name in file.offsets}
             try:
-                _export(model, index, recipes, writer, names, records, share.is_main)
+                _export(model, index, recipes, writer, names, records, shard.is_main)
             except DataError:
                 if records is not None:  # what is wrong with other files, too
-                    _refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
+                    refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
                 raise
             writer.finish(mine)
-        with share.together():
-            if share.is_main:
+        with shard.barrier():
+            if shard.is_main:
                 # an imported folder has its own generation_config.json, or none
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
@@ -338,8 +276,9 @@ def _export(
     records: see `_in_file_order`."""
     reader = TorchDistReader(folder, index)
     work: dict[str, list[_Block]] = defaultdict(list)  # by file
+    stored = tensors_of(index)
     for key, recipe in recipes.items():
-        entry = index.state_dict_metadata[key]
+        entry = stored[key]
         for chunk in entry.chunks:
             planned = torch.empty(chunk.sizes, dtype=entry.properties.dtype, device="meta")
             piece = Piece(key, planned, tuple(entry.size), tuple(chunk.offsets))
@@ -359,7 +298,7 @@ def _export(
 
     total = sum(block.numel for blocks in work.values() for block in blocks)
     blocks = _in_file_order(folder, work, records)
-    _in_threads(convert, blocks, "megatron-to-hf, million weights", total, enabled=progress)
+    in_threads(convert, blocks, "megatron-to-hf, million weights", total, enabled=progress)
 
 
 @dataclass(frozen=True)
@@ -436,156 +375,3 @@ def _checked_tensors(
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint without damage."""
-
-    folder: Path
-    notes: list[str]  # for the user
-    shape: ModelShape
-    vocab_size: int
-    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
-    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
-    side_files: list[Path]  # of its tokenizer
-
-
-def open_checkpoint(path: Path, share: Share = ALONE) -> Source:
-    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
-    have their sizes. The main process chooses, because a run may publish another one at any time;
-    all processes compare checksums. One process alone compares those of the tensors' files when it
-    reads them (`_verified`). Raises DataError with all that is wrong.
-    """
-    with share.together():
-        found = _find(path) if share.is_main else None
-    folder, notes = share.gather(found)[0]
-    _refuse_damage(path, folder, share, notes, with_tensors=share.world_size > 1)
-    document = read_model(folder)
-    try:
-        known = {field.name for field in dataclasses.fields(ModelShape)}
-        sizes = {name: value for name, value in document["shape"].items() if name in known}
-        shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
-    is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
-    files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
-    if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
-        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
-    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
-
-
-def _refuse_damage(
-    path: Path, folder: Path, share: Share, notes: Sequence[str] = (), *, with_tensors: bool = True
-) -> None:
-    """Raise DataError, in all processes, with all that is wrong with the checkpoint `folder`, which
-    `path` means; with_tensors: also compare the checksums of the files of tensors."""
-    threads = _thread_count()
-    shares = [(share.rank * threads + n, share.world_size * threads) for n in range(threads)]
-
-    def damage(number: int) -> list[str]:
-        small = find_damage(folder, share=shares[number], only=_is_small)
-        large = find_damage(folder, share=shares[number], contents=with_tensors, only=_is_large)
-        return list(dict.fromkeys([*small, *large]))
-
-    with share.together(), ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(damage, range(threads)))
-    parts = [part for theirs in share.gather(found) for part in theirs]
-    if lines := some_of([f"{folder}: {line}" for part in parts for line in part]):
-        if folder != path:
-            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
-        raise DataError("\n".join([*notes, *lines]))
-
-
-def _changed(checkpoint: Path, tokenizer: str) -> str | None:
-    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
-    if not Path(tokenizer).exists():
-        return "the run's tokenizer is not there (any more)"
-    known = None
-    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
-        known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
-    if known not in (None, fingerprint(tokenizer)):
-        return "no longer has the contents that the run's tokenizer had"
-    return None
-
-
-def _matters(name: str) -> bool:
-    """Whether a file is needed: the optimizer's are not."""
-    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
-
-
-def _is_large(name: str) -> bool:
-    """Whether tensors are in a file."""
-    return name.startswith("model/") and name.endswith(".distcp")
-
-
-def _is_small(name: str) -> bool:
-    return _matters(name) and not _is_large(name)
-
-
-def _find(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that a path means, and notes about damaged newer ones."""
-    if (path / MANIFEST).exists():
-        return path, []
-    if not path.is_dir():
-        raise DataError(f"{path}: {no_folder(path)}")
-    if (path / "config.json").is_file():
-        advice = "convert it by `gspo-megatron convert hf-to-megatron`"
-        raise DataError(f"{path}: is a Hugging Face folder; {advice}")
-    checkpoints = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    folders = [checkpoints / position.name for position in positions(checkpoints)]
-    whole, damage = first_whole(
-        folders, lambda folder: find_damage(folder, contents=False, only=_matters)
-    )
-    if whole is not None:
-        return whole, [
-            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
-        ]
-    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
-    raise DataError(
-        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
-    )
-
-
-def _thread_count() -> int:
-    """Threads of a process that converts."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
-
-
-def _in_threads(
-    work: Callable[[Item, Done], None],
-    items: Iterable[Item],
-    title: str,
-    total: int,
-    *,
-    enabled: bool = True,
-) -> None:
-    """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
-    `items` may raise. After the first error, or Ctrl-C, `done` raises in all threads."""
-    lock, stopped = threading.Lock(), threading.Event()
-    count, size, threads = 0, max(1, total // _MILLION), _thread_count()
-
-    def done(more: int) -> None:
-        nonlocal count
-        if stopped.is_set():
-            raise InterruptedError
-        with lock:
-            count += more
-            bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
-
-    torch.set_num_threads(1)  # these threads share the work
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
-        try:
-            running: set[Future[None]] = set()
-            for item in items:
-                running.add(pool.submit(work, item, done))
-                if len(running) >= _QUEUED * threads:
-                    finished, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        future.result()
-            for future in as_completed(running):
-                future.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

@@ -61,6 +61,17 @@ def positions(checkpoints: Path) -> list[Position]:
     return []
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that a path may mean, damaged ones too, the newest first: the path itself, or
+    those of a run folder or of a folder of checkpoints."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    for folder in (path / CHECKPOINTS, path):
+        if found := positions(folder):
+            return [folder / position.name for position in found]
+    return []
+
+
 class Publication:
     """A checkpoint that is being written; every rank may write into `folder`."""
 
@@ -119,8 +130,8 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
 def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
-    """Of all checkpoints, with their metrics (None: has none), those to be removed. Kept are the
-    `last` newest (None: all), the `best` with the highest metric, and those whose step is a
+    """The checkpoints to remove; `metrics` has all of them, with None where one has no metric. Kept
+    are the `last` newest (None: all), the `best` with the highest metric, and those whose step is a
     multiple of `every` (0: none)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:

@@ -179,9 +179,9 @@ class Checkpoints:
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
-        """On a stop signal, save the run with the responses of `step`, before its update, and raise
-        StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
-        `description` describes them in JSON."""
+        """Save the run with the responses of `step`, before its update, and raise StopRun on all
+        ranks, if a stop signal has come. `write_rollouts` writes this rank's responses into a
+        folder; `description` describes them in JSON."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
         state = self._state(RL, step - 1, trainer, loader)
@@ -275,7 +275,7 @@ class Checkpoints:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
     def _prepare(self) -> None:
-        """On the main rank, before training: clean the folder, and look for free disk space."""
+        """Clean the folder and look for free disk space; on the main rank, before training."""
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
@@ -285,8 +285,8 @@ class Checkpoints:
             )
 
     def _drop_surplus(self, newest: Position) -> None:
-        """On the main rank. Later checkpoints than the newest are damaged: the run will replace
-        them."""
+        """Remove the checkpoints that the section does not keep; on the main rank. Those later than
+        `newest` are damaged: the run will replace them."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):

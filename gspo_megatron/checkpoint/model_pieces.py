@@ -138,7 +138,7 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 
 
 def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
-    """All of them, replicas too. Vocabulary padding is not stored and becomes zero."""
+    """Yield all pieces, replicas too. Vocabulary padding is not stored and becomes zero."""
     for piece in pieces:
         if is_vocabulary(piece.key):
             with torch.no_grad():
@@ -150,7 +150,7 @@ def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements start to stop of a flattened tensor as boxes (offset, size) in order: at most
+    """Cut elements start to stop of a flattened tensor into boxes (offset, size), in order: at most
     2 * axes - 1 of them."""
     if len(shape) < 2 and start < stop:
         yield (start,) * len(shape), (stop - start,) * len(shape)

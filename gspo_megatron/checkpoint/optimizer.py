@@ -72,7 +72,7 @@ def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
-    """All ranges of this rank, in the optimizers of dense parameters and of experts. Raises
+    """List all ranges of this rank, in the optimizers of dense parameters and of experts. Raises
     UserError where one is not a DistributedOptimizer."""
     return [
         OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
@@ -87,8 +87,8 @@ def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
 def state_pieces(
     model: Sequence[ModelPiece], ranges: Sequence[OwnedRange], *, originals_only: bool
 ) -> Iterator[tuple[OwnedRange, dict[str, Tensor], list[Piece]]]:
-    """For each range: its tensors and their pieces, which are views. With `originals_only`, no
-    copies of what another tensor- or pipeline-parallel rank writes."""
+    """Yield each range with its tensors and their pieces, which are views. With `originals_only`,
+    no copies of what another tensor- or pipeline-parallel rank writes."""
     places: dict[int, list[ModelPiece]] = {}
     for place in model:
         places.setdefault(id(place.tensor), []).append(place)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, positions
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import (
@@ -184,14 +184,11 @@ def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
 
 def given_checkpoint(path: str) -> Path:
     """The checkpoint of model.checkpoint_path, which may be a run folder. Raises DataError."""
-    given = Path(path)
-    if (given / MANIFEST).is_file():
-        return given
-    for folder in (given / CHECKPOINTS, given):
-        for position in positions(folder):
-            if (folder / position.name / MANIFEST).is_file():
-                return folder / position.name
-    if any(positions(folder) for folder in (given / CHECKPOINTS, given)):
+    found = checkpoints_at(Path(path))
+    for checkpoint in found:
+        if (checkpoint / MANIFEST).is_file():
+            return checkpoint
+    if found:
         wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; legal: a whole one"
         raise DataError(problem("model.checkpoint_path", path, wrong))
     raise DataError(no_checkpoint(path))

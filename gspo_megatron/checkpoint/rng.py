@@ -34,13 +34,17 @@ def save_rng(folder: Path) -> None:
         # graph-safe trackers hold generators, others hold states
         state = state.get_state() if isinstance(state, torch.Generator) else state
         tensors[_TRACKER + name] = state.cpu()
-    _, keys, position, has_gauss, gauss = np.random.get_state()
-    tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
+    numpy_state = np.random.get_state(legacy=False)
+    tensors["numpy"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     version, words, next_gauss = random.getstate()
     tensors["python"] = torch.tensor(words, dtype=torch.int64)
     details = {
         "layout": _layout(),
-        "numpy": [int(position), int(has_gauss), float(gauss).hex()],
+        "numpy": [
+            int(numpy_state["state"]["pos"]),
+            int(numpy_state["has_gauss"]),
+            float(numpy_state["gauss"]).hex(),
+        ],
         "python": [version, None if next_gauss is None else next_gauss.hex()],
     }
     path = _path(folder, dist.get_rank())

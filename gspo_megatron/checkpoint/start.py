@@ -49,7 +49,7 @@ RESTARTS_FILE = "restarts.json"
 
 
 def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
-    """As find_damage; every rank calls it and gets the same."""
+    """What is wrong with a checkpoint; all ranks share the work and get the same lines."""
     share = (dist.get_rank(), dist.get_world_size())
     mine = find_damage(checkpoint, share=share, only=only)
     return sorted(line for lines in all_gather_objects(mine) for line in lines)

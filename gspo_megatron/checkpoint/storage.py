@@ -48,7 +48,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.files import make_folder
-from gspo_megatron.platform.collectives import raised_everywhere
 from gspo_megatron.process.heartbeat import heartbeat
 
 _FORMAT = {
@@ -154,7 +153,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
     shape, or belongs to no rank's pieces.
     """
     # Not at the top: it loads Megatron-Core, which the offline converter does without.
-    from gspo_megatron.platform.collectives import gather_objects
+    from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
     wanted = {piece.key: piece.global_shape for piece in pieces}
     with raised_everywhere():
@@ -222,7 +221,7 @@ class TorchDistReader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
-        self._folder, self._index = folder, index
+        self._folder, self._tensors = folder, tensors_of(index)
         self.storage_data = index.storage_data
 
     def read(self, pieces: Iterable[Piece]) -> None:
@@ -236,8 +235,7 @@ class TorchDistReader(dcp.FileSystemReader):
         missing = {place: piece.data.numel() for place, piece in places.items()}
         items: dict[str, list[ReadItem]] = defaultdict(list)  # by file
         for key, listed in chunks.items():
-            entry = self._index.state_dict_metadata[key]
-            for item in create_read_items_for_chunk_list(key, entry, listed):
+            for item in create_read_items_for_chunk_list(key, self._tensors[key], listed):
                 missing[item.dest_index] -= math.prod(item.lengths)
                 items[self.storage_data[item.storage_index].relative_path].append(item)
         if wrong := [place.fqn for place, count in missing.items() if count]:
@@ -277,7 +275,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         twice = [index for index, count in counts.items() if count > 1]
         assert not twice, f"written by more than one rank: {twice[:_SHOWN]}"
         plans, index = super().create_global_plan(all_plans)  # refuses overlaps
-        for key, entry in index.state_dict_metadata.items():
+        for key, entry in tensors_of(index).items():
             stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             assert stored == math.prod(entry.size), f"no rank writes all of {key}"
         return plans, index

@@ -22,10 +22,11 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.storage import Piece, raised_everywhere, read_pieces, write_pieces
+from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.platform.collectives import raised_everywhere
 
 T = TypeVar("T")
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
@@ -130,7 +131,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _copies(pieces: list[Piece]) -> list[Piece]:
-    """In host memory, pinned where they come from a device."""
+    """Copies of pieces in host memory, pinned where they come from a device."""
     copied = []
     for piece in pieces:
         pinned = piece.data.is_cuda
@@ -146,11 +147,12 @@ _SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
 def writers() -> dist.ProcessGroup:
-    """All ranks, over gloo, for one save at a time: collectives of a save in the background must
-    not mix with those of training, and its plans do not belong on devices. The first call of a
-    process is a collective."""
+    """The group of all ranks, over gloo, that one save at a time uses. Collectives of a save in the
+    background must not mix with those of training, and its plans do not belong on devices. The
+    first call of a process is a collective."""
     global _group
     world = dist.group.WORLD
+    assert world is not None
     if _group is None or _group[0] is not world:
         _group = (world, dist.new_group(backend="gloo", timeout=_SLOWEST_WRITER))
     return _group[1]

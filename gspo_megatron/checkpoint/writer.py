@@ -35,7 +35,7 @@ class CheckpointWriter:
         self._removal = start_work(lambda: None, asynchronous=False)
 
     def lacks_room(self) -> str | None:
-        """On the main rank: why a checkpoint does not fit on the disk; None where it fits."""
+        """Why a checkpoint does not fit on the disk; None where it fits. On the main rank."""
         if (free := free_bytes(self.folder)) >= self._bytes:
             return None
         return f"it takes {self._bytes:,} bytes, and {free:,} are free"
@@ -125,7 +125,8 @@ class CheckpointWriter:
         published: Callable[[Path], None],
         shares: Shares,
     ) -> str | None:
-        """On the main rank. `is_full`: with the optimizer's state."""
+        """Publish a checkpoint that all ranks have written, or remove it; returns what went wrong.
+        On the main rank. `is_full`: with the optimizer's state."""
         problem = next((text for _, text in shares if text is not None), None)
         files = {name: record for own, _ in shares for name, record in own.items()}
         if problem is None:
@@ -177,7 +178,7 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _expected_bytes(policy: Policy) -> int:
-    """On the main rank: the size of the first checkpoint with an optimizer. Copies on
+    """The size of the first checkpoint with an optimizer; on the main rank. Copies on
     tensor-parallel ranks are counted separately."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_world_size()

@@ -15,7 +15,7 @@ from gspo_megatron.process import ranks
 if TYPE_CHECKING:
     import torch
 
-    from gspo_megatron.checkpoint.convert import Share
+    from gspo_megatron.checkpoint.convert_workers import WorkerShard
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
@@ -96,14 +96,14 @@ def run_export(arguments: argparse.Namespace) -> int:
                 f"already one of {rank_of} (WORLD_SIZE in the environment); do not give --layout "
                 "under torchrun or srun"
             )
-        from gspo_megatron.checkpoint.convert import shared_by_ranks
+        from gspo_megatron.checkpoint.convert_workers import shard_of_rank
 
-        with shared_by_ranks() as share:
-            _export(arguments, share)
-            if share.world_size > 1:
+        with shard_of_rank() as shard:
+            _export(arguments, shard)
+            if shard.world_size > 1:
                 # Destroying a gloo group ends about one such process in ten with "terminate called
                 # without an active exception" (torch 2.13), after all its work is done.
-                share.gather(None)  # every process has written its files
+                shard.gather(None)  # every process has written its files
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
@@ -124,15 +124,16 @@ def run_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export(arguments: argparse.Namespace, share: Share | None = None) -> None:
+def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> None:
     with loading():
-        from gspo_megatron.checkpoint.convert import ALONE, megatron_to_hf
+        from gspo_megatron.checkpoint.convert import megatron_to_hf
+        from gspo_megatron.checkpoint.convert_workers import ALONE
 
-    share = share or ALONE
+    shard = shard or ALONE
     taken, notes = megatron_to_hf(
-        arguments.source, arguments.destination, dtype=_dtype(arguments), share=share
+        arguments.source, arguments.destination, dtype=_dtype(arguments), shard=shard
     )
-    if share.is_main:
+    if shard.is_main:
         for note in notes:
             print(note, file=sys.stderr)
         print(f"{arguments.destination}: written from {taken}")

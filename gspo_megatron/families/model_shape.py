@@ -85,7 +85,7 @@ def shape_of(
         sizes["moe_ffn_hidden_size"] = width
         sizes["moe_router_topk"] = megatron.get("moe_router_topk", 2)
     megatron.update(sizes)
-    taken = {name: megatron.get(name) for name in _MEGATRON_SIZES}
+    taken: dict[str, Any] = {name: megatron.get(name) for name in _MEGATRON_SIZES}
     if num_experts is None:
         taken |= {"moe_router_topk": None, "moe_ffn_hidden_size": None}
     outer = {field.name: getattr(preset, field.name) for field in fields(preset)}
@@ -165,7 +165,8 @@ def read_model(
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
     """The model that the contents of model.json describe. Raises LookupError."""
-    shape = {"joint_qk_norm": False, **model["shape"], "vocab_size": model["vocab_size"]}
+    shape: dict[str, Any] = {"joint_qk_norm": False, **model["shape"]}
+    shape["vocab_size"] = model["vocab_size"]
     return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
 
 

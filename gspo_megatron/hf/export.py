@@ -55,8 +55,14 @@ def export_hf(
     dtype = dtype or policy.config.params_dtype
     config = export_config(policy.shape, policy.vocab_size, dtype, hf_config)
     specs = stream_specs(policy, family=family, dtype=dtype)
-    options = {"durable": durable, "reuse": reuse, "private": private}
-    writer = HfWriter(path, specs, max_shard_bytes=max_shard_bytes, **options)
+    writer = HfWriter(
+        path,
+        specs,
+        max_shard_bytes=max_shard_bytes,
+        durable=durable,
+        reuse=reuse,
+        private=private,
+    )
     is_main = dist.get_rank() == MAIN_RANK
     with contextlib.ExitStack() as stack:
         with raised_everywhere():
@@ -108,6 +114,7 @@ def stream_hf(
             tensor = torch.empty(weights.shapes[name], dtype=kind, device=device)
         copy.collect(name, kind, tensor)
         if everywhere and dist.get_world_size() > 1:
+            assert tensor is not None
             dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
 

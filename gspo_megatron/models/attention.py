@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from gspo_megatron.models.core_attention import attend
+from gspo_megatron.platform.cpu import faster
 
 # Reading, writing and reading again, compared with reading once.
 COPY_COST = 2
@@ -70,7 +71,7 @@ class KeyValueCache:
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: PromptStates | None = None
-        self._positions: Tensor | None = None
+        self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
         self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
         self._parts: list[Part] = []
 
@@ -104,7 +105,7 @@ class KeyValueCache:
         self._prompts = None
         self._positions = positions
         self._slots = {}
-        fewest = min(FEWEST_KEYS, self._max_length) if positions.is_cpu else 1
+        fewest = min(FEWEST_KEYS, self._max_length) if faster.applies_to(positions) else 1
         self._parts = [Part(None, _mask(positions, max(spans.others, fewest)))]
         if spans.long_rows:
             length = max(spans.longest, fewest)
@@ -150,7 +151,7 @@ class KeyValueCache:
         # so that no keys are repeated for them.
         query = query.unflatten(1, (heads, -1))
         # bf16 would round the scores
-        by_products = query.is_cpu and query.dtype.itemsize >= 4
+        by_products = faster.applies_to(query) and query.dtype.itemsize >= 4
         for part in self._parts:
             mask, rows = part.mask, part.rows
             seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])
@@ -225,9 +226,9 @@ class CachedSelfAttention(SelfAttention):
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     """The rotary angles of positions 0 to length - 1 [length, 1, 1, dim], under context parallelism
     too."""
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None:  # with latent attention each layer has its own
-        rotary = next(m.rotary_pos_emb for m in model.modules() if hasattr(m, "rotary_pos_emb"))
+    # the model's; with latent attention each layer has its own
+    owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
+    rotary: Any = next(owners).rotary_pos_emb
     # packed_seq: the angles of all positions
     frequencies = rotary(length, packed_seq=True)
     return frequencies[0] if isinstance(frequencies, tuple) else frequencies

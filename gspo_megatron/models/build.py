@@ -70,9 +70,7 @@ class Policy:
 
 def unwrap(module: torch.nn.Module) -> PolicyModel:
     """The PolicyModel inside DDP and Float16Module."""
-    while not isinstance(module, PolicyModel):
-        module = module.module
-    return module
+    return next(inner for inner in module.modules() if isinstance(inner, PolicyModel))
 
 
 def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:

@@ -76,6 +76,7 @@ class TorchCoreAttention(torch.nn.Module):
         assert attention_type == "self", "only self-attention is built here"
         assert not config.attention_dropout, "attention dropout is not part of RL post-training"
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        assert pg_collection is not None
         self.cp_group = pg_collection.cp
         self.cp_size = self.cp_group.size()
 
@@ -133,6 +134,7 @@ class TorchCoreAttention(torch.nn.Module):
             out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        assert plan.restore is not None
         return _rows(joined, plan.restore)  # [tokens, heads * dim]
 
     def _attend(

@@ -9,7 +9,7 @@ ranks do hold a share, Megatron-Core's own parts stay. The results are the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
     of training; without sequence parallelism (one token cannot be divided by TP) and FP8."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
-    changes = [
+    changes: list[tuple[Any, str, Any]] = [
         (owner, name, False)
         for owner in (*modules, *configs)
         for name in _SEQUENCE_PARALLEL_SWITCHES
@@ -58,12 +58,7 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         (owner, name, plain(child))
         for owner in modules
         for name, child in owner.named_children()
-        for is_replaceable, plain in (
-            (_has_all_of, LocalLinear),
-            (_has_all_experts, LocalExperts),
-            (_is_plain, LocalLayer),
-            (_is_plain_attention, LocalAttention),
-        )
+        for is_replaceable, plain in _replacements()
         if is_replaceable(child)
     ]
     # Without records for autograd all operations are cheaper. Parts of Megatron-Core may keep a
@@ -75,13 +70,23 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         yield
 
 
-def _has_all_of(module: torch.nn.Module) -> bool:
+def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.nn.Module]]]:
+    """Which modules of training a plain part stands in for, and which part."""
+    return [
+        (_has_all_of, LocalLinear),
+        (_has_all_experts, LocalExperts),
+        (_is_plain, LocalLayer),
+        (_is_plain_attention, LocalAttention),
+    ]
+
+
+def _has_all_of(module: Any) -> bool:
     """A stock linear layer with its whole weight on this rank."""
     is_stock = type(module) in (ColumnParallelLinear, RowParallelLinear)
     return is_stock and module.weight is not None and module.tp_group.size() == 1
 
 
-def _has_all_experts(module: torch.nn.Module) -> bool:
+def _has_all_experts(module: Any) -> bool:
     """A layer with all experts on this rank, whole, that sends no tokens to other ranks."""
     return (
         isinstance(module, MoELayer)
@@ -94,7 +99,7 @@ def _has_all_experts(module: torch.nn.Module) -> bool:
     )
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
+def _is_plain(module: Any) -> bool:
     """A stock layer of norms, self-attention, MLP or experts, and two residual connections."""
     return (
         type(module) is TransformerLayer
@@ -105,7 +110,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
     )
 
 
-def _is_plain_attention(module: torch.nn.Module) -> bool:
+def _is_plain_attention(module: Any) -> bool:
     """Self-attention with its whole weights on this rank; norms of heads, if any, head by head."""
     if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
         return False
@@ -179,6 +184,7 @@ class LocalAttention(torch.nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         """See CachedSelfAttention."""
         stock, cache = self.stock, self.stock.key_value_cache
+        assert cache is not None
         mixed, _ = stock.linear_qkv(hidden_states)
         # [length, sequences, groups, queries of a group + key + value, dim]
         mixed = mixed.unflatten(-1, (self.groups, self.queries + 2, -1))

@@ -41,7 +41,10 @@ class GroupedExperts(MegatronModule):
         etp = pg_collection.expt_tp.size()
         ffn = config.moe_ffn_hidden_size // etp
         parts = 2 if config.gated_linear_unit else 1
-        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        kind: dict[str, Any] = {
+            "dtype": config.params_dtype,
+            "device": torch.cuda.current_device(),
+        }
         shape = (num_local_experts, parts, ffn, config.hidden_size)
         self.weight1 = torch.nn.Parameter(torch.empty(shape, **kind))
         shape = (num_local_experts, config.hidden_size, ffn)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache
-from gspo_megatron.models.norms import TorchNorm
+from gspo_megatron.models.norms import TorchNorm, sum_gradients_over_tp
 
 _RESOLVED = (
     "linear_q_proj",
@@ -70,7 +71,7 @@ class LatentNorm(TorchNorm):
 class RotaryAngles(torch.nn.Module):
     """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or other angles that are set."""
 
-    def __init__(self, stock: torch.nn.Module) -> None:
+    def __init__(self, stock: RotaryEmbedding) -> None:
         super().__init__()
         self.stock = stock
         self.angles: Tensor | None = None
@@ -95,8 +96,7 @@ class ReplicatedLinear(torch.nn.Module):
         super().__init__()
         shape = (replaced.output_size, replaced.input_size)
         self.weight = torch.nn.Parameter(replaced.weight.new_empty(shape).detach())
-        # finalize_model_grads sums the gradients of parameters with this attribute over the ranks
-        self.weight.sequence_parallel = config.sequence_parallel
+        sum_gradients_over_tp([self.weight], config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         return F.linear(hidden, self.weight), None

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.platform.cpu import faster
+
 # Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
 # backward pass one. On a CPU a tile of this size stays in the caches between two operations. A GPU
 # needs more work in each kernel: on an H200 (32,768 rows, hidden 2,048, vocabulary 151,936, bf16)
@@ -137,9 +139,9 @@ class VocabParallelLogProb(torch.autograd.Function):
         logprob = (target_logit / owners - log_sum) * _LN_2
         entropy = (log_sum - weighted_logit / sum_exp) * _LN_2
         norm = None
-        one_tile = len(row_blocks) * len(column_blocks) == 1
-        if one_tile and not entropy_gradient and exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES:
-            norm = scale[0] / sum_exp
+        is_one_tile = len(row_blocks) * len(column_blocks) == 1
+        if is_one_tile and exponentials is not None and not entropy_gradient:
+            norm = scale[0] / sum_exp if exponentials.nbytes <= KEEP_EXPONENTIALS_BYTES else None
         ctx.save_for_backward(
             hidden,
             weight,
@@ -188,7 +190,7 @@ class VocabParallelLogProb(torch.autograd.Function):
                     log_p -= logsumexp[rows, None]
                     p_memory = log_p if factors is not None else _tile(buffers[1], log_p.shape)
                     gradient = torch.exp2(log_p, out=p_memory)
-                if factors is not None:
+                if entropy_grad is None:
                     at_target = -inside.to(gradient.dtype)
                 else:
                     gradient = _softmax_gradient(
@@ -322,7 +324,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if left.is_meta:  # some versions of torch have no such product on the meta device
         return out
     step = max(STRIP_BYTES // max(left.shape[1] * out.itemsize, 1), 1)
-    with _bf16_instructions() if left.dtype is torch.bfloat16 else contextlib.nullcontext():
+    is_bf16 = left.dtype is torch.bfloat16 and faster.applies_to(left)
+    with _bf16_instructions() if is_bf16 else contextlib.nullcontext():
         for rows, result in zip(left.split(step), out.split(step), strict=True):
             rows = rows.to(out.dtype)
             for columns, part in zip(right.split(step), result.split(step, dim=1), strict=True):

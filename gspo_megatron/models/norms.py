@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from gspo_megatron.platform.cpu import faster
 
 
 class TorchNorm(torch.nn.Module):
@@ -33,12 +36,10 @@ class TorchNorm(torch.nn.Module):
         self.zero_centered = bool(config.layernorm_zero_centered_gamma)
         start = 0.0 if self.zero_centered else 1.0
         device = torch.cuda.current_device()
-        kind = {"dtype": config.params_dtype, "device": device}
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), start, **kind))
-        self.weight.sequence_parallel = config.sequence_parallel
-        if self.centered:
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **kind))
-            self.bias.sequence_parallel = config.sequence_parallel
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **kind)) if self.centered else None
+        sum_gradients_over_tp([self.weight, self.bias], config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight = self.weight + 1.0 if self.zero_centered else self.weight
@@ -48,10 +49,20 @@ class TorchNorm(torch.nn.Module):
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients agree bit for bit; decoding is neither.
         # The meta device, where memory is estimated: a GPU's own keeps as much as this function.
-        is_here = hidden.device.type in ("cpu", "meta")
-        if is_here and is_wide and not torch.is_inference_mode_enabled():
+        is_ours = hidden.is_meta or faster.applies_to(hidden)
+        if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
+
+
+def sum_gradients_over_tp(
+    parameters: Sequence[torch.nn.Parameter | None], config: TransformerConfig
+) -> None:
+    """Let `finalize_model_grads` sum the gradients of parameters that each tensor-parallel rank
+    has whole, and applies to its own tokens only."""
+    for parameter in parameters:
+        if parameter is not None:
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
 
 class CpuRmsNorm(torch.autograd.Function):
@@ -98,7 +109,10 @@ class QKNorm(torch.nn.Module):
         self.eps = eps
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.heads = getattr(config, self.heads_field)  # on all ranks
-        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        kind: dict[str, Any] = {
+            "dtype": config.params_dtype,
+            "device": torch.cuda.current_device(),
+        }
         self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, **kind))
 
     def forward(self, states: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
+from gspo_megatron.platform.cpu import faster
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
-                group["fused"] = all(parameter.is_cpu for parameter in group["params"])
+                group["fused"] = all(map(faster.applies_to, group["params"]))
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

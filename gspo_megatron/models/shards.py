@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
@@ -41,7 +42,7 @@ class Shard:
         )
 
 
-def parameter_shards(model: torch.nn.Module) -> Iterator[Shard]:
+def parameter_shards(model: MegatronModule) -> Iterator[Shard]:
     """All parameters of one (unwrapped) model chunk on this rank, each expert by itself."""
     parameters = {p.data_ptr(): p for p in model.parameters()}
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():

@@ -7,11 +7,13 @@ Megatron-Core imports this one first, in its own `__init__`.
 from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
-    from gspo_megatron.platform.cpu import needed as megatron_cpu
+    from gspo_megatron.platform.cpu import faster, needed
 
-    megatron_cpu.install()
+    faster.prepare_torch()
+    needed.install()
+    faster.adapt_megatron()
     from gspo_megatron.platform import megatron_fixes
 
     megatron_fixes.install()
 
-__all__ = ["megatron_cpu", "megatron_fixes"]
+__all__ = ["megatron_fixes"]

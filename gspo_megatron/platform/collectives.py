@@ -23,23 +23,25 @@ def on_main(work: Callable[[], T]) -> T:
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
     is raised on rank 0 alone, and the launcher ends the others, which wait here.
     """
-    outcome: list[Any] = [None, None]  # the result; the class and the text of the error
+    result: Any = None
     error: UserError | None = None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = work()
+            result = work()
         except UserError as caught:
             error = caught
         except OSError as caught:
             if caught.filename is None:
                 raise
             error = UserError(f"{caught.filename}: {caught.strerror}")
-        outcome[1] = error and (type(error).__name__, str(error))
+    failure = None if error is None else (type(error).__name__, str(error))
+    told: list[Any] = [result, failure]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise error or error_of(*outcome[1])
-    return outcome[0]
+        dist.broadcast_object_list(told, src=0)
+    result, failure = told
+    if failure is not None:
+        raise error or error_of(*failure)
+    return result
 
 
 def all_gather_objects(value: T) -> list[T]:
@@ -82,7 +84,9 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def all_reduce_by_name(
-    values: Mapping[tuple[str, str], Tensor], operation: dist.ReduceOp, group: dist.ProcessGroup
+    values: Mapping[tuple[str, str], Tensor],
+    operation: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
 ) -> dict[tuple[str, str], Tensor]:
     """The values (by kind and name) reduced by one collective. All of one dtype; every rank of the
     group has the same names and shapes."""

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -323,6 +324,7 @@ class _Selected(torch.autograd.Function):
         return values.new_empty(count)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.new_empty(ctx.shape), None, None
 
@@ -336,6 +338,7 @@ class _GroupedProduct(torch.autograd.Function):
         return rows.new_empty((rows.shape[0], weights.shape[2]))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         rows, weights = ctx.saved_tensors
         return torch.empty_like(rows), torch.empty_like(weights)
@@ -353,6 +356,7 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value = ctx.saved_tensors[:3]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -115,10 +115,9 @@ def run_preflight(
     the process.
     """
     rank, world = int(os.environ.get("RANK", "0")), parallel.world_size
-    shared = dist.HashStore()  # a lone process needs no port
-    if world > 1:
-        shared = join_store(dist.default_pg_timeout)
-    store = dist.PrefixStore("preflight", shared)
+    # a lone process needs no port
+    shared = join_store(dist.default_pg_timeout) if world > 1 else dist.HashStore()
+    store: Any = dist.PrefixStore("preflight", shared)  # whose annotations lack `clone`
     thread_store = store.clone()  # a thread that waits on one does not block the other
     own, hosts = Report(rank, "", ""), dict.fromkeys(range(world), "unknown host")
 

@@ -142,7 +142,7 @@ class StepMetrics:
 
 
 def _token_quantiles(sketch: Tensor, extremes: Tensor) -> dict[str, float]:
-    """By label; nothing without tokens."""
+    """The quantiles of a metric by label; none without tokens."""
     total = float(sketch.sum())
     if total == 0:
         return {}

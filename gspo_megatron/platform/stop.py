@@ -18,6 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ class StopSignals:
     def __init__(self, *, enabled: bool) -> None:
         # Python takes signals in the main thread only.
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
         self.is_requested = False
         self.longest_step = 0.0  # seconds
         self._last_boundary: float | None = None
@@ -121,7 +122,7 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.request()

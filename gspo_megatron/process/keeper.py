@@ -22,17 +22,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OWNER_DIED = signal.SIGRTMIN
 
 
-# Paths first: the current directory may have other modules of these names.
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from gspo_megatron.process.keeper import keep; "
-    "keep({lifeline}); import os; os.execvp(sys.argv[1], sys.argv[1:])"
-)
-
-
 def kept(lifeline: int, command: Sequence[str]) -> list[str]:
     """A command line that runs `command` under a keeper; see `keep`."""
-    program = _PROGRAM.format(path=sys.path, lifeline=lifeline)
+    program = program_under_keeper(lifeline, "import os; os.execvp(sys.argv[1], sys.argv[1:])")
     return [sys.executable, "-c", program, *command]
+
+
+def program_under_keeper(lifeline: int, then: str) -> str:
+    """A program for `python -c` that calls `keep`, and then runs the statements `then`."""
+    # Paths first: the current directory may have other modules of these names.
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from gspo_megatron.process.keeper import keep; keep({lifeline}); {then}"
+    )
 
 
 def keep(lifeline: int) -> None:
@@ -70,7 +72,8 @@ def keep(lifeline: int) -> None:
 
 
 def _end_descendants() -> None:
-    """Until none is left: the last ones become children of this process, which reaps them."""
+    """End descendants until none is left: the last ones become children of this process, which
+    reaps them."""
     import psutil  # not at the top: the child does without
 
     me = psutil.Process()

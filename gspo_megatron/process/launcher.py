@@ -231,7 +231,7 @@ class _Rank:
 
 @dataclass
 class _Job:
-    """All ranks. After a failure or a signal, it ends all of them."""
+    """The ranks of a run, which end together after a failure or a signal."""
 
     grace_seconds: float
     settle_seconds: float

@@ -29,9 +29,9 @@ _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """In a rank that our launcher started, to be called early: keep the file for this rank's
-    failure, and let the kernel end the rank when the launcher is killed. Raises SystemExit if the
-    launcher has ended already. Does nothing in any other process."""
+    """Keep the file for this rank's failure, and let the kernel end the rank when the launcher is
+    killed. To be called early in a rank that our launcher started; in other processes it does
+    nothing. Raises SystemExit if the launcher has ended already."""
     global _failure_descriptor
     # Removed, because processes that this one starts are no ranks of that launcher.
     launcher = os.environ.pop(LAUNCHER_PID, None)

@@ -53,7 +53,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """What one program may use."""
 
     seconds: float = 10.0  # of CPU time; twice as many of wall time
     memory_mb: int = 1024  # of address space of a process; of all of them where a cgroup is
@@ -64,7 +64,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program. `failure`: why it has not ended well; None: it has."""
+    """The result of a program. `failure`: why it has not ended well; None: it has."""
 
     failure: str | None
     stdout: bytes
@@ -257,7 +257,7 @@ class _Sandbox:
         return f"time limit of {self._limits.seconds:.3g} s"
 
     def failure(self) -> str | None:
-        """Of a program that has ended: why not well."""
+        """Wait for the end of the program; returns why it has not ended well, or None."""
         code = self._process.wait()
         if code == 0:
             return None
@@ -304,7 +304,7 @@ def _harness() -> bytes:
 
 
 def _is_root() -> bool:
-    """Of the machine, not of a user namespace such as a container's."""
+    """Whether this is the root of the machine, not of a user namespace such as a container's."""
     whole = ["0", "0", str(2**32 - 1)]
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
 
@@ -361,7 +361,7 @@ def _interpreter() -> str:
 
 
 def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """By their names in the module resource: soft and hard."""
+    """The soft and hard limits of a program, by their names in the module resource."""
     seconds = math.ceil(limits.seconds)
     single = {
         "RLIMIT_AS": limits.memory_mb << 20,
@@ -399,9 +399,15 @@ def _start(
     if program is None:
         raise SandboxError("there is no bwrap")
     enter = ["/bin/sh", "-c", _ENTER, "sh", str(group.entrance) if group else "", program]
-    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {}}
+    start = functools.partial(
+        subprocess.Popen[bytes],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+    )
     if not _is_root():
-        return subprocess.Popen([*enter, *words], pass_fds=inherited, **streams)
+        return start([*enter, *words], pass_fds=inherited)
     with ExitStack() as ours:
         facts, told_facts = os.pipe()
         blocked, unblock = os.pipe()
@@ -409,9 +415,8 @@ def _start(
             ours.callback(os.close, each)
         options = ["--info-fd", str(told_facts), "--userns-block-fd", str(blocked)]
         try:
-            process = subprocess.Popen(
-                [*enter, *options, *words], pass_fds=[*inherited, told_facts, blocked], **streams
-            )
+            descriptors = [*inherited, told_facts, blocked]
+            process = start([*enter, *options, *words], pass_fds=descriptors)
         finally:
             os.close(told_facts)
             os.close(blocked)

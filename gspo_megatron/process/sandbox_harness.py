@@ -245,12 +245,11 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
         answer = json.loads(line)
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            # those would end loops of a test, or look like its own
-            is_error = is_error and not issubclass(
-                kind, (AssertionError, StopIteration, StopAsyncIteration)
-            )
-            raise (kind if is_error else RuntimeError)(str(answer.get("text")))
+            # these would end loops of a test, or look like its own
+            reserved = (AssertionError, StopIteration, StopAsyncIteration)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            raise (RuntimeError if issubclass(kind, reserved) else kind)(str(answer.get("text")))
         return decode(answer["value"], Remote)
 
     names = _Names(ask, request["candidates"])

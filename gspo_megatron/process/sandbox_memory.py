@@ -39,7 +39,7 @@ class Group:
     """One cgroup. It is gone after `close`."""
 
     def __init__(self, place: Place, limit_bytes: int) -> None:
-        """Raises OSError."""
+        """Make the cgroup. Raises OSError."""
         self._version = place.version
         self.folder = Path(tempfile.mkdtemp("", f"{_PREFIX}{os.getpid()}_", place.folder))
         limit, with_swap, _ = _FILES[self._version]
@@ -119,7 +119,7 @@ def _candidates() -> Iterator[Place]:
 
 
 def _own_paths() -> Iterator[tuple[str, str]]:
-    """Of this process, by each controller's name; "" for version 2."""
+    """Yield each controller's name, "" for version 2, and this process's path in it."""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):

@@ -18,10 +18,11 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import origin
 from gspo_megatron.process.heartbeat import heartbeat
+from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score, checked, shorten
-from gspo_megatron.rewards.workers import WorkerError, Workers
+from gspo_megatron.rewards.workers import reward_workers
 from gspo_megatron.types import Sample
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Scorer:
         self._loop: asyncio.AbstractEventLoop | None = None
         count = reward.workers if section.workers is None else section.workers
         slots = -(-CONCURRENT_CALLS // count) if count and reward.is_async else 1
-        self.workers = Workers(reward, section, count, slots) if count else None
+        self.workers = reward_workers(reward, section, count, slots) if count else None
 
     def score(
         self, samples: Sequence[Sample], given: Sequence[Any] = ()

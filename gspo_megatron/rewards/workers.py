@@ -1,257 +1,40 @@
-"""Reward functions in processes of their own, which may hang, crash or eat memory: the owner ends
-such a process with all that it has started, and the call has failed; nothing else is lost."""
+"""Workers that call a reward function."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from gspo_megatron import errors
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
-from gspo_megatron.process.keeper import SIGNALLED
-from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.worker_process import (
-    ERROR,
-    LENGTH,
-    REFUSED,
-    TIMEOUT,
-    VALUE,
-    Order,
-    frame,
-)
-
-START_SECONDS = 300.0  # to import the reward's module, from a slow file system too
-END_SECONDS = 10.0  # to end what a call has started
-# A worker ends coroutines that take too long by itself. One that is late with it by so much is
-# blocked by one of them.
-GRACE_SECONDS = 1.0
-
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; "
-    "from gspo_megatron.process.keeper import keep; keep({lifeline}); "  # first: it forks
-    "from gspo_megatron.rewards.worker_process import main; main({data})"
-)
+from gspo_megatron.process.worker_process import Function, Job
+from gspo_megatron.process.workers import Workers
+from gspo_megatron.rewards.registry import Reward, get_reward
+from gspo_megatron.rewards.values import shorten
 
 
-class WorkerError(Exception):
-    """A call of the reward function in a worker has given no value.
-
-    kind: the error's type, or what happened to the worker. The text continues a sentence that
-    begins with the reward's name.
-    """
-
-    def __init__(self, kind: str, text: str, *, timed_out: bool = False) -> None:
-        self.kind, self.timed_out = kind, timed_out
-        super().__init__(text)
-
-
-class _SuspectError(Exception):
-    """A worker was lost with several calls under way, of which any may be the reason."""
-
-
-class Workers:
-    """`count` workers, which are started when they are first needed.
-
-    All its coroutines are for one event loop. Plain functions get one call at a time, in the main
-    thread of their worker; coroutines `slots` calls at a time.
-    """
-
-    def __init__(self, reward: Reward, section: RewardSection, count: int, slots: int) -> None:
-        self._order = Order(
-            section.name,
-            section.import_path,
-            dict(section.options),
-            section.timeout_seconds,
-            section.memory_mb << 20,
-        )
-        self._workers = [_Worker(self._order, reward.is_async) for _ in range(count)]
-        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
-        for _ in range(slots):
-            for worker in self._workers:
-                self._free.put_nowait(worker)
-        self._alone, self._quarantine = asyncio.Lock(), _Worker(self._order, reward.is_async)
-
-    async def call(self, given: Any) -> Any:
-        """What the function returns for a sample, or for a batch. Raises WorkerError, and
-        RewardError and the like where the function does."""
-        worker = await self._free.get()
-        try:
-            return await worker.call(given)
-        except _SuspectError:
-            pass
-        finally:
-            self._free.put_nowait(worker)
-        async with self._alone:  # only one of the calls is to pay for it
-            return await self._quarantine.call(given)
-
-    async def close(self) -> None:
-        """End all workers; returns when their processes are gone."""
-        for worker in (*self._workers, self._quarantine):
-            await worker.close()
+def reward_workers(reward: Reward, section: RewardSection, count: int, slots: int) -> Workers:
+    """`count` workers for the reward of a configuration; `slots`: see Workers."""
+    job = Job(
+        name=f"reward {section.import_path or section.name!r}",
+        load=_load,
+        arguments=(section.name, section.import_path, dict(section.options)),
+        is_async=reward.is_async,
+        timeout_seconds=section.timeout_seconds,
+        memory_bytes=section.memory_mb << 20,
+        timeout_key="reward.timeout_seconds",
+        memory_key="reward.memory_mb",
+        error=RewardError,
+    )
+    return Workers(job, count, slots)
 
 
-class _Worker:
-    """A process, and another one after its end."""
+def _load(name: str, import_path: str | None, options: Mapping[str, Any]) -> Function:
+    """Called in each worker."""
+    reward = get_reward(name, import_path, options)
 
-    def __init__(self, order: Order, is_async: bool) -> None:
-        self._order, self._is_async = order, is_async
-        self._starting = asyncio.Lock()
-        self._process: _Process | None = None
-        self._processes: set[_Process] = set()  # that are not gone yet
+    def unsendable(value: Any) -> RewardError:
+        returned = f"{shorten(value)} of type {type(value).__name__}; a number is wanted"
+        return RewardError(f"reward {reward.name!r} returned {returned}")
 
-    async def call(self, given: Any) -> Any:
-        async with self._starting:
-            if self._process is None or self._process.is_ended:
-                self._process = _Process(self._order, self._is_async, self._processes.discard)
-                self._processes.add(self._process)
-                await self._process.start()
-        return await self._process.call(given)
-
-    async def close(self) -> None:
-        for process in tuple(self._processes):
-            process.end()
-        for process in tuple(self._processes):
-            await process.gone()
-
-
-class _Process:
-    """One process of a worker. It is ended with all that it has started."""
-
-    def __init__(self, order: Order, is_async: bool, on_gone: Callable[[_Process], None]) -> None:
-        self._order, self._is_async, self._on_gone = order, is_async, on_gone
-        self.is_ended = False  # or about to end
-        self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # that have no answer yet
-        self._numbers = itertools.count()
-        self._connected = asyncio.Event()
-        self._socket, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        program = _PROGRAM.format(path=sys.path, lifeline=lifeline, data=theirs.fileno())
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what it prints is for people; the owner's own output may not be
-                pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-            os.close(lifeline)
-        self._gone = asyncio.create_task(self._listen())
-
-    async def start(self) -> None:
-        """Raises RewardError where the process cannot load the function."""
-        try:
-            await self._ask(self._order, START_SECONDS)
-        except WorkerError as error:
-            name = self._order.import_path or self._order.name
-            late = f"is not ready after {START_SECONDS:g} s"
-            what = late if error.timed_out else f"did not start: it {error}"
-            raise RewardError(f"reward {name!r}: its worker {what}") from error
-
-    async def call(self, given: Any) -> Any:
-        return await self._ask(given, self._order.timeout_seconds + GRACE_SECONDS * self._is_async)
-
-    async def _ask(self, given: Any, limit: float) -> Any:
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._calls[number] = answer
-        try:
-            await self._connected.wait()
-            self._writer.write(frame((number, given)))
-            done, _ = await asyncio.wait({answer}, timeout=limit)
-        except asyncio.CancelledError:
-            self._calls.pop(number, None)
-            self.end()  # the function is still busy with it
-            raise
-        self._calls.pop(number, None)
-        if not done:
-            is_suspected = bool(self._calls)
-            self.end()
-            raise _SuspectError if is_suspected else self._timed_out()
-        return self._understood(*answer.result())
-
-    def _understood(self, kind: str, content: Any) -> Any:
-        if kind == VALUE:
-            return pickle.loads(content)
-        if kind == TIMEOUT:
-            raise self._timed_out()
-        if kind == REFUSED:
-            name, text = content
-            raise getattr(errors, name, RewardError)(text)
-        assert kind == ERROR, kind
-        name, text, where = content
-        if name == "MemoryError":
-            self.end()  # nobody knows what is left of it
-            limit = self._order.memory_bytes >> 20
-            text = f"{text or 'out of memory'}, with reward.memory_mb = {limit}"
-        raise WorkerError(name, f"raised {name}: {text} ({where})")
-
-    def _timed_out(self) -> WorkerError:
-        limit = self._order.timeout_seconds
-        text = f"took longer than reward.timeout_seconds = {limit:g}"
-        return WorkerError("time-out", text, timed_out=True)
-
-    async def _listen(self) -> None:
-        """Until its keeper, the last holder of the other end of the socket, is gone."""
-        reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._connected.set()
-        try:
-            while True:
-                head = await reader.readexactly(LENGTH.size)
-                content = await reader.readexactly(*LENGTH.unpack(head))
-                number, kind, value = pickle.loads(content)
-                if (answer := self._calls.pop(number, None)) is not None:
-                    answer.set_result((kind, value))
-        except asyncio.CancelledError:
-            self.end()
-            raise
-        except Exception:  # noqa: BLE001 (the end of the file, or what the function itself wrote)
-            self._hang_up()
-            self._tell(_crash(self._reap()))
-        finally:
-            self._on_gone(self)
-
-    def end(self) -> None:
-        """Have the process ended; those who wait for other calls are told."""
-        self._hang_up()
-        self._tell(_SuspectError())
-
-    def _hang_up(self) -> None:
-        if not self.is_ended:
-            self.is_ended = True
-            os.close(self._lifeline)
-
-    def _tell(self, error: Exception) -> None:
-        suspects, self._calls = self._calls, {}
-        for answer in suspects.values():
-            answer.set_exception(error if len(suspects) == 1 else _SuspectError())
-
-    def _reap(self) -> int:
-        try:
-            self._writer.close()
-            return self._popen.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            return self._popen.wait()
-
-    async def gone(self) -> None:
-        """Returns when it is."""
-        await asyncio.wait({self._gone}, timeout=END_SECONDS)
-
-
-def _crash(code: int) -> WorkerError:
-    number = code - SIGNALLED if code > SIGNALLED else -code
-    try:
-        what = signal.Signals(number).name if code < 0 or code > SIGNALLED else f"exit code {code}"
-    except ValueError:
-        what = f"exit code {code}"
-    return WorkerError(what, f"ended its worker with {what}")
+    return Function(reward, unsendable)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.convert import hf_to_megatron, open_checkpoint
+from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.convert_source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, command_environment

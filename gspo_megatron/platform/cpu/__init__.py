@@ -1,1 +1,1 @@
-"""Megatron-Core on a CPU."""
+"""Megatron-Core on a CPU: what it needs there, and what only makes it faster."""

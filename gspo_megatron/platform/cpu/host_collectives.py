@@ -71,7 +71,7 @@ def substitute(native: Collective, own: Collective) -> Collective:
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """All ranks have the same bits."""
+    """Reduce a tensor; all ranks get the same bits."""
     if group.size() == 1:
         return
     rank, reduction, flat = group.rank(), _REDUCTIONS[op], tensor.detach().view(-1)

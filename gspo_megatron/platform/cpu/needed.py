@@ -1,25 +1,22 @@
-"""Stock Megatron-Core on a machine without CUDA: every substitution in one place.
+"""What stock Megatron-Core needs to run on a machine without CUDA; nothing here is about speed.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
 dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
 same code as on GPUs. Tensor factories are wrapped; all other operations run as they are. With CUDA
-`install` does nothing. tests/unit/platform/test_megatron_cpu.py fails when an upgrade of
-Megatron-Core makes a substitution superfluous.
+`install` does nothing. tests/unit/platform/test_cpu_needed.py fails when an upgrade of
+Megatron-Core makes a substitution superfluous. What only saves time is in `faster`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._device
-
-from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES, substitute
 
 CPU = torch.device("cpu")
 
@@ -29,14 +26,6 @@ FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 # Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
 # without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
-
-# Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
-MALLOC_OPTIONS = {
-    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
-    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are apart and go back when they are freed
-}
-
-_installed = False
 
 
 class InertStream:
@@ -70,39 +59,30 @@ def is_needed() -> bool:
 
 
 def install() -> None:
-    """Make `megatron.core` importable and runnable on CPU; once, and only without CUDA."""
-    global _installed
-    if _installed or not is_needed():
+    """Make `megatron.core` importable and runnable on a CPU; called once."""
+    if not is_needed():
         return
-    _installed = True
     _redirect_factories()
     _redirect_tensor_methods()
     _replace_cuda_runtime()
-    _keep_freed_memory()
-    _replace_collectives()
-    _share_gloo_devices()
-    for name in GPU_PACKAGES:
-        sys.modules[name] = None  # type: ignore[assignment]  # an import raises ImportError
-    # Megatron-Core compiles its small fused functions. On a CPU this gains nothing, and the
-    # decorator alone imports dynamo (2 s per rank).
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(GPU_PACKAGES))  # None: an import raises ImportError
+    # Megatron-Core compiles its small fused functions. Here that would need a C++ compiler, gain
+    # nothing, and take 2 s per rank: the decorator alone imports dynamo.
     native = torch.compile
-    torch.compile = lambda model=None, **_kwargs: model or (lambda function: function)
+    _substitute(torch, compile=lambda model=None, **_named: model or (lambda function: function))
     try:
         import megatron.core
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     finally:
-        torch.compile = native
+        _substitute(torch, compile=native)
     _adapt_megatron()
 
 
-def _keep_freed_memory() -> None:
-    """Tensors of one update have freed their memory when those of the next one need it. By default
-    glibc gives it back to the system meanwhile, which then has to clear thousands of pages a step.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if set_option is not None:
-        for option, value in MALLOC_OPTIONS.items():
-            set_option(option, value)
+def _substitute(owner: object, **functions: object) -> None:
+    """Give attributes of a module or a class other values."""
+    for name, function in functions.items():
+        setattr(owner, name, function)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -130,8 +110,7 @@ def _redirect_factories() -> None:
     # lack the native ones, and models of transformers, built on "meta" and filled later, would
     # keep uninitialised buffers.
     torch.utils._device._device_constructors()
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _substitute(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
 
 def _redirect_tensor_methods() -> None:
@@ -144,62 +123,52 @@ def _redirect_tensor_methods() -> None:
         # DistributedOptimizer sorts parameters by names such as torch.cuda.FloatTensor.
         return f"torch.cuda.{name.rpartition('.')[2]}" if self.is_floating_point() else name
 
-    torch.Tensor.type = type_name
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
-    torch.Tensor.record_stream = lambda self, *_args: None
+    _substitute(
+        torch.Tensor,
+        type=type_name,
+        cuda=lambda self, *_args, **_kwargs: self,
+        record_stream=_do_nothing(),
+    )
+
+
+def _do_nothing() -> Callable[..., None]:
+    """A new function each time: dynamo has rules by function and refuses two for the same one."""
+    return lambda *_args, **_kwargs: None
 
 
 def _replace_cuda_runtime() -> None:
-    cuda = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.set_device = lambda *_args: None
-    cuda.synchronize = lambda *_args, **_kwargs: None
-    cuda.Stream = cuda.Event = InertStream
-    cuda.current_stream = cuda.default_stream = InertStream
-    cuda.stream = lambda *_args: contextlib.nullcontext()
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_args, **_kwargs: None
     # Megatron's RNG tracker forks 'the CUDA generator': here the CPU's default one.
-    cuda.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
-    cuda.random.get_rng_state = cuda.get_rng_state
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    def get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    _substitute(
+        torch.cuda,
+        current_device=lambda: CPU,
+        set_device=_do_nothing(),
+        synchronize=_do_nothing(),
+        Stream=InertStream,
+        Event=InertStream,
+        current_stream=InertStream,
+        default_stream=InertStream,
+        stream=lambda *_args: contextlib.nullcontext(),
+        get_rng_state=get_rng_state,
+        set_rng_state=_set_rng_state,
+        manual_seed=torch.default_generator.manual_seed,
+    )
+    _substitute(torch.cuda.random, get_rng_state=get_rng_state)
+    _substitute(torch.cuda.nvtx, range_push=_do_nothing(), range_pop=_do_nothing())
 
 
-def _replace_collectives() -> None:
-    """Megatron-Core's modules keep some under names of their own when they are imported."""
-    for name, own in COLLECTIVES.items():
-        setattr(torch.distributed, name, substitute(getattr(torch.distributed, name), own))
-
-
-def _share_gloo_devices() -> None:
-    """All process groups use the first one's devices. Each device has a thread that wakes up a
-    hundred times a second, and Megatron-Core makes twenty groups, most of them of one rank."""
-    gloo = torch.distributed.ProcessGroupGloo
-    native, known = gloo.__init__, {}  # by process: a fork has none of the threads
-
-    @functools.wraps(native)
-    def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
-        devices = known.get(os.getpid())
-        is_usual = not others and all(name == "timeout" or not named[name] for name in named)
-        if devices is None or not is_usual:
-            native(self, store, rank, size, *others, **named)
-            if is_usual:
-                known[os.getpid()] = self.options._devices
-            return
-        options = gloo._Options()
-        options._devices, options._timeout = devices, named.get("timeout", options._timeout)
-        native(self, store, rank, size, options)
-
-    gloo.__init__ = start
+def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.set_rng_state(state)
 
 
 def _adapt_megatron() -> None:
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tracker
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    tracker._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    tracker._set_cuda_rng_state = _set_rng_state
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -211,99 +180,10 @@ def _adapt_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = move_tensor_to_cpu
 
-    token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
-    token_dispatcher.all_to_all = _unless_alone(token_dispatcher.all_to_all)
-
-    rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
-
     mappings._gather_along_first_dim = _uneven(mappings._gather_along_first_dim, _gather_uneven)
     mappings._reduce_scatter_along_first_dim = _uneven(
         mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
     )
-
-
-def _unless_sorted(native: Any) -> Any:
-    """With all experts on a rank the dispatcher's second sort copies the tokens as they are."""
-
-    @functools.wraps(native)
-    def sort(
-        input: torch.Tensor,
-        split_sizes: torch.Tensor,
-        sorted_idxs: torch.Tensor,
-        probs: torch.Tensor | None = None,
-        fused: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
-            return input, probs
-        return native(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
-
-    return sort
-
-
-def _unless_alone(native: Any) -> Any:
-    """A rank with all experts sends its tokens to nobody. Stock runs an autograd function for that,
-    three times a layer, each of which takes 10 to 20 microseconds a pass."""
-
-    @functools.wraps(native)
-    def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ if group.size() == 1 else native(group, input_, *args, **kwargs)
-
-    return send
-
-
-def _turned_at_once(native: Any) -> Any:
-    """Rotary embedding of packed sequences. Stock slices the angles of each sequence anew, in every
-    layer for queries and for keys; here a micro-batch has tables, which its boundaries carry."""
-
-    @functools.wraps(native)
-    def turn(
-        states: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        freqs: torch.Tensor,
-        *others: Any,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-        **switches: Any,  # each turns other pairs of channels; the names differ between versions
-    ) -> torch.Tensor:
-        named = {"mscale": mscale, "cp_group": cp_group}
-        in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not turned
-        if in_part or others or any(switches.values()):
-            return native(states, cu_seqlens, freqs, *others, **named, **switches)
-        tables = vars(cu_seqlens).setdefault("rotary_tables", {})
-        key = (id(freqs), mscale, cp_group, states.dtype)
-        if key not in tables:
-            # What becomes of (1, 0) is (cos, sin).
-            unit = states.new_zeros((len(states), 1, states.shape[-1]))
-            unit[..., : states.shape[-1] // 2] = 1.0
-            cos, sin = native(unit, cu_seqlens, freqs, **named).chunk(2, dim=-1)
-            tables[key] = torch.cat((cos, cos), -1), sin.contiguous(), freqs
-        return _Turn.apply(states, *tables[key][:2])
-
-    return turn
-
-
-class _Turn(torch.autograd.Function):
-    """Pairs (first half, second half of the channels) turned by angles."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turned(states, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(gradient, *ctx.saved_tensors, -1), None, None
-
-
-def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """states [tokens, heads, dim], cos [tokens, 1, dim], sin [tokens, 1, dim / 2]."""
-    turned = states * cos
-    (low, high), (low_out, high_out) = states.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    low_out.addcmul_(high, sin, value=-sign)
-    high_out.addcmul_(low, sin, value=sign)
-    return turned
 
 
 def _uneven(native: Any, substitute: Any) -> Any:

@@ -110,8 +110,8 @@ _windows: WeakKeyDictionary[dist.ProcessGroup, Window | None] = WeakKeyDictionar
 
 
 def window_of(group: dist.ProcessGroup) -> Window | None:
-    """None if the ranks are on several hosts, or there is not enough memory, or it is of no use.
-    The first call makes it: every rank of the group calls this."""
+    """The window of a group; None if its ranks are on several hosts, there is not enough memory, or
+    it is of no use. Every rank of the group calls this: the first call makes the window."""
     if group not in _windows:
         is_ordered = platform.machine() in ORDERED_PROCESSORS
         is_real = dist.get_backend(group) == "gloo"  # torch's "fake" ranks are not there
@@ -143,7 +143,7 @@ def turns(
 
 
 def _make(group: dist.ProcessGroup) -> Window | None:
-    """The same for all ranks of the group: None for all of them if one cannot have it."""
+    """Make the window of a group; None for all of its ranks if one of them cannot have it."""
     dist.barrier(group)  # the first one waits here, where no file of its own could stay behind
     size, path, window = group.size(), "", None
     try:

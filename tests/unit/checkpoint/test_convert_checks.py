@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf, open_checkpoint
+from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.convert_source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import STATE_FILE, TOKENIZER, RunState, describe_model
 from gspo_megatron.config import parse_config

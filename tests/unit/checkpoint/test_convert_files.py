@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint import convert
-from gspo_megatron.checkpoint.convert import Share, hf_to_megatron, megatron_to_hf
-from gspo_megatron.checkpoint.folder import Position, Publication
+from gspo_megatron.checkpoint import convert, convert_source
+from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.convert_workers import WorkerShard
+from gspo_megatron.checkpoint.folder import Publication
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.run_state import describe_model
 from gspo_megatron.checkpoint.storage import read_index
@@ -188,7 +189,7 @@ def test_export_of_what_a_model_saved(tmp_path: Path, family: str) -> None:
     assert_same_bits(read_folder(tmp_path / "back"), read_folder(source))
 
 
-def in_processes(count: int, work: Callable[[Share], object]) -> list[BaseException]:
+def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[BaseException]:
     """Do `work` as so many processes that convert together, in threads; returns their errors."""
     barrier = threading.Barrier(count, timeout=60)
     values: list[Any] = [None] * count
@@ -203,7 +204,7 @@ def in_processes(count: int, work: Callable[[Share], object]) -> list[BaseExcept
             return gathered
 
         try:
-            work(Share(rank, count, gather))
+            work(WorkerShard(rank, count, gather))
         except DataError as error:  # all of them raise it
             failures.append(error)
         except BaseException as error:  # noqa: BLE001 (for the main thread to show)
@@ -223,7 +224,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
     hf_to_megatron(source, tmp_path / "ours")
     back = tmp_path / "back"
-    assert not in_processes(3, lambda share: megatron_to_hf(tmp_path / "ours", back, share=share))
+    assert not in_processes(3, lambda shard: megatron_to_hf(tmp_path / "ours", back, shard=shard))
     assert len(list(back.glob("*.safetensors"))) >= 3
     assert_same_bits(read_folder(back), read_folder(source))
 
@@ -238,18 +239,18 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     checkpoints.mkdir(parents=True)
     hf_to_megatron(sources[0], checkpoints / names[0])
     hf_to_megatron(sources[1], tmp_path / "next")
-    look = convert.positions
+    look = convert_source.checkpoints_at
 
-    def look_and_publish(folder: Path) -> list[Position]:
+    def look_and_publish(path: Path) -> list[Path]:
         with lock:
-            found = look(folder)
+            found = look(path)
             if (tmp_path / "next").exists():
                 (tmp_path / "next").rename(checkpoints / names[1])
             return found
 
-    monkeypatch.setattr(convert, "positions", look_and_publish)
+    monkeypatch.setattr(convert_source, "checkpoints_at", look_and_publish)
     back = tmp_path / "back"
-    assert not in_processes(2, lambda share: megatron_to_hf(tmp_path / "run", back, share=share))
+    assert not in_processes(2, lambda shard: megatron_to_hf(tmp_path / "run", back, shard=shard))
     assert [p.name for p in look(checkpoints)] == names[::-1]
     assert_same_bits(read_folder(back), read_folder(sources[0]))
 
@@ -260,6 +261,6 @@ def test_all_processes_fail_together(tmp_path: Path, problem: str) -> None:
     if problem == "destination in use":
         hf_to_megatron(write_model(tmp_path / "hf", "qwen3", seed=13), source)
         write_model(back, "qwen3", seed=13)
-    failures = in_processes(3, lambda share: megatron_to_hf(source, back, share=share))
+    failures = in_processes(3, lambda shard: megatron_to_hf(source, back, shard=shard))
     assert [type(error) for error in failures] == [DataError] * 3
     assert len({str(error) for error in failures}) == 1

@@ -79,12 +79,12 @@ def ordinary_user() -> Iterator[User]:
     with TemporaryDirectory(prefix="gspo_user_") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        rewards = folder / "gspo_megatron" / "rewards"
-        rewards.mkdir(parents=True)
-        for package in (rewards.parent, rewards):
+        copied = folder / "gspo_megatron" / _PACKAGE.name
+        copied.mkdir(parents=True)
+        for package in (copied.parent, copied):
             (package / "__init__.py").touch()
         for path in _PACKAGE.glob("sandbox*.py"):
-            shutil.copy(path, rewards)
+            shutil.copy(path, copied)
         _copy_bubblewrap(folder)
         yield User(folder, _python(folder))
 

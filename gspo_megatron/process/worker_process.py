@@ -1,6 +1,6 @@
-"""A reward worker's own process: loads the reward function and calls it in its main thread.
+"""A worker's own process: loads the function of its job and calls it in its main thread.
 
-It talks with `rewards.workers` over a socket: frames of a length and a pickled tuple.
+It talks with `process.workers` over a socket: frames of a length and a pickled tuple.
 """
 
 from __future__ import annotations
@@ -10,27 +10,39 @@ import pickle
 import resource
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
-from gspo_megatron.errors import RewardError, UserError
+from gspo_megatron.errors import UserError
 from gspo_megatron.plugins import origin
-from gspo_megatron.rewards.registry import Reward, get_reward
-from gspo_megatron.rewards.values import shorten
 
 LENGTH = struct.Struct("<Q")
 VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker is for; its first frame."""
+class Function:
+    """The function that a job has loaded."""
 
-    name: str
-    import_path: str | None
-    options: dict[str, Any]
+    call: Callable[[Any], Any]  # or a coroutine function
+    unsendable: Callable[[Any], UserError]  # the error about a value that has no pickle
+
+
+@dataclass(frozen=True)
+class Job:
+    """What workers are for, and what one call may take; the first frame that a worker gets."""
+
+    name: str  # in messages, such as: reward 'exact'
+    load: Callable[..., Function]  # called in the worker: a function of a module
+    arguments: tuple[Any, ...]  # of `load`
+    is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float
     memory_bytes: int
+    timeout_key: str  # of the configuration, for messages
+    memory_key: str
+    error: type[UserError]  # where a worker cannot start
 
 
 def frame(content: Any) -> bytes:
@@ -43,37 +55,37 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     stream = connection.makefile("rwb")
-    _, order = _read(stream)
-    resource.setrlimit(resource.RLIMIT_DATA, (order.memory_bytes, order.memory_bytes))
+    _, job = _read(stream)
+    resource.setrlimit(resource.RLIMIT_DATA, (job.memory_bytes, job.memory_bytes))
     try:
-        reward = get_reward(order.name, order.import_path, order.options)
+        function = job.load(*job.arguments)
     except UserError as error:
         _write(stream, (0, *_failure(error)))
         return
     _write(stream, (0, VALUE, pickle.dumps(None)))
-    if reward.is_async:
-        asyncio.run(_serve_coroutines(connection, reward, order.timeout_seconds))
+    if job.is_async:
+        asyncio.run(_serve_coroutines(connection, function, job.timeout_seconds))
         return
     while (request := _read(stream)) is not None:
         number, given = request
         try:
-            value = reward(given)
+            value = function.call(given)
         except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
             _write(stream, (number, *_failure(error)))
         else:
-            stream.write(_answer(number, value, reward))
+            stream.write(_answer(number, value, function))
             stream.flush()
 
 
-def _read(stream: BinaryIO) -> Any:
-    """None at the end of the file."""
+def _read(stream: BufferedRWPair) -> Any:
+    """Read one frame; None at the end of the file."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     return pickle.loads(stream.read(*LENGTH.unpack(head)))
 
 
-def _write(stream: BinaryIO, content: Any) -> None:
+def _write(stream: BufferedRWPair, content: Any) -> None:
     stream.write(frame(content))
     stream.flush()
 
@@ -84,21 +96,19 @@ def _failure(error: Exception) -> tuple[str, tuple[str, ...]]:
     return ERROR, (type(error).__name__, str(error), origin(error))
 
 
-def _answer(number: int, value: Any, reward: Reward) -> bytes:
+def _answer(number: int, value: Any, function: Function) -> bytes:
     try:
         return frame((number, VALUE, pickle.dumps(value)))
     except Exception:  # noqa: BLE001 (what has no pickle says so in many ways)
-        returned = f"{shorten(value)} of type {type(value).__name__}; a number is wanted"
-        error = RewardError(f"reward {reward.name!r} returned {returned}")
-        return frame((number, *_failure(error)))
+        return frame((number, *_failure(function.unsendable(value))))
 
 
-async def _serve_coroutines(connection: socket.socket, reward: Reward, timeout: float) -> None:
+async def _serve_coroutines(connection: socket.socket, function: Function, timeout: float) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     running: set[asyncio.Task[None]] = set()
 
     async def serve(number: int, given: Any) -> None:
-        call = asyncio.ensure_future(reward(given))
+        call = asyncio.ensure_future(function.call(given))
         # not wait_for: it waits for calls that do not let themselves be cancelled
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
             call.cancel()
@@ -106,7 +116,7 @@ async def _serve_coroutines(connection: socket.socket, reward: Reward, timeout: 
             return
         error = call.exception()
         if error is None:
-            writer.write(_answer(number, call.result(), reward))
+            writer.write(_answer(number, call.result(), function))
         elif isinstance(error, Exception):
             writer.write(frame((number, *_failure(error))))
         else:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gspo_megatron.platform.cpu import needed as megatron_cpu
+from gspo_megatron.platform.cpu import needed
 from tests.unit.platform import stock
 
 ROOT = Path(__file__).resolve().parents[3]
 
 needs_substitutions = pytest.mark.skipif(
-    not megatron_cpu.is_needed(), reason="there is CUDA: nothing is substituted"
+    not needed.is_needed(), reason="there is CUDA: nothing is substituted"
 )
 
 # Parts of Megatron-Core that are not on our path: what only they need is not needed.
@@ -69,8 +67,8 @@ def asks_for_cuda(call: ast.Call) -> bool:
 
 def test_the_redirected_factories_are_those_that_are_called_with_cuda() -> None:
     factories = {name for name in calls() if name.startswith("torch.") and name.count(".") == 1}
-    needed = {name for name in factories if any(map(asks_for_cuda, calls()[name]))}
-    assert needed == {f"torch.{name}" for name in megatron_cpu.FACTORIES}
+    with_cuda = {name for name in factories if any(map(asks_for_cuda, calls()[name]))}
+    assert with_cuda == {f"torch.{name}" for name in needed.FACTORIES}
 
 
 @needs_substitutions
@@ -192,7 +190,7 @@ def run_python(code: str, **environ: str) -> tuple[int, str, str]:
 def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
     """Where they are installed and the GPU is missing or hidden: Megatron-Core would compute with
     their kernels."""
-    for name in megatron_cpu.GPU_PACKAGES:
+    for name in needed.GPU_PACKAGES:
         (tmp_path / name).mkdir()
         broken = 'raise SystemExit("a package for GPUs was imported")'
         (tmp_path / name / "__init__.py").write_text(broken)
@@ -245,82 +243,6 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
             assert wrapped(tensor, group, splits) is tensor
 
 
-@needs_substitutions
-def test_a_rank_alone_sends_its_tokens_to_nobody() -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    ours, alone = token_dispatcher.all_to_all, SimpleNamespace(size=lambda: 1)
-    rows = torch.randn(6, 3, requires_grad=True)
-    expected = ours.__wrapped__(alone, rows, None, [6])
-    assert torch.equal(expected, rows) and expected.grad_fn.name() == "_AllToAllBackward"
-    assert ours(alone, rows, None, [6]) is rows
-
-
-@needs_substitutions
-def test_the_second_sort_copies_only_what_it_moves() -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    ours = token_dispatcher.sort_chunks_by_idxs
-    rows, probs, sizes = torch.randn(6, 3), torch.randn(6), torch.tensor([1, 0, 3, 2])
-    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        expected = ours.__wrapped__(rows, sizes, torch.tensor(order), probs=probs)
-        found = ours(rows, sizes, torch.tensor(order), probs=probs)
-        assert all(map(torch.equal, found, expected))
-        assert (found[0] is rows) == (order == sorted(order))
-        assert expected[0] is not rows
-
-
-@dataclass(frozen=True)
-class Group:
-    """Of processes, without the processes."""
-
-    ranks: int
-    number: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.number
-
-
-@needs_substitutions
-@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize(("turned", "mscale"), [(16, 1.0), (16, 0.7), (8, 1.0)])
-def test_packed_sequences_turn_as_stock_turns_them(
-    cp_size: int, cp_rank: int, turned: int, mscale: float
-) -> None:
-    rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    native = rope_utils._apply_rotary_pos_emb_thd.__wrapped__
-    fields = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
-    config = SimpleNamespace(**dict.fromkeys(fields, False))
-    named = {"mscale": mscale, "cp_group": Group(cp_size, cp_rank)}
-    boundaries = torch.tensor([0, 8, 8, 28, 32], dtype=torch.int32)
-    generator = torch.Generator().manual_seed(1)
-    angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
-    mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
-    states = mixed[..., 8:24].detach().requires_grad_()  # strided, as cut from a projection
-    weights = torch.randn(states.shape, generator=generator)
-
-    def ours() -> torch.Tensor:  # as Megatron-Core's attention calls it
-        return rope_utils.apply_rotary_pos_emb(
-            states, angles, config=config, cu_seqlens=boundaries, **named
-        )
-
-    def by_other_names() -> torch.Tensor:  # of the two lines of Megatron-Core
-        switches = dict.fromkeys(("multi_latent_attention", "mla_rotary_interleaved"), False)
-        turn = rope_utils._apply_rotary_pos_emb_thd
-        return turn(states, boundaries, angles, **named, **(switches if turned == 16 else {}))
-
-    results = []
-    for turn in (lambda: native(states, boundaries, angles, **named), ours, ours, by_other_names):
-        out = turn()  # from the second time on from the tables
-        results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
-    assert len(vars(boundaries).get("rotary_tables", {})) == (turned == 16)
-
-
 INERT = """
 import torch
 import torch._dynamo  # megatron.core imports it, and it wraps torch.manual_seed
@@ -330,9 +252,9 @@ def state():
               "random": torch.cuda.random, "nvtx": torch.cuda.nvtx}
     return {(o, n): v for o, owner in owners.items() for n, v in vars(owner).items()}
 before = state()
-import gspo_megatron.platform.cpu.needed as megatron_cpu
-assert not megatron_cpu.is_needed()
-megatron_cpu.install()
+from gspo_megatron.platform.cpu import needed
+assert not needed.is_needed()
+needed.install()
 after = state()
 changed = [key for key, value in before.items() if after[key] is not value]
 assert changed == [], changed
@@ -372,23 +294,3 @@ with one_rank_groups():
 )
 def test_nothing_is_printed(code: str) -> None:
     assert run_python(code) == (0, "", "")
-
-
-@needs_substitutions
-def test_memory_that_is_freed_serves_the_next_update() -> None:
-    # Four blocks of 24 MiB again and again: glibc's defaults fetch their 24,576 pages each time, as
-    # they keep 64 MiB at most. (Tensors would put small objects between the blocks.)
-    program = """
-import resource
-from gspo_megatron.platform.cpu import needed as megatron_cpu
-
-megatron_cpu.install()
-for _ in range(4):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [bytearray(24 * 2**20) for _ in range(4)]
-    del blocks
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    code, output, errors = run_python(program)
-    assert code == 0, errors
-    assert int(output) < 500

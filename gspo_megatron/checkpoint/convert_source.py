@@ -1,0 +1,137 @@
+"""The checkpoint that a conversion reads: which one a path means, and that it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, thread_count
+from gspo_megatron.checkpoint.folder import checkpoints_at
+from gspo_megatron.checkpoint.manifest import (
+    damage_notes,
+    find_damage,
+    first_whole,
+)
+from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.families.model_shape import ModelShape, no_folder
+from gspo_megatron.files import fingerprint
+from gspo_megatron.hf.side_files import tokenizer_files
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint without damage."""
+
+    folder: Path
+    notes: list[str]  # for the user
+    shape: ModelShape
+    vocab_size: int
+    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
+    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
+    side_files: list[Path]  # of its tokenizer
+
+
+def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
+    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
+    have their sizes. The main process chooses, because a run may publish another one at any time;
+    all processes compare checksums. One process alone compares those of the tensors' files when it
+    reads them (`convert._in_file_order`). Raises DataError with all that is wrong.
+    """
+    with shard.barrier():
+        found = _find(path) if shard.is_main else None
+    folder, notes = shard.gather(found)[0]
+    refuse_damage(path, folder, shard, notes, with_tensors=shard.world_size > 1)
+    document = read_model(folder)
+    try:
+        known = {field.name for field in dataclasses.fields(ModelShape)}
+        sizes = {name: value for name, value in document["shape"].items() if name in known}
+        shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
+    files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
+    if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
+        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
+    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+
+
+def refuse_damage(
+    path: Path,
+    folder: Path,
+    shard: WorkerShard,
+    notes: Sequence[str] = (),
+    *,
+    with_tensors: bool = True,
+) -> None:
+    """Raise DataError, in all processes, with all that is wrong with the checkpoint `folder`, which
+    `path` means; with_tensors: also compare the checksums of the files of tensors."""
+    threads = thread_count()
+
+    def damage(thread: int) -> list[str]:
+        share = (shard.rank * threads + thread, shard.world_size * threads)
+        small = find_damage(folder, share=share, only=_is_small)
+        large = find_damage(folder, share=share, contents=with_tensors, only=holds_tensors)
+        return list(dict.fromkeys([*small, *large]))
+
+    with shard.barrier(), ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(damage, range(threads)))
+    parts = [part for theirs in shard.gather(found) for part in theirs]
+    if lines := some_of([f"{folder}: {line}" for part in parts for line in part]):
+        if folder != path:
+            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+        raise DataError("\n".join([*notes, *lines]))
+
+
+def _changed(checkpoint: Path, tokenizer: str) -> str | None:
+    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
+    if not Path(tokenizer).exists():
+        return "the run's tokenizer is not there (any more)"
+    known = None
+    with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
+        known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
+    if known not in (None, fingerprint(tokenizer)):
+        return "no longer has the contents that the run's tokenizer had"
+    return None
+
+
+def _is_needed(name: str) -> bool:
+    """Whether a file is needed: the optimizer's are not."""
+    return name.startswith(("model/", "hf/")) or name == MODEL_FILE
+
+
+def holds_tensors(name: str) -> bool:
+    """Whether tensors are in a file."""
+    return name.startswith("model/") and name.endswith(".distcp")
+
+
+def _is_small(name: str) -> bool:
+    return _is_needed(name) and not holds_tensors(name)
+
+
+def _find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that a path means, and notes about damaged newer ones."""
+    folders = checkpoints_at(path)
+    if folders == [path]:
+        return path, []
+    if not path.is_dir():
+        raise DataError(f"{path}: {no_folder(path)}")
+    if (path / "config.json").is_file():
+        advice = "convert it by `gspo-megatron convert hf-to-megatron`"
+        raise DataError(f"{path}: is a Hugging Face folder; {advice}")
+    whole, damage = first_whole(
+        folders, lambda folder: find_damage(folder, contents=False, only=_is_needed)
+    )
+    if whole is not None:
+        return whole, [
+            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
+        ]
+    problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
+    raise DataError(
+        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+    )

@@ -1,0 +1,174 @@
+"""Speed on a CPU, and nothing else: all of this could go, and every result would stay.
+
+Megatron-Core needs what `needed` substitutes. What is here, in `host_collectives` and in `windows`
+only saves time, and GSPO_CPU_FASTER=0 in the environment of all ranks turns it off. Sums then come
+in another order: results agree within rounding (tests/parallel/test_cpu_faster.py). `models` has
+functions of its own for CPUs, which ask `applies_to`. With CUDA nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES, substitute
+from gspo_megatron.platform.cpu.needed import is_needed
+
+IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
+
+# Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
+MALLOC_OPTIONS = {
+    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
+    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are apart and go back when they are freed
+}
+
+
+def applies_to(tensor: torch.Tensor) -> bool:
+    """True if a function for CPUs shall compute with `tensor`."""
+    return IS_ON and tensor.is_cpu
+
+
+def prepare_torch() -> None:
+    """Replace what Megatron-Core takes from torch. Some of its modules keep collectives under names
+    of their own, so this comes before its import."""
+    if IS_ON and is_needed():
+        _keep_freed_memory()
+        for name, own in COLLECTIVES.items():
+            setattr(dist, name, substitute(getattr(dist, name), own))
+        _share_gloo_devices()
+
+
+def adapt_megatron() -> None:
+    """Replace functions of Megatron-Core that a rank alone, or packed sequences, need not run."""
+    if not (IS_ON and is_needed()):
+        return
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
+    token_dispatcher.all_to_all = _unless_alone(token_dispatcher.all_to_all)
+    rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
+
+
+def _keep_freed_memory() -> None:
+    """Keep the memory that an update frees for the next one. By default glibc gives it back to the
+    system, which then has to clear thousands of pages a step."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if set_option is not None:
+        for option, value in MALLOC_OPTIONS.items():
+            set_option(option, value)
+
+
+def _share_gloo_devices() -> None:
+    """Let all process groups use the first one's devices. Each device has a thread that wakes up a
+    hundred times a second, and Megatron-Core makes twenty groups, most of them of one rank."""
+    gloo: Any = dist.ProcessGroupGloo
+    native = gloo.__init__
+    known: dict[int, Any] = {}  # by process: a fork has none of the threads
+
+    @functools.wraps(native)
+    def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
+        devices = known.get(os.getpid())
+        is_usual = not others and all(name == "timeout" or not named[name] for name in named)
+        if devices is None or not is_usual:
+            native(self, store, rank, size, *others, **named)
+            if is_usual:
+                known[os.getpid()] = self.options._devices
+            return
+        options = gloo._Options()
+        options._devices, options._timeout = devices, named.get("timeout", options._timeout)
+        native(self, store, rank, size, options)
+
+    gloo.__init__ = start
+
+
+def _unless_sorted(native: Any) -> Any:
+    """Skip the dispatcher's second sort where the tokens are in order: with all experts on a rank
+    it copies them as they are."""
+
+    @functools.wraps(native)
+    def sort(
+        input: torch.Tensor,
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+            return input, probs
+        return native(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+    return sort
+
+
+def _unless_alone(native: Any) -> Any:
+    """Skip the all-to-all of one rank. Stock runs an autograd function for it, three times a layer,
+    each of which takes 10 to 20 microseconds a pass."""
+
+    @functools.wraps(native)
+    def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ if group.size() == 1 else native(group, input_, *args, **kwargs)
+
+    return send
+
+
+def _turned_at_once(native: Any) -> Any:
+    """Rotary embedding of packed sequences. Stock slices the angles of each sequence anew, in every
+    layer for queries and for keys; here a micro-batch has tables, which its boundaries carry."""
+
+    @functools.wraps(native)
+    def turn(
+        states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        *others: Any,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **switches: Any,  # each turns other pairs of channels; the names differ between versions
+    ) -> torch.Tensor:
+        named = {"mscale": mscale, "cp_group": cp_group}
+        in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not turned
+        if in_part or others or any(switches.values()):
+            return native(states, cu_seqlens, freqs, *others, **named, **switches)
+        tables = vars(cu_seqlens).setdefault("rotary_tables", {})
+        key = (id(freqs), mscale, cp_group, states.dtype)
+        if key not in tables:
+            # What becomes of (1, 0) is (cos, sin).
+            unit = states.new_zeros((len(states), 1, states.shape[-1]))
+            unit[..., : states.shape[-1] // 2] = 1.0
+            cos, sin = native(unit, cu_seqlens, freqs, **named).chunk(2, dim=-1)
+            tables[key] = torch.cat((cos, cos), -1), sin.contiguous(), freqs
+        return _Turn.apply(states, *tables[key][:2])
+
+    return turn
+
+
+class _Turn(torch.autograd.Function):
+    """Pairs (first half, second half of the channels) turned by angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(states, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """states [tokens, heads, dim], cos [tokens, 1, dim], sin [tokens, 1, dim / 2]."""
+    turned = states * cos
+    (low, high), (low_out, high_out) = states.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    low_out.addcmul_(high, sin, value=-sign)
+    high_out.addcmul_(low, sin, value=sign)
+    return turned

@@ -1,0 +1,242 @@
+"""Functions in processes of their own, which may hang, crash or eat memory: the owner ends such a
+process with all that it has started, and the call has failed; nothing else is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gspo_megatron import errors
+from gspo_megatron.process.keeper import SIGNALLED, program_under_keeper
+from gspo_megatron.process.worker_process import (
+    ERROR,
+    LENGTH,
+    REFUSED,
+    TIMEOUT,
+    VALUE,
+    Job,
+    frame,
+)
+
+START_SECONDS = 300.0  # to import the function's module, from a slow file system too
+END_SECONDS = 10.0  # to end what a call has started
+# A worker ends coroutines that take too long by itself. One that is late with it by so much is
+# blocked by one of them.
+GRACE_SECONDS = 1.0
+
+_PROGRAM = "from gspo_megatron.process.worker_process import main; main({data})"
+
+
+class WorkerError(Exception):
+    """A call in a worker has given no value.
+
+    kind: the error's type, or what happened to the worker. The text continues a sentence that
+    begins with the job's name.
+    """
+
+    def __init__(self, kind: str, text: str, *, timed_out: bool = False) -> None:
+        self.kind, self.timed_out = kind, timed_out
+        super().__init__(text)
+
+
+class _SuspectError(Exception):
+    """A worker was lost with several calls under way, of which any may be the reason."""
+
+
+class Workers:
+    """`count` workers, which are started when they are first needed.
+
+    All its coroutines are for one event loop. Plain functions get one call at a time, in the main
+    thread of their worker; coroutines `slots` calls at a time.
+    """
+
+    def __init__(self, job: Job, count: int, slots: int) -> None:
+        self._workers = [_Worker(job) for _ in range(count)]
+        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
+        for _ in range(slots):
+            for worker in self._workers:
+                self._free.put_nowait(worker)
+        self._alone, self._quarantine = asyncio.Lock(), _Worker(job)
+
+    async def call(self, given: Any) -> Any:
+        """Call the function; returns its value. Raises WorkerError, and UserErrors where the
+        function does, or where a worker cannot start."""
+        worker = await self._free.get()
+        try:
+            return await worker.call(given)
+        except _SuspectError:
+            pass
+        finally:
+            self._free.put_nowait(worker)
+        async with self._alone:  # only one of the calls is to pay for it
+            return await self._quarantine.call(given)
+
+    async def close(self) -> None:
+        """End all workers; returns when their processes are gone."""
+        for worker in (*self._workers, self._quarantine):
+            await worker.close()
+
+
+class _Worker:
+    """A process, and another one after its end."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._starting = asyncio.Lock()
+        self._process: _Process | None = None
+        self._processes: set[_Process] = set()  # that are not gone yet
+
+    async def call(self, given: Any) -> Any:
+        async with self._starting:
+            if self._process is None or self._process.is_ended:
+                self._process = _Process(self._job, self._processes.discard)
+                self._processes.add(self._process)
+                await self._process.start()
+        return await self._process.call(given)
+
+    async def close(self) -> None:
+        for process in tuple(self._processes):
+            process.end()
+        for process in tuple(self._processes):
+            await process.gone()
+
+
+class _Process:
+    """One process of a worker. It is ended with all that it has started."""
+
+    def __init__(self, job: Job, on_gone: Callable[[_Process], None]) -> None:
+        self._job, self._on_gone = job, on_gone
+        self.is_ended = False  # or about to end
+        self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # that have no answer yet
+        self._numbers = itertools.count()
+        self._connected = asyncio.Event()
+        self._socket, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        program = program_under_keeper(lifeline, _PROGRAM.format(data=theirs.fileno()))
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what it prints is for people; the owner's own output may not be
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._gone = asyncio.create_task(self._listen())
+
+    async def start(self) -> None:
+        """Let the process load the function. Raises `job.error` where it cannot."""
+        try:
+            await self._ask(self._job, START_SECONDS)
+        except WorkerError as error:
+            late = f"is not ready after {START_SECONDS:g} s"
+            what = late if error.timed_out else f"did not start: it {error}"
+            raise self._job.error(f"{self._job.name}: its worker {what}") from error
+
+    async def call(self, given: Any) -> Any:
+        grace = GRACE_SECONDS if self._job.is_async else 0.0
+        return await self._ask(given, self._job.timeout_seconds + grace)
+
+    async def _ask(self, given: Any, limit: float) -> Any:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            await self._connected.wait()
+            self._writer.write(frame((number, given)))
+            done, _ = await asyncio.wait({answer}, timeout=limit)
+        except asyncio.CancelledError:
+            self._calls.pop(number, None)
+            self.end()  # the function is still busy with it
+            raise
+        self._calls.pop(number, None)
+        if not done:
+            is_suspected = bool(self._calls)
+            self.end()
+            raise _SuspectError if is_suspected else self._timed_out()
+        return self._understood(*answer.result())
+
+    def _understood(self, kind: str, content: Any) -> Any:
+        if kind == VALUE:
+            return pickle.loads(content)
+        if kind == TIMEOUT:
+            raise self._timed_out()
+        if kind == REFUSED:
+            name, text = content
+            raise errors.error_of(name, text) if hasattr(errors, name) else self._job.error(text)
+        assert kind == ERROR, kind
+        name, text, where = content
+        if name == "MemoryError":
+            self.end()  # nobody knows what is left of it
+            limit = f"{self._job.memory_key} = {self._job.memory_bytes >> 20}"
+            text = f"{text or 'out of memory'}, with {limit}"
+        raise WorkerError(name, f"raised {name}: {text} ({where})")
+
+    def _timed_out(self) -> WorkerError:
+        limit = f"{self._job.timeout_key} = {self._job.timeout_seconds:g}"
+        return WorkerError("time-out", f"took longer than {limit}", timed_out=True)
+
+    async def _listen(self) -> None:
+        """Take answers until the keeper, the last holder of the socket's other end, is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._connected.set()
+        try:
+            while True:
+                head = await reader.readexactly(LENGTH.size)
+                content = await reader.readexactly(*LENGTH.unpack(head))
+                number, kind, value = pickle.loads(content)
+                if (answer := self._calls.pop(number, None)) is not None:
+                    answer.set_result((kind, value))
+        except asyncio.CancelledError:
+            self.end()
+            raise
+        except Exception:  # noqa: BLE001 (the end of the file, or what the function itself wrote)
+            self._hang_up()
+            self._tell(_crash(self._reap()))
+        finally:
+            self._on_gone(self)
+
+    def end(self) -> None:
+        """Have the process ended; those who wait for other calls are told."""
+        self._hang_up()
+        self._tell(_SuspectError())
+
+    def _hang_up(self) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            os.close(self._lifeline)
+
+    def _tell(self, error: Exception) -> None:
+        suspects, self._calls = self._calls, {}
+        for answer in suspects.values():
+            answer.set_exception(error if len(suspects) == 1 else _SuspectError())
+
+    def _reap(self) -> int:
+        try:
+            self._writer.close()
+            return self._popen.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            return self._popen.wait()
+
+    async def gone(self) -> None:
+        """Wait until the process is gone."""
+        await asyncio.wait({self._gone}, timeout=END_SECONDS)
+
+
+def _crash(code: int) -> WorkerError:
+    number = code - SIGNALLED if code > SIGNALLED else -code
+    try:
+        what = signal.Signals(number).name if code < 0 or code > SIGNALLED else f"exit code {code}"
+    except ValueError:
+        what = f"exit code {code}"
+    return WorkerError(what, f"ended its worker with {what}")

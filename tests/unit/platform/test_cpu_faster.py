@@ -1,0 +1,142 @@
+"""What makes a CPU faster computes what stock Megatron-Core computes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gspo_megatron.platform.cpu import faster, needed, windows
+
+needs_substitutions = pytest.mark.skipif(
+    not (faster.IS_ON and needed.is_needed()), reason="there is CUDA, or GSPO_CPU_FASTER=0"
+)
+
+
+@needs_substitutions
+def test_a_rank_alone_sends_its_tokens_to_nobody() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    ours, alone = token_dispatcher.all_to_all, SimpleNamespace(size=lambda: 1)
+    rows = torch.randn(6, 3, requires_grad=True)
+    expected = ours.__wrapped__(alone, rows, None, [6])
+    assert torch.equal(expected, rows) and expected.grad_fn.name() == "_AllToAllBackward"
+    assert ours(alone, rows, None, [6]) is rows
+
+
+@needs_substitutions
+def test_the_second_sort_copies_only_what_it_moves() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    ours = token_dispatcher.sort_chunks_by_idxs
+    rows, probs, sizes = torch.randn(6, 3), torch.randn(6), torch.tensor([1, 0, 3, 2])
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        expected = ours.__wrapped__(rows, sizes, torch.tensor(order), probs=probs)
+        found = ours(rows, sizes, torch.tensor(order), probs=probs)
+        assert all(map(torch.equal, found, expected))
+        assert (found[0] is rows) == (order == sorted(order))
+        assert expected[0] is not rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Of processes, without the processes."""
+
+    ranks: int
+    number: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.number
+
+
+@needs_substitutions
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("turned", "mscale"), [(16, 1.0), (16, 0.7), (8, 1.0)])
+def test_packed_sequences_turn_as_stock_turns_them(
+    cp_size: int, cp_rank: int, turned: int, mscale: float
+) -> None:
+    rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    native = rope_utils._apply_rotary_pos_emb_thd.__wrapped__
+    fields = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    config = SimpleNamespace(**dict.fromkeys(fields, False))
+    named = {"mscale": mscale, "cp_group": Group(cp_size, cp_rank)}
+    boundaries = torch.tensor([0, 8, 8, 28, 32], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
+    mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
+    states = mixed[..., 8:24].detach().requires_grad_()  # strided, as cut from a projection
+    weights = torch.randn(states.shape, generator=generator)
+
+    def ours() -> torch.Tensor:  # as Megatron-Core's attention calls it
+        return rope_utils.apply_rotary_pos_emb(
+            states, angles, config=config, cu_seqlens=boundaries, **named
+        )
+
+    def by_other_names() -> torch.Tensor:  # of the two lines of Megatron-Core
+        switches = dict.fromkeys(("multi_latent_attention", "mla_rotary_interleaved"), False)
+        turn = rope_utils._apply_rotary_pos_emb_thd
+        return turn(states, boundaries, angles, **named, **(switches if turned == 16 else {}))
+
+    results = []
+    for turn in (lambda: native(states, boundaries, angles, **named), ours, ours, by_other_names):
+        out = turn()  # from the second time on from the tables
+        results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
+    assert len(vars(boundaries).get("rotary_tables", {})) == (turned == 16)
+
+
+@needs_substitutions
+def test_memory_that_is_freed_serves_the_next_update() -> None:
+    # Four blocks of 24 MiB again and again: glibc's defaults fetch their 24,576 pages each time, as
+    # they keep 64 MiB at most. (Tensors would put small objects between the blocks.)
+    program = """
+import resource
+import gspo_megatron.platform
+
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(24 * 2**20) for _ in range(4)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert int(output) < 500
+
+
+def test_a_window_that_a_killed_rank_has_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "MEMORY", str(tmp_path))
+    forgotten, other = (Path(windows._new_file(2)) for _ in "ab")
+    weights, foreign = tmp_path / "gspo-megatron-weights-1", tmp_path / "else"
+    weights.mkdir()
+    foreign.touch()
+    hours_ago = time.time() - 7200
+    for path in (forgotten, weights, foreign):
+        os.utime(path, (hours_ago, hours_ago))
+    newest = Path(windows._new_file(2))
+    assert sorted(tmp_path.iterdir()) == sorted([other, weights, foreign, newest])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_windows_of_other_users_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "MEMORY", str(tmp_path))
+    path = Path(windows._new_file(2))
+    os.utime(path, (0, 0))
+    os.chown(path, 12345, -1)
+    windows._new_file(2)
+    assert path.exists()
