@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import yaml
 from aiohttp import web
+from gspo_megatron.rollout.vllm.proof import Probe
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
@@ -51,7 +52,6 @@ from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
 from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
 from gspo_megatron.rollout.vllm.service import collect_garbage_less_often
 from gspo_megatron.rollout.vllm.worker import gspo_vllm_answers

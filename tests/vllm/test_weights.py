@@ -20,12 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rl.served_rollouts import TOLERANCES, probe_prompts
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
 from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, tolerances
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 from tests.vllm.servers import Server as Running
 from tests.vllm.servers import run_options, serve
@@ -86,11 +85,11 @@ def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.
 
 
 @torch.no_grad()
-def probe_of(folder: Path) -> Probe:
+def check_of(folder: Path) -> WeightCheck:
     """Greedy responses of transformers to random prompts, token by token without a cache."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found: list[list[Any]] = [[], [], []]
-    asked = [(ids, count) for each, count in probe_prompts(VOCABULARY, 1024) for ids in each]
+    asked = [(ids, count) for each, count in check_prompts(VOCABULARY, 1024) for ids in each]
     for prompt, count in asked:
         ids, logprobs = torch.tensor([prompt]), []
         for _ in range(count):
@@ -100,7 +99,7 @@ def probe_of(folder: Path) -> Probe:
         answer = ids[0, len(prompt) :].tolist()
         for values, value in zip(found, (prompt, answer, logprobs), strict=True):
             values.append(value)
-    return Probe(*found, *TOLERANCES["fp32"])
+    return WeightCheck(*found, *tolerances("fp32"))
 
 
 def served(
@@ -128,14 +127,14 @@ def served(
 
 def weights(version: int, folder: Path, like: Path | None = None) -> Weights:
     """`folder` is what is sent, `like` what the trainer has."""
-    return Weights(version, str(folder), probe_of(like or folder))
+    return Weights(version, str(folder), check_of(like or folder))
 
 
 def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     vllm_server: Running, second_server: Running, old: Path, new: Path
 ) -> None:
-    before, after = probe_of(old), probe_of(new)
-    first = [np.array([each[0] for each in probe.logprobs]) for probe in (before, after)]
+    before, after = check_of(old), check_of(new)
+    first = [np.array([each[0] for each in check.logprobs]) for check in (before, after)]
     moved = np.abs(first[0] - first[1])
     assert moved.mean() > 1e-3  # of the first token: both drew it after the same prompt
 
@@ -190,8 +189,8 @@ def test_weights_that_did_not_all_arrive_are_found(
 def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
     vllm_server: Running, old: Path, new: Path, tmp_path: Path, at_start: bool
 ) -> None:
-    """In an update the probe has to find them first. At the start they are found where no log-prob
-    would show it."""
+    """In an update the responses have to find them first. At the start they are found where no
+    log-prob would show it."""
     step = 1e-6 if at_start else 1.0
     wrong = (".layers.1.mlp.experts.3.up_proj.", ".layers.1.mlp.experts.7.", ".3.input_layernorm.")
 

@@ -31,14 +31,13 @@ from gspo_megatron.rollout.vllm.client import (
 from gspo_megatron.rollout.vllm.flight import split
 from gspo_megatron.rollout.vllm.pacing import MOST_REQUESTS, Line, Window
 from gspo_megatron.rollout.vllm.parts import Part, Seed, Wanted
-from gspo_megatron.rollout.vllm.proof import (
+from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.weight_check import (
     NOT_THE_WEIGHTS,
-    Probe,
-    compare,
+    WeightCheck,
     describe_families,
     suspect_families,
 )
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 _LOOK_SECONDS = 1.0  # between two looks at a server
@@ -56,7 +55,7 @@ class Pool:
         self.servers, self.settings = list(servers), settings
         self.weights: Weights | None = None
         self.resubmitted = 0
-        self.wants_folder = False  # a server starts again, and its weights are in no folder
+        self.needs_folder = False  # a server starts again, and its weights are in no folder
         self.began = time.time()
         self._line: Line[Server] = Line()
         self._admits_soon = False
@@ -110,10 +109,10 @@ class Pool:
         await self.bring()
 
     async def offer(self, **parts: Any) -> None:
-        """More of the newest weights: their `folder`, their `probe`."""
+        """More of the newest weights: their `folder`, their `check`."""
         assert self.weights is not None, "weights that nobody has made"
         self.weights = replace(self.weights, **parts)
-        self.wants_folder &= self.weights.folder is None
+        self.needs_folder &= self.weights.folder is None
         await self._tell()
 
     async def _tell(self) -> None:
@@ -122,13 +121,13 @@ class Pool:
             self._changed.notify_all()
         self._admit_soon()
 
-    async def _probe_of(self, version: int) -> Probe | None:
+    async def _check_of(self, version: int) -> WeightCheck | None:
         """Of these weights; waits for it. None: there are newer ones by now."""
         async with self._changed:
             while True:
                 assert self.weights is not None, "a server that never had weights"
-                if self.weights.version != version or self.weights.probe is not None:
-                    return self.weights.probe if self.weights.version == version else None
+                if self.weights.version != version or self.weights.check is not None:
+                    return self.weights.check if self.weights.version == version else None
                 await self._changed.wait()
 
     async def _newest_in_a_folder(self) -> Weights:
@@ -138,14 +137,14 @@ class Pool:
                 assert self.weights is not None, "a server that never had weights"
                 if self.weights.folder is not None:
                     return self.weights
-                self.wants_folder = True
+                self.needs_folder = True
                 self._changed.notify_all()
                 await self._changed.wait()
 
     async def asks_for_folder(self) -> None:
         """Wait until a server needs the newest weights in a folder."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.wants_folder)
+            await self._changed.wait_for(lambda: self.needs_folder)
 
     def problems(self) -> list[str]:
         """Why servers are out."""
@@ -259,8 +258,8 @@ class Pool:
     async def _prove(self, server: Server, weights: Weights, *, at_start: bool = False) -> bool:
         """Let the server serve if it has these weights. False: there are newer ones, and nobody
         knows any more. Raises RolloutError where it has not."""
-        probe, seconds = await self._probe_of(weights.version), self.settings.update_seconds
-        if probe is None:
+        check, seconds = await self._check_of(weights.version), self.settings.update_seconds
+        if check is None:
             return False
         start = time.monotonic()
         if not at_start or server.start is None:
@@ -277,11 +276,11 @@ class Pool:
                 routes=routes,
                 salt=self._salt(weights.version),
             )
-            for prompt, tokens in zip(probe.prompts, probe.tokens, strict=True)
+            for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )
         responses = await asyncio.gather(*calls)
         server.tells_versions = all(each.spans is not None for each in responses)
-        problem = compare(probe, responses)
+        problem = check.difference(responses)
         if server.abilities.is_extended and (at_start or problem is not None):
             suspects = await self._suspects(server, weights.folder)
             if suspects:
@@ -295,7 +294,7 @@ class Pool:
             raise RolloutError(problem)
         server.version = server.proven = weights.version
         server.why_out, server.heard = None, time.monotonic()
-        server.proof_seconds = server.heard - start
+        server.check_seconds = server.heard - start
         await self._tell()
         return True
 

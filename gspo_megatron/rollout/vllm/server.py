@@ -12,8 +12,8 @@ from gspo_megatron.rollout.vllm.client import Client
 from gspo_megatron.rollout.vllm.flight import Flight
 from gspo_megatron.rollout.vllm.pacing import Clock, Window
 from gspo_megatron.rollout.vllm.process import ServerProcess
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
@@ -25,7 +25,7 @@ class Weights:
 
     version: int  # steps that the policy has made
     folder: str | None  # Hugging Face folder; None: not written until a server asks for it
-    probe: Probe | None = None  # None: the trainer still computes it
+    check: WeightCheck | None = None  # None: the trainer still computes it
     stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
 
 
@@ -67,7 +67,7 @@ class Server:
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
     load_seconds: float = 0.0  # of its newest weights: it stood still
-    proof_seconds: float = 0.0
+    check_seconds: float = 0.0
     tending: asyncio.Task[None] | None = None  # its start or restart
 
     @property

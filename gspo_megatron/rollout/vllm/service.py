@@ -1,8 +1,8 @@
 """The process of the rollout service: `python -m gspo_megatron.rollout.vllm.service` beside rank 0.
 
 Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
-goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other
-end. The service ends with rank 0, and the servers that it started end with it.
+goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `ServiceClient` is the
+other end. The service ends with rank 0, and the servers that it started end with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
 from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers, draw_from_json
-from gspo_megatron.rollout.vllm.handle import END_SIGNAL
 from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
@@ -46,10 +45,11 @@ from gspo_megatron.rollout.vllm.process import (
     raise_open_files,
     server_words,
 )
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
 from gspo_megatron.rollout.vllm.remote import Node, Nodes, RemoteProcess, server_log
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.service_client import END_SIGNAL
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
@@ -244,7 +244,7 @@ class Service:
         assert running.task is not None
         await self._until_news(running.task)
         drawn = sum(each.tokens for each in self.pool.servers)
-        more = {"drawn": drawn, "wants_folder": self.pool.wants_folder}
+        more = {"drawn": drawn, "needs_folder": self.pool.needs_folder}
         return web.json_response({**running.status(), **more})
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
@@ -276,7 +276,7 @@ class Service:
             {
                 "done": self.updating.done(),
                 "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
-                "wants_folder": self.pool.wants_folder,
+                "needs_folder": self.pool.needs_folder,
                 "can_stream": all(
                     each.abilities.can_stream for each in self.pool.servers if each.serves
                 ),
@@ -306,15 +306,15 @@ class Service:
                 "in_flight": sum(len(each.in_flight) for each in servers),
                 "resubmitted": self.pool.resubmitted,
                 "load_seconds": max(each.load_seconds for each in servers),
-                "proof_seconds": max(each.proof_seconds for each in servers),
+                "check_seconds": max(each.check_seconds for each in servers),
             }
         )
 
 
 def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
     """Of `pool.Weights`, from JSON."""
-    probe = given.get("probe")
-    return given if probe is None else {**given, "probe": Probe(**probe)}
+    check = given.get("check")
+    return given if check is None else {**given, "check": WeightCheck(**check)}
 
 
 def collect_garbage_less_often() -> None:

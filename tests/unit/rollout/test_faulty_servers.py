@@ -25,8 +25,8 @@ from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import Client, OutOfFilesError, connected_session
 from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe, compare
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     NOT_AS_VLLM,
     PARTS,
@@ -380,7 +380,7 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
         await asyncio.wait_for(pool.asks_for_folder(), 20)
         await pool.offer(folder=str(first.folder))
         await asyncio.wait_for(bringing, 20)
-        assert not pool.wants_folder and [each.version for each in pool.servers] == [1, 1]
+        assert not pool.needs_folder and [each.version for each in pool.servers] == [1, 1]
 
     pooled(work)
 
@@ -452,8 +452,8 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
             (largest - 1e-9, decides + 1e-9, False),
             (largest + 1e-9, decides - 1e-9, False),
         ):
-            probe = Probe([[0]] * rows, wanted, own.tolist(), limit, average)
-            told = compare(probe, responses)
+            check = WeightCheck([[0]] * rows, wanted, own.tolist(), limit, average)
+            told = check.difference(responses)
             assert (told is None) == is_right
             if told is not None:
                 assert f"of {rows} responses differ by more than {average:g}" in told

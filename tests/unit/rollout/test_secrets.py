@@ -19,15 +19,15 @@ from gspo_megatron.rollout.vllm import pool as pool_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, ServerGone, connected_session
-from gspo_megatron.rollout.vllm.handle import Handle
 from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights
-from tests.unit.rollout.test_handle import settings
+from tests.unit.rollout.test_service_client import settings
 from tools.asgi import handler_of
 
 sys.path.append(str(WORKER_FOLDER))  # as in a server
@@ -76,18 +76,18 @@ def test_another_user_cannot_listen_on_a_held_port() -> None:
 
 @needs_root
 def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Path) -> None:
-    handle = Handle(settings(tmp_path), restarts=1)
+    client = ServiceClient(settings(tmp_path), restarts=1)
     try:
-        first = dict(handle._settings)
-        assert handle._process is not None
-        assert addresses_of_listeners([handle._process.pid]) == {"127.0.0.1": [first["port"]]}
-        os.kill(handle._process.pid, signal.SIGKILL)
-        handle._process.wait()
+        first = dict(client._settings)
+        assert client._process is not None
+        assert addresses_of_listeners([client._process.pid]) == {"127.0.0.1": [first["port"]]}
+        os.kill(client._process.pid, signal.SIGKILL)
+        client._process.wait()
         assert listens_as_another_user(first["port"]) == ""
-        handle.forget(0)  # starts it again
-        assert handle._settings["token"] != first["token"]
+        client.forget(0)  # starts it again
+        assert client._settings["token"] != first["token"]
     finally:
-        handle.close()
+        client.close()
 
 
 def replays(request: web.Request) -> dict[str, str]:

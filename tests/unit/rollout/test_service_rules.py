@@ -24,15 +24,15 @@ from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.flight import Flight
 from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from tests.unit.rollout.double import FACTS, LENGTH
 
 SETTINGS = PoolSettings(
     FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
 )
-PROBE = Probe([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
+PROBE = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 @dataclass

@@ -161,7 +161,7 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
     the policy is trained meanwhile."""
 
     async def work(pool: Pool, doubles: list[Double]) -> None:
-        pool.take(replace(weights(tmp_path, 0), probe=None))
+        pool.take(replace(weights(tmp_path, 0), check=None))
         starting = asyncio.create_task(pool.bring())
         while not doubles[0].calls["/resume"]:
             await asyncio.sleep(0.01)
