@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,18 @@ from transformers import Qwen3MoeForCausalLM
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, tolerances
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
+from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Server as Running
 from tests.vllm.servers import run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 257, 4, 8, 2
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, tuple(range(LAYERS)))
-SETTINGS = PoolSettings(
+SETTINGS = FleetSettings(
     facts=FACTS,
     needs=Needs(max_model_len=2048, dtype="float32", with_routes=True),
     restarts=0,
@@ -104,10 +104,10 @@ def check_of(folder: Path) -> WeightCheck:
 
 def served(
     running: list[Running],
-    work: Callable[[Pool], Awaitable[Any]],
+    work: Callable[[ScheduledFleet], Awaitable[Any]],
     client: Callable[..., Client] = Client,
 ) -> Any:
-    """Work with a pool of running servers, whose last one is talked to by `client`."""
+    """Work with a fleet of running servers, whose last one is talked to by `client`."""
 
     async def run() -> Any:
         async with connected_session() as session:
@@ -116,11 +116,8 @@ def served(
                 Server(f"server {number}", kind(each.url, session))
                 for number, (kind, each) in enumerate(zip(kinds, running, strict=True))
             ]
-            pool = Pool(servers, SETTINGS)
-            try:
-                return await work(pool)
-            finally:
-                await pool.close()
+            async with ScheduledFleet(servers, SETTINGS) as fleet:
+                return await work(fleet)
 
     return asyncio.run(run())
 
@@ -138,12 +135,12 @@ def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     moved = np.abs(first[0] - first[1])
     assert moved.mean() > 1e-3  # of the first token: both drew it after the same prompt
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         for version, folder in enumerate([old, new, old, new]):
-            await pool.update(weights(version, folder))
-            assert [each.version for each in pool.servers] == [version, version]
+            await fleet.update(weights(version, folder))
+            assert [each.version for each in fleet.servers] == [version, version]
             sampling = {"temperature": 1.0, "max_tokens": 5, "seed": 1, "ignore_eos": True}
-            response = await pool.generate([1, 2, 3], sampling, version)
+            response = await fleet.generate([1, 2, 3], sampling, version)
             assert len(response.token_ids) == 5 and response.routes.shape == (8, LAYERS, TOP_K)
 
     served([vllm_server, second_server], work)
@@ -173,14 +170,14 @@ def test_weights_that_did_not_all_arrive_are_found(
 ) -> None:
     sent = sabotage(old, new, tmp_path / "sent")
 
-    async def work(pool: Pool) -> None:
-        await pool.update(weights(0, old))
+    async def work(fleet: ScheduledFleet) -> None:
+        await fleet.update(weights(0, old))
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
-            await pool.update(weights(1, sent, like=new))
+            await fleet.update(weights(1, sent, like=new))
         # the server has what it was told to load
         assert "its tensors have the folder's sums" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
-            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+            await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server], work)
 
@@ -204,13 +201,13 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
             sent = sabotaged if at_start or version == "1" else folder
             await super().load_weights(str(sent), version, **options)
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         version = 0
         if not at_start:
-            await pool.update(weights(0, old))
+            await fleet.update(weights(0, old))
             version = 1
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(version, new))
+            await fleet.update(weights(version, new))
         told = str(caught.value)
         assert told.endswith("not as in the folder: experts of layer 1; norms of layer 3")
         assert ("log-probs" in told) is not at_start
@@ -271,14 +268,14 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
     client: type[Client],
     why: str,
 ) -> None:
-    async def work(pool: Pool) -> None:
-        await pool.update(weights(0, old))
-        await pool.update(weights(1, new))
-        sound, broken = pool.servers
+    async def work(fleet: ScheduledFleet) -> None:
+        await fleet.update(weights(0, old))
+        await fleet.update(weights(1, new))
+        sound, broken = fleet.servers
         assert (sound.version, broken.version) == (1, None)
-        assert why in str(broken.why_out) and pool.problems() == [f"server 1: {broken.why_out}"]
+        assert why in str(broken.why_out) and fleet.problems() == [f"server 1: {broken.why_out}"]
         for _ in range(3):
-            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+            await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server, second_server], work, client)
 
@@ -286,11 +283,11 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
 def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
     """It is named, with everything that it lacks; nothing is loaded into it."""
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)
-        pool.settings = replace(SETTINGS, needs=other)
+        fleet.change_settings(needs=other)
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(0, old))
+            await fleet.update(weights(0, old))
         (line,) = str(caught.value).splitlines()
         assert line.startswith("server 0: computes in torch.float32: --dtype bfloat16; takes 2048")
 

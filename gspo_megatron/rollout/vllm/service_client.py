@@ -50,7 +50,7 @@ class ServiceClient:
             raise
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
-        """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
+        """Begin to bring all servers to new weights, see `Weights`. Returns to whom rank 0 has
         to send them: key of a server -> number of its workers."""
         # what a new service is told: its servers are new, and can load from a folder alone
         self._weights = {**weights, "stream": None}

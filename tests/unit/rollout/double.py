@@ -21,8 +21,8 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from gspo_megatron.families import FAMILIES, PRESETS
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.rollout.vllm.server import Weights
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Answers, ModelFacts
 from tools.asgi import handler_of
 

@@ -15,15 +15,15 @@ import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm import pool as pool_module
+from gspo_megatron.rollout.vllm import fleet as fleet_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, ServerGone, connected_session
-from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
+from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights
@@ -158,12 +158,10 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
 
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
             limits = {"restarts": 0, "update_seconds": 20, "silence_seconds": 30}
-            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
-            try:
+            settings = FleetSettings(FACTS, needs, **limits)
+            async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
                 with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
-                    await pool.update(weights(tmp_path, 0))
-            finally:
-                await pool.close()
+                    await fleet.update(weights(tmp_path, 0))
 
     asyncio.run(run())
     assert [line.split("?")[0].split()[0] for line in heard] == ["/health", PROOF]
@@ -189,7 +187,7 @@ def late(answers: int) -> Handler:
 def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_module, "CALL_SECONDS", 0.5)
 
     async def start_up(answers: int, update_seconds: float) -> str:
         async with site(late(answers)) as url, connected_session() as session:
@@ -201,13 +199,11 @@ def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
 
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
             limits = {"restarts": 0, "update_seconds": update_seconds, "silence_seconds": 30}
-            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
-            try:
+            settings = FleetSettings(FACTS, needs, **limits)
+            async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
                 with pytest.raises(RolloutError) as told:
-                    await pool.update(weights(tmp_path, 0))
+                    await fleet.update(weights(tmp_path, 0))
                 return str(told.value)
-            finally:
-                await pool.close()
 
     assert "another program: it has not the token" in asyncio.run(start_up(2, 60))
     assert asyncio.run(start_up(999, 1)) == "server 0: not ready within 1 s"

@@ -22,17 +22,18 @@ from gspo_megatron.rollout.store import DrawFile, Group
 from gspo_megatron.rollout.vllm import chat
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
-from gspo_megatron.rollout.vllm.flight import Flight
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH
 
-SETTINGS = PoolSettings(
+SETTINGS = FleetSettings(
     FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
 )
-PROBE = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
+CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 @dataclass
@@ -60,24 +61,26 @@ class Recorded:
 
 
 def served(
-    client: Recorded, settings: PoolSettings = SETTINGS, *, gives_parts: bool = False
-) -> tuple[Pool, Server]:
+    client: Recorded, settings: FleetSettings = SETTINGS, *, gives_parts: bool = False
+) -> tuple[ScheduledFleet, Server]:
     recorded: Any = client
     server = Server("server", recorded, abilities=Abilities(gives_parts=gives_parts))
-    return Pool([server], settings), server
+    return ScheduledFleet([server], settings), server
 
 
 def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None]]:
     """The salts of the proof and of a group, of two versions of the weights."""
     client = Recorded()
     settings = replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv)
-    pool, server = served(client, settings, gives_parts=gives_parts)
+    fleet, server = served(client, settings, gives_parts=gives_parts)
 
     async def run() -> None:
         for version in (4, 5):
-            client.version, pool.weights = version, Weights(version, "folder", PROBE)
-            assert await pool._prove(server, pool.weights)
-            await pool.generate_all([1, 2], {"temperature": 1.0}, [(1, 0), (1, 1)], version)
+            client.version, fleet.loader._newest = version, Weights(version, "folder", CHECK)
+            assert await fleet.loader._check(server, fleet.loader._newest)
+            await fleet.scheduler.generate_all(
+                [1, 2], {"temperature": 1.0}, [(1, 0), (1, 1)], version
+            )
 
     asyncio.run(run())
     return client.salts
@@ -112,11 +115,11 @@ def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() ->
 def test_responses_under_way_go_on_only_where_their_versions_are_known(
     in_flight: bool, counts: bool, tells: bool, keeps_kv: bool, pause: dict[str, str]
 ) -> None:
-    pool, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
-    server.in_flight = {Flight(1)} if in_flight else set()
+    fleet, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
+    server.in_flight = {InFlightResponse(1)} if in_flight else set()
     server.abilities = replace(server.abilities, counts_tokens=counts)
-    server.tells_versions = tells
-    assert pool._pause(server) == pause
+    server.reports_versions = tells
+    assert fleet.loader._pause(server) == pause
 
 
 @pytest.mark.parametrize(
@@ -134,14 +137,14 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
 def test_a_server_is_lost_after_its_silence_and_not_before(
     figures: dict[str, float], silent: float, is_lost: bool
 ) -> None:
-    pool, server = served(Recorded(figures_told=figures))
+    fleet, server = served(Recorded(figures_told=figures))
 
     async def run() -> None:
         server.version, server.why_out, server.tokens = 1, None, 9.0
         server.heard = time.monotonic() - silent
-        await pool._look(server)
-        if server.tending is not None:
-            await server.tending
+        await fleet._look_at(server)
+        if server.bringing is not None:
+            await server.bringing
 
     asyncio.run(run())
     assert server.serves != is_lost
@@ -149,19 +152,19 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
     assert why.startswith("has not answered or drawn a token for 3") if is_lost else why == "None"
 
 
-def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_flight() -> None:
+def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:
     """A server that had no update names its weights with a word of its own. By the time of the
-    answer, the flight has seen newer ones."""
-    flight = Flight(version=1)
-    flight.spans, flight.version = [(1, 2), (3, 4)], 6
+    answer, the response has seen newer ones."""
+    response = InFlightResponse(version=1)
+    response.spans, response.version = [(1, 2), (3, 4)], 6
     spans = (("default", 2), ("3", 4), ("6", 7))
-    flight.arrive(Response(np.arange(7), np.zeros(7), truncated=False, spans=spans))
-    assert flight.response is not None and flight.response.versions is not None
-    assert flight.response.versions.tolist() == [1, 1, 3, 3, 6, 6, 6]
-    whole = Flight(version=2)
+    response.arrive(Response(np.arange(7), np.zeros(7), truncated=False, spans=spans))
+    assert response.answer is not None and response.answer.versions is not None
+    assert response.answer.versions.tolist() == [1, 1, 3, 3, 6, 6, 6]
+    whole = InFlightResponse(version=2)
     whole.arrive(Response(np.arange(3), np.zeros(3), False, spans=(("default", 3),)))
-    assert whole.response is not None and whole.response.versions is not None
-    assert whole.response.versions.tolist() == [2, 2, 2]
+    assert whole.answer is not None and whole.answer.versions is not None
+    assert whole.answer.versions.tolist() == [2, 2, 2]
 
 
 class Disk:
