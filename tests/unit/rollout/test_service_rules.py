@@ -1,6 +1,5 @@
 """Rules of the rollout service that need no server: salts of prefix caches, silence, versions of
-responses that updates interrupt, what is on the disk and when, and how often a request is
-repeated."""
+responses that updates interrupt, and what is on the disk and when."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout import store as bank
 from gspo_megatron.rollout.store import DrawFile, Group
-from gspo_megatron.rollout.vllm import chat
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
@@ -200,49 +196,3 @@ def test_a_group_is_on_the_disk_before_anyone_is_told_of_it(
         assert disk.sizes(path)[-1] == path.stat().st_size
     assert len(disk.sizes(path)) == 3 and disk.sizes(path) == sorted({*disk.sizes(path)})
     file.close()
-
-
-class Failing:
-    """A session whose first answers fail."""
-
-    def __init__(self, failures: int, status: int) -> None:
-        self.left, self.status, self.asked = failures, status, 0
-
-    @asynccontextmanager
-    async def request(self, *_: Any, **__: Any) -> Any:
-        self.asked += 1
-        self.left -= 1
-        yield Answer(self.status if self.left >= 0 else 200)
-
-
-@dataclass
-class Answer:
-    status: int
-
-    async def read(self) -> bytes:
-        return b'{"done": true}' if self.status == 200 else b"busy"
-
-
-@pytest.mark.parametrize(
-    ("failures", "status", "asked"),
-    [(0, 503, 1), (4, 503, 5), (4, 429, 5), (5, 503, None), (1, 400, None), (1, 404, None)],
-)
-def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
-    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None
-) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(chat.asyncio, "sleep", sleep)
-    session: Any = Failing(failures, status)
-    call = chat._call(session, "http://server/v1", {})
-    if asked is None:
-        with pytest.raises(RolloutError, match=f"http://server/v1: HTTP {status}: busy"):
-            asyncio.run(call)
-        asked = 5 if status == 503 else 1
-    else:
-        assert asyncio.run(call) == {"done": True}
-    assert session.asked == asked
-    assert waits == [0.5, 1.0, 2.0, 4.0][: asked - 1]
