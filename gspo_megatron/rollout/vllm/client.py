@@ -28,6 +28,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     PARTS,
     PROOF,
     TAKE_BACK,
+    TOKEN_VARIABLE,
     Failure,
     ModelFacts,
     Response,
@@ -40,7 +41,6 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
 
 HEALTH = "/health"  # of vLLM, which every server answers without a token
 MODEL = "policy"  # the name under which started servers serve the model
-TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
 
 # How a server is paused for new weights, and what becomes of responses under way. They go on
 # after it: with what the new weights make of their tokens, or with what the old ones have made.
@@ -224,6 +224,19 @@ class Client:
             return str(error)
         return None
 
+    async def why_not_ready(self, *, seconds: float) -> str | None:
+        """None: it is healthy, and if it is one of ours, it has proven that it is. Raises
+        ServerGone where another program answers in its place."""
+        why = await self.why_not_healthy(seconds=seconds)
+        if why is None and self._is_ours:
+            try:
+                wrong = await self.why_not_proven(seconds=seconds)
+            except NoAnswer as error:
+                return str(error)  # which is no wrong proof: it is asked again
+            if wrong:
+                raise ServerGone(wrong)
+        return why
+
     async def why_not_proven(self, *, seconds: float) -> str | None:
         """None: whoever listens at the url knows the token of this start of the server. Another
         program may have taken its port. Raises NoAnswer where nothing is known, because the server
@@ -243,7 +256,7 @@ class Client:
         return None
 
     async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
-        """vLLM's own metrics, by name without the prefix. in_short: the few that the pool looks at,
+        """vLLM's own metrics, by name without the prefix. in_short: the few that `Fleet` needs,
         picked by our middleware: all of them are 1,000 lines."""
         if in_short:
             found = await self._call("GET", FIGURES, seconds=seconds)

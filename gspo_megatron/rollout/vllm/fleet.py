@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import check_server
-from gspo_megatron.rollout.vllm.client import NoAnswer, OutOfFilesError, ServerGone, ServerRefused
+from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, Server, Window
 from gspo_megatron.rollout.vllm.weights import (
     CALL_SECONDS,
@@ -103,7 +103,7 @@ class Fleet:
         try:
             if server.start is not None:
                 server.process = server.start(str(weights.folder))
-            await self._wait_until_healthy(server, deadline)
+            await self._wait_until_ready(server, deadline)
             left = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
             server.abilities = await check_server(
                 server.client, self.settings.needs, str(weights.folder), seconds=left
@@ -115,17 +115,11 @@ class Fleet:
         except (ServerGone, ServerRefused, RolloutError) as error:
             await self._put_out(server, str(error))
 
-    async def _wait_until_healthy(self, server: Server, deadline: float) -> None:
+    async def _wait_until_ready(self, server: Server, deadline: float) -> None:
         while True:
             if server.process is not None:
                 server.client.url = server.process.url  # on another node it is known later
-            why = await server.client.why_not_healthy(seconds=CALL_SECONDS)
-            if why is None and server.start is not None:
-                try:
-                    if wrong := await server.client.why_not_proven(seconds=CALL_SECONDS):
-                        raise ServerGone(wrong)
-                except NoAnswer as error:
-                    why = str(error)  # which is no wrong proof: it is asked again
+            why = await server.client.why_not_ready(seconds=CALL_SECONDS)
             if why is None:
                 return
             ended = server.process and server.process.has_ended()

@@ -22,11 +22,14 @@ from typing import Any
 from gspo_megatron.errors import RolloutError, problem
 from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import FOLDER_VARIABLE, kill_group
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
+    FOLDER_VARIABLE,
+    STARTER_VARIABLE,
+    kill_group,
+)
 
 WORKER_FOLDER = Path(__file__).resolve().parent / "worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
-STARTER_VARIABLE = "GSPO_SERVER_STARTER"  # for the server and its engine: they end with it
 GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
@@ -121,7 +124,7 @@ class ServerProcess:
 
     def _own_environment(self) -> dict[str, str]:
         return {
-            STARTER_VARIABLE: str(os.getpid()),
+            STARTER_VARIABLE: str(os.getpid()),  # it ends with this process
             FOLDER_VARIABLE: self._folder,
             "TMPDIR": self._folder,
             "VLLM_RPC_BASE_PATH": self._folder,  # of the sockets between its processes

@@ -74,7 +74,7 @@ class Service:
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
-        letters = asyncio.create_task(self.nodes.run())
+        exchange = asyncio.create_task(self.nodes.run())
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
             self.scheduler = Scheduler(self.fleet)
@@ -99,8 +99,8 @@ class Service:
                 await self.draws.close()
                 await self.fleet.close()
                 await self.scorers.close()
-                letters.cancel()
-                await asyncio.wait([letters])
+                exchange.cancel()
+                await asyncio.wait([exchange])
                 await runner.cleanup()
                 if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
