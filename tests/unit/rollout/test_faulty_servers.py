@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import math
 import os
 import re
@@ -27,10 +28,12 @@ from gspo_megatron.rollout.vllm.client import Client, OutOfFilesError, connected
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
+    MALFORMED,
     NOT_AS_VLLM,
     PARTS,
     Response,
     parse_response,
+    read_answer,
 )
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import (
@@ -44,7 +47,9 @@ from tests.unit.rollout.double import (
     Fault,
     choice_with,
     cut,
+    decoded,
     drops,
+    encoded,
     ends_early,
     experts,
     fails,
@@ -123,10 +128,6 @@ def test_sound_servers_serve_every_version(tmp_path: Path) -> None:
     pooled(work)
 
 
-def first_infinite(content: list[dict]) -> list[dict]:
-    return [{"logprob": -math.inf}, *content[1:]]
-
-
 WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
     "HTTP 500": (fails(500), f"{GENERATE}: HTTP 500: it is broken"),
     "HTTP 429": (fails(429), f"{GENERATE}: HTTP 429: it is broken"),
@@ -134,32 +135,7 @@ WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
     "half an answer": (ends_early, f"{GENERATE}: "),
     "half of the JSON": (cut, "the answer is not JSON"),
     "a page": (fails(200, "<html>\n</html>"), "the answer is not JSON"),
-    "no choices": (choice_with(logprobs=None), "an answer that is not as vLLM gives it"),
-    "NaN": (choice_with(logprobs={"content": [{"logprob": math.nan}] * 6}), "not finite"),
-    "-inf": (
-        choice_with(logprobs=lambda given: {"content": first_infinite(given["content"])}),
-        "not finite",
-    ),
-    "above 0": (choice_with(logprobs={"content": [{"logprob": 0.5}] * 6}), "above 0"),
-    "too few": (choice_with(logprobs={"content": [{"logprob": -1}] * 5}), "6 tokens with 5"),
-    "no tokens": (choice_with(token_ids=[], logprobs={"content": []}), "0 tokens"),
-    "unknown tokens": (choice_with(token_ids=[VOCABULARY] * 6), f"to {VOCABULARY}, of 50"),
-    "huge tokens": (choice_with(token_ids=[2**40] * 6), "OverflowError"),
-    "aborted": (choice_with(finish_reason="abort"), "finish_reason 'abort'"),
-    "no experts": (choice_with(routed_experts=None), "TypeError"),
-    "a layer too many": (
-        routes_with(lambda t: np.concatenate([t, t[:, :1]], 1)),
-        "routed experts [8, 4, 2]",
-    ),
-    "a row too few": (routes_with(lambda t: t[1:]), "routed experts [7, 3, 2]"),
-    "weights of experts": (routes_with(lambda t: t / 2), "float64, expected (8, 3, 2)"),
-    "not base64": (choice_with(routed_experts="?"), "an answer that is not as vLLM gives it"),
-    "an empty file": (choice_with(routed_experts=""), "EOFError"),
-    "a broken zip": (
-        choice_with(routed_experts=base64.b64encode(b"PK\3\4" + bytes(30)).decode()),
-        "BadZipFile",
-    ),
-    "objects": (routes_with(lambda t: t.astype(object)), "allow_pickle"),
+    "no log-probs": (choice_with(logprobs=None), NOT_AS_VLLM),
 }
 
 
@@ -188,6 +164,52 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
         assert doubles[0].calls[GENERATE] == asked
 
     pooled(work)
+
+
+def first_infinite(given: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    return {"content": [{"logprob": -math.inf}, *given["content"][1:]]}
+
+
+def table_with(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+    return {"routed_experts": lambda text: encoded(change(decoded(text)))}
+
+
+WRONG_CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"logprobs": {"content": [{"logprob": math.nan}] * 6}}, "not finite"),
+    "-inf": ({"logprobs": first_infinite}, "not finite"),
+    "above 0": ({"logprobs": {"content": [{"logprob": 0.5}] * 6}}, "above 0"),
+    "too few": ({"logprobs": {"content": [{"logprob": -1}] * 5}}, "6 tokens with 5"),
+    "no tokens": ({"token_ids": [], "logprobs": {"content": []}}, "0 tokens"),
+    "unknown tokens": ({"token_ids": [VOCABULARY] * 6}, f"to {VOCABULARY}, of 50"),
+    "huge tokens": ({"token_ids": [2**40] * 6}, "OverflowError"),
+    "aborted": ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+    "no experts": ({"routed_experts": None}, "TypeError"),
+    "a layer too many": (
+        table_with(lambda t: np.concatenate([t, t[:, :1]], 1)),
+        "routed experts [8, 4, 2]",
+    ),
+    "a row too few": (table_with(lambda t: t[1:]), "routed experts [7, 3, 2]"),
+    "weights of experts": (table_with(lambda t: t / 2), "float64, expected (8, 3, 2)"),
+    "not base64": ({"routed_experts": "?"}, "Error"),
+    "an empty file": ({"routed_experts": ""}, "EOFError"),
+    "a broken zip": (
+        {"routed_experts": base64.b64encode(b"PK\3\4" + bytes(30)).decode()},
+        "BadZipFile",
+    ),
+    "objects": (table_with(lambda t: t.astype(object)), "allow_pickle"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CHOICES)
+def test_a_choice_that_is_not_as_vllm_gives_it_is_refused(name: str) -> None:
+    """The same lines read the JSON in the client and in the middleware."""
+    changes, why = WRONG_CHOICES[name]
+    [choice] = Double()._generate(PROMPT, 6)["choices"]
+    changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
+    body = json.dumps({"choices": [{**choice, **changed}]}).encode()
+    with pytest.raises(MALFORMED) as caught:
+        read_answer(body, len(PROMPT), FACTS, routes=True)
+    assert why in f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize(

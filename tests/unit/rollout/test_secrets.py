@@ -139,6 +139,22 @@ class Started:
         return ""
 
 
+@contextlib.asynccontextmanager
+async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
+    """A fleet of one server, which we seem to have started there."""
+    async with connected_session() as session:
+        client = Client("", session)
+
+        def start(_: str) -> Any:
+            client.begin(TOKEN)
+            return Started(url)
+
+        needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
+        settings = FleetSettings(FACTS, needs, 0, update_seconds, silence_seconds=30)
+        async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
+            yield fleet
+
+
 @pytest.mark.parametrize("lie", LIARS)
 def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) -> None:
     answer, told = LIARS[lie]
@@ -149,19 +165,9 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
         return web.json_response(answer(request) if request.path == PROOF else {})
 
     async def run() -> None:
-        async with site(pretend) as url, connected_session() as session:
-            client = Client("", session)
-
-            def start(_: str) -> Any:
-                client.begin(TOKEN)
-                return Started(url)
-
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
-            limits = {"restarts": 0, "update_seconds": 20, "silence_seconds": 30}
-            settings = FleetSettings(FACTS, needs, **limits)
-            async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
-                with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
-                    await fleet.update(weights(tmp_path, 0))
+        async with site(pretend) as url, fleet_at(url) as fleet:
+            with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
+                await fleet.update(weights(tmp_path, 0))
 
     asyncio.run(run())
     assert [line.split("?")[0].split()[0] for line in heard] == ["/health", PROOF]
@@ -190,20 +196,10 @@ def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
     monkeypatch.setattr(fleet_module, "CALL_SECONDS", 0.5)
 
     async def start_up(answers: int, update_seconds: float) -> str:
-        async with site(late(answers)) as url, connected_session() as session:
-            client = Client("", session)
-
-            def start(_: str) -> Any:
-                client.begin(TOKEN)
-                return Started(url)
-
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
-            limits = {"restarts": 0, "update_seconds": update_seconds, "silence_seconds": 30}
-            settings = FleetSettings(FACTS, needs, **limits)
-            async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
-                with pytest.raises(RolloutError) as told:
-                    await fleet.update(weights(tmp_path, 0))
-                return str(told.value)
+        async with site(late(answers)) as url, fleet_at(url, update_seconds) as fleet:
+            with pytest.raises(RolloutError) as told:
+                await fleet.update(weights(tmp_path, 0))
+            return str(told.value)
 
     assert "another program: it has not the token" in asyncio.run(start_up(2, 60))
     assert asyncio.run(start_up(999, 1)) == "server 0: not ready within 1 s"
