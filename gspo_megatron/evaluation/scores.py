@@ -41,7 +41,7 @@ class Answers:
         )
 
     def scored(self) -> Answers:
-        """Those responses that have a reward."""
+        """The responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
         return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
 

@@ -35,7 +35,7 @@ class _Started:
     ended: str | None = None  # how, in words
 
     def as_told(self) -> dict[str, Any]:
-        """For the service."""
+        """Its state in JSON, for the service."""
         if self.process is None:
             return {"boot": self.boot, "url": None, "ended": self.ended}
         self.ended = self.ended or self.process.has_ended()
@@ -72,7 +72,7 @@ class Agent:
             self._tell()
 
     def _is_forgotten(self) -> bool:
-        """Whether no service lives that wants something."""
+        """Tells whether no living service asks for servers."""
         heard = self.wanted.heard
         return heard is None or time.monotonic() - heard > FORGOTTEN_SECONDS
 

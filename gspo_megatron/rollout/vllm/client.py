@@ -217,7 +217,7 @@ class Client:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """None: it is healthy. Anybody may say so."""
+        """Ask for its health; None: it is healthy. Anybody may answer that."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
@@ -225,8 +225,8 @@ class Client:
         return None
 
     async def why_not_ready(self, *, seconds: float) -> str | None:
-        """None: it is healthy, and if it is one of ours, it has proven that it is. Raises
-        ServerGone where another program answers in its place."""
+        """Ask for its health, and where it is one of ours for its proof; None: both are there.
+        Raises ServerGone where another program answers in its place."""
         why = await self.why_not_healthy(seconds=seconds)
         if why is None and self._is_ours:
             try:
@@ -238,7 +238,7 @@ class Client:
         return why
 
     async def why_not_proven(self, *, seconds: float) -> str | None:
-        """None: whoever listens at the url knows the token of this start of the server. Another
+        """Ask for a proof; None: whoever listens at the url knows the token of this start. Another
         program may have taken its port. Raises NoAnswer where nothing is known, because the server
         is busy, for example: it may be asked again."""
         assert self._token is not None, "a server that was started without a token"
@@ -362,14 +362,14 @@ class Client:
 
 
 def connected_session() -> aiohttp.ClientSession:
-    """For the clients of all servers; without a limit of its own on connections. A connection is
+    """A session for the clients of all servers, without a limit on connections. A connection is
     kept for less time than a server keeps it, so that hardly ever both use and close it at once."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS)
     return aiohttp.ClientSession(connector=connector, read_bufsize=_BUFFER)
 
 
 def _fail(path: str, status: int, text: str) -> NoReturn:
-    """For an answer that is an error."""
+    """Raise what an answer with an error status means."""
     told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(

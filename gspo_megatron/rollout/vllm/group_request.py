@@ -27,7 +27,7 @@ Seed = Sequence[int] | None  # numbers for `seed_of`; None: the sampling has wha
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What is asked for, in the same way of every server."""
+    """The request itself, which is the same for every server."""
 
     prompt: Sequence[int]
     sampling: Mapping[str, object]  # vLLM's SamplingParams

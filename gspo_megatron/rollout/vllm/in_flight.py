@@ -39,7 +39,7 @@ class InFlightResponse:
         return versions_of([*self.spans, (self.version, count)], count)
 
     def arrive(self, response: Response) -> None:
-        """It has ended. What the server tells of versions counts, where it tells them."""
+        """Take the answer. Where the server reports versions, these count."""
         count = len(response.token_ids)
         if response.spans is None:
             response.versions = self.versions(count)
@@ -51,7 +51,7 @@ class InFlightResponse:
         self.answer = response
 
     def take_back(self) -> None:
-        """It is sent again as if it had never been sent."""
+        """Give it up, so that it is sent again as if it had never been sent."""
         self.is_taken_back = True
         if self.when_taken_back is not None:
             self.when_taken_back(self)

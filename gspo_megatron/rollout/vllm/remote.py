@@ -33,12 +33,12 @@ _LOOK_SECONDS = 0.5
 
 
 def wanted_file(folder: Path, node: str) -> Path:
-    """What the service wants of a node; it holds the token of the servers."""
+    """The file of the service: which servers a node has to run, and their tokens."""
     return folder / f"{node}.wanted.json"
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """What the node's agent says."""
+    """The file of the node's agent."""
     return folder / f"{node}.json"
 
 
@@ -185,11 +185,11 @@ class RemoteProcess:
         return f"; {errors_of(self.log)}"
 
     def _told(self, key: str) -> Any:
-        """What the agent last said of this start of the server."""
+        """A value that the agent last told of this start of the server."""
         entry = self.node.report.servers.get(self.number, {})
         return entry.get(key) if entry.get("boot") == self.boot else None
 
 
 def server_log(folder: Path, number: int | str) -> Path:
-    """Of a server's output, on all nodes."""
+    """The log of a server's output, on all nodes."""
     return folder / f"{number}.log"

@@ -1,4 +1,4 @@
-"""Which responses go next, and to which server.
+"""The order of requests, and the server of each.
 
 Requests wait in a queue, those of earlier draws first, until a server with the weights that they
 need has room. What a server loses goes to others.
@@ -60,7 +60,7 @@ class RequestQueue(Generic[Chosen]):
         return entry
 
     def remove(self, entry: QueueEntry[Chosen]) -> None:
-        """It waits no more, if it still did."""
+        """Take an entry out, if it still waits."""
         if entry.is_waiting:
             entry.is_waiting = False
             self._waiting[entry.key].remove(entry)
@@ -223,7 +223,7 @@ class Scheduler:
                 return serving
 
     def _admit_soon(self) -> None:
-        """Once for all that happens in this turn of the event loop."""
+        """Call `_admit` once for all that happens in this turn of the event loop."""
         if self._queue.places and not self._admits_soon:
             self._admits_soon = True
             asyncio.get_running_loop().call_soon(self._admit)

@@ -36,8 +36,8 @@ class FleetSettings:
     keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
 
     def salt(self, version: int) -> str | None:
-        """What a server remembers of prompts is forgotten with each version, unless responses
-        under way hold on to it: then prompts of the next version are told apart."""
+        """The cache salt of a version. vLLM forgets its prefix cache with each version, unless
+        responses under way still use it: then the salt keeps the versions apart."""
         return str(version) if self.keeps_kv else None
 
 
@@ -135,14 +135,13 @@ class Server:
         return self.abilities.can_stream and not self.stream_failed
 
     def add_in_flight(self, responses: Collection[InFlightResponse]) -> None:
-        """At least one."""
+        """Count these as requests of this server: at least one."""
         self.in_flight.update(responses)
         self.busy.begin(len(responses))
         self.working.begin(len(responses))
 
     def remove_in_flight(self, responses: Iterable[InFlightResponse]) -> None:
-        """They have ended, or this server has them no more. It may have some of them no more since
-        before."""
+        """Count these no longer. Some of them may have been removed before."""
         ended = self.in_flight.intersection(responses)
         if ended:
             self.in_flight -= ended

@@ -109,7 +109,7 @@ class Service:
         return os.getppid() == self.settings["starter"]
 
     def end(self) -> None:
-        """From another thread."""
+        """End the service; called from another thread."""
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.ended.set)
 
@@ -194,14 +194,14 @@ class Service:
         return server_words(section.python or sys.executable, arguments)
 
     def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
-        """Of a start of a server; it has a token of its own, which an earlier one has not had."""
+        """Variables for a start of a server, with a token that no earlier start had."""
         token = secrets.token_urlsafe(32)
         client.begin(token)
         on_cpu = self.settings["on_cpu"]
         return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
 
     def _stops(self) -> dict[str, Any]:
-        """What ends a response: tokens by their ids, other texts as the server finds them."""
+        """Sampling parameters that end a response: token ids, and texts for the server to find."""
         tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
         special = tokenizer.special_tokens
         ids = [special[text] for text in stops if text in special]
@@ -347,8 +347,8 @@ def main() -> None:
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:
-        """From the system when rank 0 has died. From a scheduler, which sends it to all processes:
-        rank 0 still needs the service to end its step and save the run."""
+        """Stop where rank 0 has died. A scheduler sends SIGTERM to all processes: then rank 0 still
+        needs the service to end its step and save the run."""
         if not service.rank_0_lives():
             service.scorers.stop()
 

@@ -123,7 +123,8 @@ class ServiceClient:
         self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
-        """What a new process tells: that it listens, or why it cannot start. Empty: it has ended.
+        """Start a process; returns its first line: that it listens, or why it cannot start. Empty:
+        it has ended.
 
         Its port is held here: no other user can listen there once a service has died. Its token is
         a new one, so that of a dead service opens nothing."""
@@ -200,7 +201,7 @@ class ServiceClient:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:
-        """Whether what was asked for is there. Raises its error."""
+        """Tells whether what was asked for is there. Raises its error."""
         self.needs_folder = status.get("needs_folder", False)
         error = status.get("error")
         if error is not None:
@@ -219,8 +220,8 @@ def service_settings(
     weights_folder: Path,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """What the service is started with, as JSON. origin: a fingerprint of what decides responses
-    and rewards. Raises RolloutError where this machine has too few GPUs for the servers."""
+    """Settings that the service is started with, as JSON. origin: a fingerprint of what decides
+    responses and rewards. Raises RolloutError where this machine has too few GPUs for the servers."""
     shape = config.resolved_model()
     layers = [n for n, count in enumerate(experts_in_layers(shape)) if count]
     return {

@@ -115,7 +115,7 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
 
 
 def describe_families(families: Sequence[str], known: int) -> str:
-    """For a message: `experts of layers 1, 2; embedding`. known: how many there are."""
+    """Families in words: `experts of layers 1, 2; embedding`. known: how many there are."""
     if len(families) == known > 1:
         return "all of them"
     layers: dict[str, list[str]] = {}

@@ -50,8 +50,8 @@ class WeightStream:
         self._stuck: list[tuple[dist.Work, Group, Tensor]] = []
 
     def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What workers have to know, as JSON. specs: tensors on the meta device, in the order in
-        which they are sent."""
+        """The layout that workers have to know, as JSON. specs: tensors on the meta device, in the
+        order in which they are sent."""
         return {
             "host": self.host,
             "port": self.port,
@@ -96,7 +96,7 @@ class WeightStream:
         receiving: Callable[[], Collection[str]],
         deadline: float,
     ) -> dict[str, Group]:
-        """Those of the last time, and new ones with servers that come."""
+        """The groups of the last version, and new ones with servers that come."""
         known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
         self._groups = {}  # of servers that are gone
         self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
@@ -158,7 +158,7 @@ def exhaust(tensors: Iterable[Any]) -> None:
 
 
 def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
-    """None where the group is broken."""
+    """Begin a broadcast; None where the group is broken."""
     try:
         return broadcast(group, buffer)
     except RuntimeError:

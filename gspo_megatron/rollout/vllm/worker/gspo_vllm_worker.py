@@ -154,7 +154,7 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of all safetensors files of a folder, one after the other."""
+    """The tensors of a folder's safetensors files, one after the other."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
