@@ -193,8 +193,8 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 def needed_arguments(
     folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1
 ) -> dict[str, Any]:
-    """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it; routes:
-    it reports the experts of its tokens; workers: over which its tensors are split."""
+    """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it;
+    routes: it reports the experts of its tokens; workers: over which its tensors are split."""
     own: dict[str, Any] = {}
     if on_cpu:
         # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
