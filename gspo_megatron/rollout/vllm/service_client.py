@@ -221,7 +221,7 @@ def service_settings(
     on_cpu: bool,
 ) -> dict[str, Any]:
     """Settings that the service is started with, as JSON. origin: a fingerprint of what decides
-    responses and rewards. Raises RolloutError where the machine has too few GPUs for the servers."""
+    responses and rewards. Raises RolloutError where there are too few GPUs for the servers."""
     shape = config.resolved_model()
     layers = [n for n, count in enumerate(experts_in_layers(shape)) if count]
     return {

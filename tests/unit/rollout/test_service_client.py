@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,21 +129,26 @@ def test_a_service_killed_while_it_starts_is_started_again(
     assert not (tmp_path / "weights").exists()
 
 
-def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> None:
-    client = ServiceClient(settings(tmp_path), restarts=0)
-    try:
-        with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
-            client.draw_status("unknown")
-    finally:
-        client.close()
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceClient, Path]]:
+    """A sound service, and its run's parent folder."""
+    folder = tmp_path_factory.mktemp("service")
+    with closing(ServiceClient(settings(folder), restarts=0)) as client:
+        yield client, folder
+
+
+def test_a_defect_of_the_service_is_no_mistake_of_the_user(
+    service: tuple[ServiceClient, Path],
+) -> None:
+    with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
+        service[0].draw_status("unknown")
 
 
 def test_a_service_that_lives_and_does_not_answer_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gspo_megatron.rollout.vllm.service_client._DYING_SECONDS", 0.5)
-    client = ServiceClient(settings(tmp_path), restarts=1)
-    try:
+    with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
         first = client._process
         with socket.create_server(("127.0.0.1", 0)) as closed:
             client._url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -151,8 +156,6 @@ def test_a_service_that_lives_and_does_not_answer_is_started_again(
         assert first is not None and first.returncode == -signal.SIGKILL
         told = capfd.readouterr().err
         assert "the rollout service did not answer, and was ended: starting it again" in told
-    finally:
-        client.close()
 
 
 def test_a_service_that_ends_by_itself_is_not_started_again(
@@ -163,19 +166,18 @@ def test_a_service_that_ends_by_itself_is_not_started_again(
     assert "starting it again" not in capfd.readouterr().err
 
 
-def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(tmp_path: Path) -> None:
+def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
+    service: tuple[ServiceClient, Path],
+) -> None:
     """It was killed at step 10, this start goes on from step 5, and has begun two draws so far."""
-    client = ServiceClient(settings(tmp_path), restarts=0)
-    try:
-        bank = tmp_path / "run" / "rollouts"
-        bank.mkdir(parents=True, exist_ok=True)
-        later = [f"step_{step:08d}_0" for step in range(6, 13)]
-        for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
-            (bank / f"{name}.groups").touch()
-        client.forget(5)
-        assert sorted(path.stem for path in bank.glob("*.groups")) == later
-    finally:
-        client.close()
+    client, folder = service
+    bank = folder / "run" / "rollouts"
+    bank.mkdir(parents=True, exist_ok=True)
+    later = [f"step_{step:08d}_0" for step in range(6, 13)]
+    for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
+        (bank / f"{name}.groups").touch()
+    client.forget(5)
+    assert sorted(path.stem for path in bank.glob("*.groups")) == later
 
 
 def services_of(pid: int) -> list[psutil.Process]:
@@ -220,16 +222,13 @@ def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: P
 def test_a_token_that_is_no_ascii_is_refused_as_any_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    client = ServiceClient(settings(tmp_path), restarts=0)
-    try:
+    with closing(ServiceClient(settings(tmp_path), restarts=0)) as client:
         for word in ("Bearer schlüssel", "Bearer \N{PILE OF POO}", "Bearer \x80"):
             told = b"GET /figures HTTP/1.1\r\nHost: a\r\nAuthorization: "
             port = int(client._url.rpartition(":")[2])
             with socket.create_connection(("127.0.0.1", port), timeout=20) as peer:
                 peer.sendall(told + word.encode() + b"\r\nConnection: close\r\n\r\n")
                 assert peer.recv(1000).startswith(b"HTTP/1.1 401"), word
-    finally:
-        client.close()
     assert "Traceback" not in capfd.readouterr().err
 
 
