@@ -3,12 +3,13 @@
     python tools/bench_service.py [--servers 64] [--groups 256] [--draws 4] [--lengths 2000,6000]
                                   [--speed 0] [--json] [--profile]
 
-The service is real: client, pool, draws, scoring, bank. The servers are one process, each on a port
-of its own: our middleware, as vLLM's servers load it, over an application that answers in vLLM's
-form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens). Real
-servers read vLLM's JSON side by side; here each of 128 different responses is read once, so that
-they keep up. They answer at once, or as if a response had so many tokens a second (`--speed`); with
-`--json` without our middleware. Of a draw, so many responses are on their way as servers may have.
+The service is real: client, scheduler, draws, scoring, bank. The servers are one process, each on a
+port of its own: our middleware, as vLLM's servers load it, over an application that answers in
+vLLM's form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens).
+Real servers read vLLM's JSON side by side; here each of 128 different responses is read once, so
+that they keep up. They answer at once, or as if a response had so many tokens a second (`--speed`);
+with `--json` without our middleware. Of a draw, so many responses are on their way as servers may
+have.
 Printed are the CPU seconds of a response, by thread; the last line has
 
     responses_per_cpu_second   by the service's thread alone: requests, answers, draws
@@ -50,10 +51,12 @@ from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.fleet import Fleet
+from gspo_megatron.rollout.vllm.scheduler import Scheduler
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.service import collect_garbage_less_often
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker import gspo_vllm_answers
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     ABOUT,
@@ -70,7 +73,7 @@ _LONGEST, _VOCABULARY = 32_768, 40
 _BODIES = 128  # different responses
 _PER_PROMPT = 16
 _NINETIETH = 1.2816  # of a normal distribution, in standard deviations
-_PROBE = Probe([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
+_CHECK = WeightCheck([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 def body(lengths: int, rng: np.random.Generator | None) -> bytes:
@@ -184,7 +187,7 @@ def write_config(folder: Path, groups: int) -> Path:
     return folder / "config.yaml"
 
 
-async def draw_all(pool: Pool, draws: Draws, step: int, groups: int) -> float:
+async def draw_all(scheduler: Scheduler, draws: Draws, step: int, groups: int) -> float:
     """Have a draw of so many prompts; the CPU seconds of this thread."""
     seconds = time.thread_time()
     running = draws.begin(
@@ -203,7 +206,7 @@ async def draw_all(pool: Pool, draws: Draws, step: int, groups: int) -> float:
     await running.task
     if running.error is not None:
         raise running.error
-    assert pool.resubmitted == 0, "servers were lost"
+    assert scheduler.resubmitted == 0, "servers were lost"
     return time.thread_time() - seconds
 
 
@@ -216,18 +219,20 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
     async def run() -> None:
         async with connected_session() as session:
             needs = Needs(2 * _LONGEST, "float32", with_routes=False)
-            settings = PoolSettings(
+            settings = FleetSettings(
                 ModelFacts(_VOCABULARY, 2, 4, 2, (0, 1)), needs, 0, 60, 600, max_staleness=1
             )
             urls = [f"http://127.0.0.1:{port}" for port in ports]
-            pool = Pool([Server(url, Client(url, session)) for url in urls], settings)
+            fleet = Fleet([Server(url, Client(url, session)) for url in urls], settings)
+            scheduler = Scheduler(fleet)
             try:
-                await pool.update(Weights(0, str(folder), _PROBE))
-                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", "bench")
+                fleet.take_weights(Weights(0, str(folder), _CHECK))
+                await fleet.update_servers()
+                draws = Draws(scheduler, scorers, inputs.files, {}, folder / "bank", "bench")
                 for step in range(1, arguments.draws + 1):
-                    found.append(await draw_all(pool, draws, step, arguments.groups))
+                    found.append(await draw_all(scheduler, draws, step, arguments.groups))
             finally:
-                await pool.close()
+                await fleet.close()
 
     def work() -> None:
         profile = cProfile.Profile(time.thread_time)

@@ -14,8 +14,8 @@ written, so it is in memory. `ratio` is the seconds of `cp` divided by those of 
 as fast as one copy. The call makes several: from the trainer to the folder, from there into vLLM's
 buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
 
-    export   the model into the folder           probe   the trainer's own answers
-    load     the server stands still             proof   the server's answers
+    export   the model into the folder           expected   the trainer's own answers
+    load     the server stands still             check      the server's answers
 
 Memory of the trainer: its largest resident set during the call above that before (VmHWM, which the
 kernel keeps). Of the server: the same of all its processes, summed; `anonymous`, which is sampled,
@@ -43,7 +43,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the c
 
 _LAYERS, _HIDDEN, _WIDTH, _VOCABULARY = 8, 512, 512, 8192
 _SAMPLE_SECONDS = 0.02
-PARTS = ("export", "probe", "load", "proof")
+PARTS = ("export", "expected", "load", "check")
 
 
 def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
@@ -104,11 +104,12 @@ class Parts:
     """Seconds of the parts of a call, by name."""
 
     def __init__(self, collector: Any) -> None:
-        from gspo_megatron.rl import served_rollouts
+        from gspo_megatron.rollout.vllm import weight_sync
 
         self.seconds: dict[str, float] = {}
-        served_rollouts.export_hf = self._timed("export", served_rollouts.export_hf)
-        collector._probe = self._timed("probe", collector._probe)
+        weight_sync.export_hf = self._timed("export", weight_sync.export_hf)
+        sync = collector.sync
+        sync._weight_check = self._timed("expected", sync._weight_check)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*given: Any, **named: Any) -> Any:
@@ -217,7 +218,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
             newest = place / f"version_{number:08d}"
             cp = cp or copy(newest, place.with_suffix(".copy"))
             figures = run.collector._service().figures()
-            seconds = parts.seconds | {n: figures[f"{n}_seconds"] for n in ("load", "proof")}
+            seconds = parts.seconds | {n: figures[f"{n}_seconds"] for n in ("load", "check")}
             figures = {
                 "ratio": cp / metrics["sync/seconds"],
                 "seconds": metrics["sync/seconds"],

@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _run_server(arguments: argparse.Namespace, suites: dict[str, Any]) -> int:
-    from gspo_megatron.rollout.vllm.chat import ServerEvaluation
+    from gspo_megatron.evaluation.server import ServerEvaluation
 
     url = arguments.source.rstrip("/").removesuffix("/v1")
     named = re.sub(r"\W+", "-", url.partition("://")[2])

@@ -62,8 +62,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
+    from gspo_megatron.rollout.vllm.installed import device_of
     from gspo_megatron.rollout.vllm.process import hold_port
-    from gspo_megatron.rollout.vllm.standalone import device_of
 
     if arguments.join:
         for name in ("port", "dtype"):

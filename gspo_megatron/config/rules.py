@@ -104,7 +104,7 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         )
 
 
-# Of a suite: config cannot import observe.suite_scores, which makes them.
+# Of a suite: config cannot import evaluation.scores, which makes them.
 _SUITE_FIGURES = (
     *("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed", "left_out"),
 )

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
 from gspo_megatron.observe.plots import ABLATION, Page, Panel, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
@@ -33,7 +34,6 @@ from gspo_megatron.observe.report import (
     window,
     window_means,
 )
-from gspo_megatron.observe.suite_scores import share_interval
 
 COLLAPSED_BELOW = 0.5  # of the best
 LEAST_SEEDS = 3  # for a difference to be called significant

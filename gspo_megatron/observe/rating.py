@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
-from gspo_megatron.observe.suite_scores import bootstrap_interval
+from gspo_megatron.observe.intervals import bootstrap_interval
 
 LEAST, MOST = 0.0, 4000.0  # ratings that a place may stand for
 _LEAST_SHARE = 0.3  # of a problem's points that are left when it is solved, however late

@@ -1,4 +1,4 @@
-"""The figures of a run's suites as a table for the terminal."""
+"""The figures of a run's suites for people: a table for the terminal, and lines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gspo_megatron.observe.intervals import CONFIDENCE
 from gspo_megatron.observe.metrics_files import read_metrics
 from gspo_megatron.observe.progress import MISSING, SafeStream
-from gspo_megatron.observe.suite_scores import CONFIDENCE, failed_text, interval_text
 
 _INTERVAL = f"{CONFIDENCE:.0%} interval"
 _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cut off", "tokens"
 
 
 def figures_of_suites(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By suite, from metrics evaluation/SUITE/FIGURE."""
+    """Figures by suite, from metrics evaluation/SUITE/FIGURE."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         head, _, rest = key.partition("/")
@@ -76,3 +76,36 @@ def _row(figures: Mapping[str, float]) -> list[str]:
         f"{figures['truncated']:.1%}",
         f"{figures['length']:.0f}",
     ]
+
+
+def interval_text(figures: Mapping[str, float], between: str) -> str | None:
+    """The 95% interval of a suite's mean; None where all problems have the same mean reward. Then
+    every draw of problems has it too: an interval without width, which would claim certainty."""
+    low, high = figures["ci_low"], figures["ci_high"]
+    return f"{low:.3f}{between}{high:.3f}" if low < high else None
+
+
+def suite_text(figures: Mapping[str, float]) -> str:
+    """The figures of a suite on one line, for people."""
+    most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
+    interval = interval_text(figures, " to ")
+    found = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
+    for label, name in (("pass", "pass_at_"), ("maj", "maj_at_")):
+        if most > 1 and f"{name}{most}" in figures:
+            found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
+    found.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
+    if figures.get("failed"):
+        found.append(failed_text(figures))
+    return ", ".join(found)
+
+
+def failed_text(figures: Mapping[str, float]) -> str:
+    """How many calls of a suite's reward failed, and what became of their problems."""
+    calls = int(figures["failed"])
+    told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
+    if "left_out" not in figures:  # of an earlier version
+        return told
+    left_out = int(figures["left_out"])
+    if not left_out:
+        return f"{told}: counted as wrong"
+    return f"{told}: {left_out} problem{'s' if left_out > 1 else ''} left out"

@@ -8,7 +8,9 @@ from typing import Any
 
 from gspo_megatron.config.schema import Config, suite_key
 from gspo_megatron.errors import RewardError
-from gspo_megatron.observe.suite_scores import CONFIDENCE, of_records, suite_figures, suite_text
+from gspo_megatron.evaluation.scores import figures_of_records
+from gspo_megatron.observe.intervals import CONFIDENCE
+from gspo_megatron.observe.suite_table import suite_text
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rewards.registry import suite_rewards
 from gspo_megatron.rewards.scoring import PartNames, Scorer
@@ -107,8 +109,7 @@ class Suites:
         """None where no problem is left."""
         suite, seed = self.config.evaluation.suites[name], self.config.training.seed
         try:
-            wrong = suite.failed == "wrong"
-            return suite_figures(of_records(records), suite.samples, seed, failed_is_wrong=wrong)
+            return figures_of_records(records, suite, seed)
         except ValueError:
             return None
 

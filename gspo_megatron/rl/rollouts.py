@@ -19,8 +19,8 @@ from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.environments.transcript import records_of
 from gspo_megatron.errors import EpisodeError, RewardError, UserError, error_of
 from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import written_answer
-from gspo_megatron.observe.suite_scores import share_interval
 from gspo_megatron.platform.collectives import (
     all_gather_columns,
     all_gather_numbers,

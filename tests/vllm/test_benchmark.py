@@ -22,7 +22,7 @@ def measured(tool: str, python: Path, *words: str) -> dict[str, float]:
 def test_weight_sync_is_measured(vllm_python: Path) -> None:
     words = ("--gigabytes", "0.1", "--rounds", "2")
     figures = measured("bench_weight_sync.py", vllm_python, *words)
-    parts = {"export_seconds", "probe_seconds", "load_seconds", "proof_seconds"}
+    parts = {"export_seconds", "expected_seconds", "load_seconds", "check_seconds"}
     assert {"ratio", "cp_seconds", *parts} <= figures.keys()
     assert all(figures[name] > 0 for name in ("ratio", "seconds", "cp_seconds", *parts))
     assert 1e8 < figures["bytes"] < 3e8

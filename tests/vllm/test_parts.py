@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
+from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Server
-from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights
+from tests.vllm.test_weights import VOCABULARY, served, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FACTS = ModelFacts(VOCABULARY, 4, 8, 2, (0, 1, 2, 3))
@@ -63,16 +63,16 @@ def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server)
 def test_a_whole_group_is_one_request(
     vllm_server: Server, tiny_qwen3_moe: Callable[[int], Path]
 ) -> None:
-    async def work(pool: Pool) -> list[list[Response]]:
-        pool.settings = replace(SETTINGS, max_staleness=1)
-        await pool.update(weights(0, tiny_qwen3_moe(0)))
-        [server] = pool.servers
+    async def work(fleet: ScheduledFleet) -> list[list[Response]]:
+        fleet.change_settings(max_staleness=1)
+        await fleet.update(weights(0, tiny_qwen3_moe(0)))
+        [server] = fleet.servers
         assert server.abilities.gives_parts
         found = []
         for gives_parts in (True, False):
             server.abilities = replace(server.abilities, gives_parts=gives_parts)
-            found.append(await pool.generate_all(PROMPT, SAMPLING, SEEDS, 0))
-        assert pool.resubmitted == 0 and not pool.problems()
+            found.append(await fleet.scheduler.generate_all(PROMPT, SAMPLING, SEEDS, 0))
+        assert fleet.scheduler.resubmitted == 0 and not fleet.problems()
         return found
 
     for part, single in zip(*served([vllm_server], work), strict=True):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Sample, Server
 from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
-from tests.vllm.test_weights import SETTINGS, VOCABULARY, served, weights
+from tests.vllm.test_weights import VOCABULARY, served, weights
 
 # `full`: responses have to outlast two updates, which they do not on a machine with other work
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
@@ -40,18 +40,20 @@ def errors(
     return (expected - torch.tensor(logprobs)).abs().numpy()
 
 
-async def draw(pool: Pool, version: int) -> list[Response]:
+async def draw(fleet: ScheduledFleet, version: int) -> list[Response]:
     sampling = {"temperature": TEMPERATURE, "max_tokens": TOKENS, "ignore_eos": True}
     calls = [
-        pool.generate(prompt, {**sampling, "seed": seed}, version)
+        fleet.generate(prompt, {**sampling, "seed": seed}, version)
         for seed, prompt in enumerate(prompts())
     ]
     return await asyncio.gather(*calls)
 
 
-async def have_begun(pool: Pool, drawing: asyncio.Task[list[Response]], tokens: int) -> None:
+async def have_begun(
+    fleet: ScheduledFleet, drawing: asyncio.Task[list[Response]], tokens: int
+) -> None:
     """Until so many more tokens are drawn."""
-    client = pool.servers[0].client
+    client = fleet.servers[0].client
     before = None
     while True:
         found = (await client.figures(seconds=9)).get("generation_tokens_total", 0.0)
@@ -70,20 +72,20 @@ def updated(
 
     versions = [weights(version, folder) for version, folder in enumerate(folders)]
 
-    async def work(pool: Pool) -> tuple[list[Response], list[Response]]:
-        pool.settings = replace(SETTINGS, max_staleness=2, keeps_kv=keeps)
-        await pool.update(versions[0])
-        able = pool.servers[0].abilities
+    async def work(fleet: ScheduledFleet) -> tuple[list[Response], list[Response]]:
+        fleet.change_settings(max_staleness=2, keeps_kv=keeps)
+        await fleet.update(versions[0])
+        able = fleet.servers[0].abilities
         assert able.counts_tokens and able.sequences == 64
-        pool.servers[0].abilities = replace(able, counts_tokens=counts)
-        drawing = asyncio.create_task(draw(pool, 0))
+        fleet.servers[0].abilities = replace(able, counts_tokens=counts)
+        drawing = asyncio.create_task(draw(fleet, 0))
         for newest in versions[1:]:
-            await have_begun(pool, drawing, 150)
-            await pool.update(newest)
-            assert pool.servers[0].version == newest.version
+            await have_begun(fleet, drawing, 150)
+            await fleet.update(newest)
+            assert fleet.servers[0].version == newest.version
         found = await drawing
-        assert pool.resubmitted == 0 and not pool.problems()
-        return found, await draw(pool, len(folders) - 1)
+        assert fleet.scheduler.resubmitted == 0 and not fleet.problems()
+        return found, await draw(fleet, len(folders) - 1)
 
     return served([server], work)
 

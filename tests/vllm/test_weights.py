@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,20 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rl.served_rollouts import TOLERANCES, probe_prompts
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, tolerances
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
+from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Server as Running
 from tests.vllm.servers import run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 VOCABULARY, LAYERS, EXPERTS, TOP_K = 257, 4, 8, 2
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, tuple(range(LAYERS)))
-SETTINGS = PoolSettings(
+SETTINGS = FleetSettings(
     facts=FACTS,
     needs=Needs(max_model_len=2048, dtype="float32", with_routes=True),
     restarts=0,
@@ -86,11 +85,11 @@ def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.
 
 
 @torch.no_grad()
-def probe_of(folder: Path) -> Probe:
+def check_of(folder: Path) -> WeightCheck:
     """Greedy responses of transformers to random prompts, token by token without a cache."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found: list[list[Any]] = [[], [], []]
-    asked = [(ids, count) for each, count in probe_prompts(VOCABULARY, 1024) for ids in each]
+    asked = [(ids, count) for each, count in check_prompts(VOCABULARY, 1024) for ids in each]
     for prompt, count in asked:
         ids, logprobs = torch.tensor([prompt]), []
         for _ in range(count):
@@ -100,15 +99,15 @@ def probe_of(folder: Path) -> Probe:
         answer = ids[0, len(prompt) :].tolist()
         for values, value in zip(found, (prompt, answer, logprobs), strict=True):
             values.append(value)
-    return Probe(*found, *TOLERANCES["fp32"])
+    return WeightCheck(*found, *tolerances("fp32"))
 
 
 def served(
     running: list[Running],
-    work: Callable[[Pool], Awaitable[Any]],
+    work: Callable[[ScheduledFleet], Awaitable[Any]],
     client: Callable[..., Client] = Client,
 ) -> Any:
-    """Work with a pool of running servers, whose last one is talked to by `client`."""
+    """Work with a fleet of running servers, whose last one is talked to by `client`."""
 
     async def run() -> Any:
         async with connected_session() as session:
@@ -117,34 +116,31 @@ def served(
                 Server(f"server {number}", kind(each.url, session))
                 for number, (kind, each) in enumerate(zip(kinds, running, strict=True))
             ]
-            pool = Pool(servers, SETTINGS)
-            try:
-                return await work(pool)
-            finally:
-                await pool.close()
+            async with ScheduledFleet(servers, SETTINGS) as fleet:
+                return await work(fleet)
 
     return asyncio.run(run())
 
 
 def weights(version: int, folder: Path, like: Path | None = None) -> Weights:
     """`folder` is what is sent, `like` what the trainer has."""
-    return Weights(version, str(folder), probe_of(like or folder))
+    return Weights(version, str(folder), check_of(like or folder))
 
 
 def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     vllm_server: Running, second_server: Running, old: Path, new: Path
 ) -> None:
-    before, after = probe_of(old), probe_of(new)
-    first = [np.array([each[0] for each in probe.logprobs]) for probe in (before, after)]
+    before, after = check_of(old), check_of(new)
+    first = [np.array([each[0] for each in check.logprobs]) for check in (before, after)]
     moved = np.abs(first[0] - first[1])
     assert moved.mean() > 1e-3  # of the first token: both drew it after the same prompt
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         for version, folder in enumerate([old, new, old, new]):
-            await pool.update(weights(version, folder))
-            assert [each.version for each in pool.servers] == [version, version]
+            await fleet.update(weights(version, folder))
+            assert [each.version for each in fleet.servers] == [version, version]
             sampling = {"temperature": 1.0, "max_tokens": 5, "seed": 1, "ignore_eos": True}
-            response = await pool.generate([1, 2, 3], sampling, version)
+            response = await fleet.generate([1, 2, 3], sampling, version)
             assert len(response.token_ids) == 5 and response.routes.shape == (8, LAYERS, TOP_K)
 
     served([vllm_server, second_server], work)
@@ -174,14 +170,14 @@ def test_weights_that_did_not_all_arrive_are_found(
 ) -> None:
     sent = sabotage(old, new, tmp_path / "sent")
 
-    async def work(pool: Pool) -> None:
-        await pool.update(weights(0, old))
+    async def work(fleet: ScheduledFleet) -> None:
+        await fleet.update(weights(0, old))
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
-            await pool.update(weights(1, sent, like=new))
+            await fleet.update(weights(1, sent, like=new))
         # the server has what it was told to load
         assert "its tensors have the folder's sums" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
-            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+            await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server], work)
 
@@ -190,8 +186,8 @@ def test_weights_that_did_not_all_arrive_are_found(
 def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
     vllm_server: Running, old: Path, new: Path, tmp_path: Path, at_start: bool
 ) -> None:
-    """In an update the probe has to find them first. At the start they are found where no log-prob
-    would show it."""
+    """In an update the responses have to find them first. At the start they are found where no
+    log-prob would show it."""
     step = 1e-6 if at_start else 1.0
     wrong = (".layers.1.mlp.experts.3.up_proj.", ".layers.1.mlp.experts.7.", ".3.input_layernorm.")
 
@@ -205,13 +201,13 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
             sent = sabotaged if at_start or version == "1" else folder
             await super().load_weights(str(sent), version, **options)
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         version = 0
         if not at_start:
-            await pool.update(weights(0, old))
+            await fleet.update(weights(0, old))
             version = 1
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(version, new))
+            await fleet.update(weights(version, new))
         told = str(caught.value)
         assert told.endswith("not as in the folder: experts of layer 1; norms of layer 3")
         assert ("log-probs" in told) is not at_start
@@ -272,14 +268,14 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
     client: type[Client],
     why: str,
 ) -> None:
-    async def work(pool: Pool) -> None:
-        await pool.update(weights(0, old))
-        await pool.update(weights(1, new))
-        sound, broken = pool.servers
+    async def work(fleet: ScheduledFleet) -> None:
+        await fleet.update(weights(0, old))
+        await fleet.update(weights(1, new))
+        sound, broken = fleet.servers
         assert (sound.version, broken.version) == (1, None)
-        assert why in str(broken.why_out) and pool.problems() == [f"server 1: {broken.why_out}"]
+        assert why in str(broken.why_out) and fleet.problems() == [f"server 1: {broken.why_out}"]
         for _ in range(3):
-            await pool.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
+            await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server, second_server], work, client)
 
@@ -287,11 +283,11 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
 def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
     """It is named, with everything that it lacks; nothing is loaded into it."""
 
-    async def work(pool: Pool) -> None:
+    async def work(fleet: ScheduledFleet) -> None:
         other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)
-        pool.settings = replace(SETTINGS, needs=other)
+        fleet.change_settings(needs=other)
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(0, old))
+            await fleet.update(weights(0, old))
         (line,) = str(caught.value).splitlines()
         assert line.startswith("server 0: computes in torch.float32: --dtype bfloat16; takes 2048")
 

@@ -1,9 +1,9 @@
 """Rollouts by vLLM servers: one asyncio process beside rank 0, and what it shares with the ranks.
 
-    rank 0 --draw--> service --prompts--> servers        handle.py | service.py | pool.py, client.py
-    service --finished, scored groups--> the bank        episodes.py, ../store.py
-    every rank <--its own share-- the bank               ../store.py
-    rank 0 --folder, probe--> service --> servers        handle.py | pool.py
+    rank 0 --draw--> service --prompts--> servers    service_client | service, scheduler, client
+    service --finished, scored groups--> the bank    episodes, ../store
+    every rank <--its own share-- the bank           ../store
+    ranks --weights, check--> service --> servers    weight_sync, weight_stream | weights, fleet
 
-No module of this folder imports torch.
+The service imports no torch. `weight_sync` and `weight_stream` do: they run on the ranks.
 """

@@ -15,12 +15,10 @@ from gspo_megatron.addresses import route_to
 from gspo_megatron.errors import DataError, RolloutError
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import (
-    BEAT_SECONDS,
-    Letters,
+    HeartbeatFile,
     report_file,
     server_log,
     wanted_file,
-    write_letter,
 )
 
 _LOOK_SECONDS = 0.5
@@ -37,7 +35,7 @@ class _Started:
     ended: str | None = None  # how, in words
 
     def as_told(self) -> dict[str, Any]:
-        """For the service."""
+        """Its state in JSON, for the service."""
         if self.process is None:
             return {"boot": self.boot, "url": None, "ended": self.ended}
         self.ended = self.ended or self.process.has_ended()
@@ -50,13 +48,13 @@ class Agent:
     def __init__(
         self, folder: Path, name: str, host: str | None = None, python: str | None = None
     ) -> None:
-        """folder: of the run's letters, which may not exist yet; name: of this node in the run;
+        """folder: of the nodes' files, which may not exist yet; name: of this node in the run;
         host: the address that servers listen on, or None: that on the way to the service; python:
         replaces the interpreter that the run names."""
         self.folder, self.name, self.host, self.python = folder, name, host, python
-        self.wanted = Letters(wanted_file(folder, name))
+        self.wanted = HeartbeatFile(wanted_file(folder, name))
+        self.report = HeartbeatFile(report_file(folder, name))
         self.servers: dict[str, _Started] = {}
-        self._told, self._told_at = "", 0.0
 
     async def run(self, ended: asyncio.Event) -> None:
         """Until `ended` is set; then all servers have ended too."""
@@ -74,7 +72,7 @@ class Agent:
             self._tell()
 
     def _is_forgotten(self) -> bool:
-        """Whether no service lives that wants something."""
+        """Tells whether no living service asks for servers."""
         heard = self.wanted.heard
         return heard is None or time.monotonic() - heard > FORGOTTEN_SECONDS
 
@@ -123,15 +121,12 @@ class Agent:
         return way
 
     def _tell(self) -> None:
-        """Where something has changed, or a sign of life is due. Not before the run has made the
-        folder: a new run wants its own to be empty."""
-        servers = {number: started.as_told() for number, started in self.servers.items()}
-        is_due = time.monotonic() - self._told_at > BEAT_SECONDS
-        if (is_due or repr(servers) != self._told) and self.folder.is_dir():
+        """Not before the run has made the folder: a new run wants its own to be empty."""
+        if self.folder.is_dir():
+            servers = {number: started.as_told() for number, started in self.servers.items()}
             # A full disk: the service hears nothing, and acts on that.
             with contextlib.suppress(DataError):
-                write_letter(report_file(self.folder, self.name), servers)
-                self._told, self._told_at = repr(servers), time.monotonic()
+                self.report.write(servers)
 
     def _say(self, text: str) -> None:
         print(f"{self.name}: {text}", flush=True)

@@ -28,6 +28,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     PARTS,
     PROOF,
     TAKE_BACK,
+    TOKEN_VARIABLE,
     Failure,
     ModelFacts,
     Response,
@@ -40,7 +41,6 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
 
 HEALTH = "/health"  # of vLLM, which every server answers without a token
 MODEL = "policy"  # the name under which started servers serve the model
-TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # of servers that the run has not started
 
 # How a server is paused for new weights, and what becomes of responses under way. They go on
 # after it: with what the new weights make of their tokens, or with what the old ones have made.
@@ -217,15 +217,28 @@ class Client:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """None: it is healthy. Anybody may say so."""
+        """Ask for its health; None: it is healthy. Anybody may answer that."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
             return str(error)
         return None
 
+    async def why_not_ready(self, *, seconds: float) -> str | None:
+        """Ask for its health, and where it is one of ours for its proof; None: both are there.
+        Raises ServerGone where another program answers in its place."""
+        why = await self.why_not_healthy(seconds=seconds)
+        if why is None and self._is_ours:
+            try:
+                wrong = await self.why_not_proven(seconds=seconds)
+            except NoAnswer as error:
+                return str(error)  # which is no wrong proof: it is asked again
+            if wrong:
+                raise ServerGone(wrong)
+        return why
+
     async def why_not_proven(self, *, seconds: float) -> str | None:
-        """None: whoever listens at the url knows the token of this start of the server. Another
+        """Ask for a proof; None: whoever listens at the url knows the token of this start. Another
         program may have taken its port. Raises NoAnswer where nothing is known, because the server
         is busy, for example: it may be asked again."""
         assert self._token is not None, "a server that was started without a token"
@@ -243,7 +256,7 @@ class Client:
         return None
 
     async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
-        """vLLM's own metrics, by name without the prefix. in_short: the few that the pool looks at,
+        """vLLM's own metrics, by name without the prefix. in_short: the few that `Fleet` needs,
         picked by our middleware: all of them are 1,000 lines."""
         if in_short:
             found = await self._call("GET", FIGURES, seconds=seconds)
@@ -349,14 +362,14 @@ class Client:
 
 
 def connected_session() -> aiohttp.ClientSession:
-    """For the clients of all servers; without a limit of its own on connections. A connection is
+    """A session for the clients of all servers, without a limit on connections. A connection is
     kept for less time than a server keeps it, so that hardly ever both use and close it at once."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS)
     return aiohttp.ClientSession(connector=connector, read_bufsize=_BUFFER)
 
 
 def _fail(path: str, status: int, text: str) -> NoReturn:
-    """For an answer that is an error."""
+    """Raise what an answer with an error status means."""
     told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(

@@ -39,7 +39,7 @@ from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.store import SUFFIX, DrawFile, Group
-from gspo_megatron.rollout.vllm.pool import Pool, all_of
+from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
@@ -229,7 +229,7 @@ class Draws:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: Scheduler,
         scorers: Scorers,
         prompts: Mapping[str, Sequence[Prompt]],
         stops: Mapping[str, Any],

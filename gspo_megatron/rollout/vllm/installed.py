@@ -1,7 +1,8 @@
-"""What the vLLM that a run would start can do, without importing it: that takes ten seconds."""
+"""What the vLLM of an interpreter can do, as programs in its own environment find out."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,12 +11,14 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
-from gspo_megatron.errors import problem
+from gspo_megatron.errors import RolloutError, problem
 
 _SECONDS = 60.0
-# Runs in vLLM's own environment. The sizes of its attention kernels for CPUs are a constant in the
-# source text.
-_PROBE = """
+_IMPORT_SECONDS = 300.0
+_DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
+# Without importing vLLM: that takes ten seconds. The sizes of its attention kernels for CPUs are a
+# constant in the source text.
+_HEAD_SIZES = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
 found = {}
@@ -59,14 +62,32 @@ def unfit_heads(config: Config) -> list[str]:
 def _look_at(python: str) -> dict[str, Any]:
     """{} where that is no vLLM for CPUs, or one that keeps its sizes elsewhere."""
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE],
-            env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
-        return json.loads(done.stdout)
+        return json.loads(_run(python, _HEAD_SIZES, _SECONDS).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
+
+
+@functools.cache
+def device_of(python: str) -> str:
+    """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
+    try:
+        done = _run(python, _DEVICE, _IMPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RolloutError(f"--python {python}: cannot be run: {error}") from error
+    found = [line for line in done.stdout.splitlines() if line.startswith("device ")]
+    if not found:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise RolloutError(f"--python {python}: has no vLLM that can be imported: {last}")
+    return found[-1].removeprefix("device ")
+
+
+def _run(python: str, program: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in an interpreter's own environment. Raises OSError, TimeoutExpired."""
+    return subprocess.run(
+        [python, "-c", program],
+        env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )

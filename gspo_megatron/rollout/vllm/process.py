@@ -22,11 +22,14 @@ from typing import Any
 from gspo_megatron.errors import RolloutError, problem
 from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import FOLDER_VARIABLE, kill_group
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
+    FOLDER_VARIABLE,
+    STARTER_VARIABLE,
+    kill_group,
+)
 
 WORKER_FOLDER = Path(__file__).resolve().parent / "worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
-STARTER_VARIABLE = "GSPO_SERVER_STARTER"  # for the server and its engine: they end with it
 GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
@@ -121,7 +124,7 @@ class ServerProcess:
 
     def _own_environment(self) -> dict[str, str]:
         return {
-            STARTER_VARIABLE: str(os.getpid()),
+            STARTER_VARIABLE: str(os.getpid()),  # it ends with this process
             FOLDER_VARIABLE: self._folder,
             "TMPDIR": self._folder,
             "VLLM_RPC_BASE_PATH": self._folder,  # of the sockets between its processes
@@ -130,7 +133,7 @@ class ServerProcess:
         }
 
     def last_lines(self) -> str:
-        """Of its log, for a message."""
+        """The end of its log, for a message."""
         return "see above" if self.log is None else last_lines_of(self.log)
 
     def errors(self) -> str:
@@ -190,8 +193,8 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 def needed_arguments(
     folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1
 ) -> dict[str, Any]:
-    """What every run needs of a server. folder: of weights; dtype: as vLLM names it; routes: it
-    reports the experts of its tokens; workers: over which its tensors are split."""
+    """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it;
+    routes: it reports the experts of its tokens; workers: over which its tensors are split."""
     own: dict[str, Any] = {}
     if on_cpu:
         # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
@@ -227,7 +230,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
 
 
 def cpu_environment() -> dict[str, str]:
-    """What vLLM's CPU build wants; variables that are set already stay."""
+    """Variables for vLLM's CPU build; variables that are set already stay."""
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -243,8 +246,8 @@ def cpu_environment() -> dict[str, str]:
 
 
 def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[str, str]:
-    """Of every server: the routes for new weights, for those who have the token, and nothing from
-    the network."""
+    """Variables of every server: the routes for new weights, for those who have the token, and
+    nothing from the network."""
     return {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",

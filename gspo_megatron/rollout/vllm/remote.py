@@ -24,7 +24,7 @@ from typing import Any
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
-from gspo_megatron.rollout.vllm.process import END_SECONDS, errors_of, last_lines_of
+from gspo_megatron.rollout.vllm.process import END_SECONDS, errors_of
 
 FOLDER = "servers"  # in the bank's folder
 BEAT_SECONDS = 2.0
@@ -33,24 +33,17 @@ _LOOK_SECONDS = 0.5
 
 
 def wanted_file(folder: Path, node: str) -> Path:
-    """What the service wants of a node; it holds the token of the servers."""
+    """The file of the service: which servers a node has to run, and their tokens."""
     return folder / f"{node}.wanted.json"
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """What the node's agent says."""
+    """The file of the node's agent."""
     return folder / f"{node}.json"
 
 
-def write_letter(path: Path, servers: Mapping[str, Any], address: str | None = None) -> None:
-    """Write a side's file, which only the user may read. address: of the service. Raises
-    DataError."""
-    content = {"beat": time.time(), "servers": servers, "address": address}
-    write_atomically(path, json.dumps(content).encode(), mode=0o600)
-
-
-class Letters:
-    """A side's file, as the other side reads it again and again."""
+class HeartbeatFile:
+    """A side's file. That side writes it again and again, the other side reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,6 +51,16 @@ class Letters:
         self.heard: float | None = None  # when it last changed; None: never while we looked
         self.address: str | None = None  # of the side that writes it; an agent has none
         self._beat: float | None = None
+        self._written, self._written_at = {}, -math.inf
+
+    def write(self, servers: Mapping[str, Any], address: str | None = None) -> None:
+        """Write it where something has changed, or a sign of life is due. Only the user may read
+        it. address: of the service. Raises DataError."""
+        content = {"servers": dict(servers), "address": address}
+        if content != self._written or time.monotonic() - self._written_at > BEAT_SECONDS:
+            text = json.dumps({"beat": time.time(), **content})
+            write_atomically(self.path, text.encode(), mode=0o600)
+            self._written, self._written_at = content, time.monotonic()
 
     def read(self) -> None:
         try:
@@ -80,32 +83,28 @@ class Node:
         """address: of the service; the node's servers listen on the way to it."""
         self.name, self.folder, self.address = name, folder, address
         self._wanted: dict[str, dict[str, Any]] = {}
-        self._written = -math.inf  # when; what has changed since is due at once
         self._lock = threading.Lock()
-        self.report = Letters(report_file(folder, name))
-        for path in (self.report.path, wanted_file(folder, name)):  # of an earlier start
-            path.unlink(missing_ok=True)
+        self.wanted = HeartbeatFile(wanted_file(folder, name))
+        self.report = HeartbeatFile(report_file(folder, name))
+        for file in (self.report, self.wanted):  # of an earlier start
+            file.path.unlink(missing_ok=True)
 
     def want(self, number: str, server: dict[str, Any]) -> None:
         """Have this server, in the place of any other of its number."""
         with self._lock:
             self._wanted[number] = server
-            self._written = -math.inf
 
     def drop(self, number: str, boot: str) -> None:
         """Have this server no longer."""
         with self._lock:
             if self._wanted.get(number, {}).get("boot") == boot:
                 del self._wanted[number]
-                self._written = -math.inf
 
     def exchange(self) -> None:
         """Read and write. Raises DataError."""
         self.report.read()
         with self._lock:
-            if time.monotonic() - self._written > BEAT_SECONDS:
-                write_letter(wanted_file(self.folder, self.name), self._wanted, self.address)
-                self._written = time.monotonic()
+            self.wanted.write(self._wanted, self.address)
 
 
 class Nodes:
@@ -115,14 +114,14 @@ class Nodes:
         self.nodes = [Node(folder, name, address) for name in names]
 
     async def run(self) -> None:
-        """Exchange letters with all agents, until it is cancelled."""
+        """Exchange files with all agents, until it is cancelled."""
         try:
             while True:
                 await asyncio.gather(*(self._exchange(node) for node in self.nodes))
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             for node in self.nodes:
-                wanted_file(node.folder, node.name).unlink(missing_ok=True)
+                node.wanted.path.unlink(missing_ok=True)
 
     @staticmethod
     async def _exchange(node: Node) -> None:
@@ -179,26 +178,18 @@ class RemoteProcess:
         """Have the agent end it, whenever it hears of it: it starts no other one before."""
         self.node.drop(self.number, self.boot)
 
-    def last_lines(self) -> str:
-        """Of its log, for a message."""
-        if self.node.report.heard is None:
-            return self._no_agent()
-        return last_lines_of(self.log)
-
     def errors(self) -> str:
         """The last ones in its log, to be added to a message."""
-        heard = self.node.report.heard is not None
-        return f"; {errors_of(self.log) if heard else self._no_agent()}"
-
-    def _no_agent(self) -> str:
-        return f"no agent answers from {self.node.name} (gspo-megatron serve --join)"
+        if self.node.report.heard is None:
+            return f"; no agent answers from {self.node.name} (gspo-megatron serve --join)"
+        return f"; {errors_of(self.log)}"
 
     def _told(self, key: str) -> Any:
-        """What the agent last said of this start of the server."""
+        """A value that the agent last told of this start of the server."""
         entry = self.node.report.servers.get(self.number, {})
         return entry.get(key) if entry.get("boot") == self.boot else None
 
 
 def server_log(folder: Path, number: int | str) -> Path:
-    """Of a server's output, on all nodes."""
+    """The log of a server's output, on all nodes."""
     return folder / f"{number}.log"

@@ -1,37 +1,31 @@
-"""One server, as the rollout service sees it, and the weights on their way to it."""
+"""One server, as the rollout service sees it: what it has, how much it may get, how it is."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import Client
-from gspo_megatron.rollout.vllm.flight import Flight
-from gspo_megatron.rollout.vllm.pacing import Clock, Window
+from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import ServerProcess
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-
-@dataclass(frozen=True)
-class Weights:
-    """A version of the policy's weights on its way to the servers."""
-
-    version: int  # steps that the policy has made
-    folder: str | None  # Hugging Face folder; None: not written until a server asks for it
-    probe: Probe | None = None  # None: the trainer still computes it
-    stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
+MOST_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
+FEWEST_REQUESTS = 8  # however full its cache is
+_SHRINKS_BY = 0.75
+_GROWS_BY = 1 / 32  # of the most, at each look
+_FULL, _FILLING = 0.97, 0.85  # shares of the cache
 
 
 @dataclass(frozen=True)
-class PoolSettings:
-    """Of the run, for all servers."""
+class FleetSettings:
+    """Settings of the run, for all servers."""
 
     facts: ModelFacts
     needs: Needs
@@ -40,6 +34,59 @@ class PoolSettings:
     silence_seconds: float
     max_staleness: int = 0  # above 0, new weights come while responses are under way
     keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
+
+    def salt(self, version: int) -> str | None:
+        """The cache salt of a version. vLLM forgets its prefix cache with each version, unless
+        responses under way still use it: then the salt keeps the versions apart."""
+        return str(version) if self.keeps_kv else None
+
+
+class Window:
+    """How many requests may be on their way to a server: fewer after it had to preempt some or
+    with a full cache, and slowly more while its cache has room."""
+
+    def __init__(self, most: int = MOST_REQUESTS) -> None:
+        self.most = self.size = most
+        self._preemptions = 0.0
+
+    def adjust(self, figures: Mapping[str, float], in_flight: int) -> None:
+        """figures: vLLM's own metrics."""
+        usage = figures.get("kv_cache_usage_perc", 0.0)
+        count = figures.get("num_preemptions_total", 0.0)
+        preempted, self._preemptions = count > self._preemptions, count
+        # New weights preempt all requests, too (`kv_after_update: recompute`), in any cache.
+        if usage >= (_FILLING if preempted else _FULL):
+            # it has been told already, unless requests have become as few as that
+            if in_flight <= self.size:
+                fewer = int(in_flight * _SHRINKS_BY)
+                self.size = min(self.size, max(fewer, FEWEST_REQUESTS))
+        elif usage < _FILLING and in_flight >= self.size:
+            self.size = min(self.most, self.size + max(1, int(self.most * _GROWS_BY)))
+
+
+@dataclass
+class Clock:
+    """Seconds in which at least one thing was under way."""
+
+    now: Callable[[], float] = time.monotonic
+    _before: float = 0.0  # until the last time that nothing was
+    _since: float = 0.0
+    _under_way: int = field(default=0)
+
+    def begin(self, count: int = 1) -> None:
+        if not self._under_way:
+            self._since = self.now()
+        self._under_way += count
+
+    def end(self, count: int = 1) -> None:
+        self._under_way -= count
+        assert self._under_way >= 0, "more ends than beginnings"
+        if not self._under_way:
+            self._before += self.now() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (self.now() - self._since if self._under_way else 0.0)
 
 
 @dataclass(eq=False)
@@ -50,29 +97,33 @@ class Server:
     client: Client
     start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
     process: Process | None = None
-    version: int | None = None  # proven; None: it serves nothing
+    version: int | None = None  # of its weights, which are checked; None: it serves nothing
     why_out: str | None = "has not started yet"
-    proven: int = -1  # the newest version that it had and proved
-    tells_versions: bool = False  # which weights drew which tokens
-    in_flight: set[Flight] = field(default_factory=set)
+    checked_version: int = -1  # the newest version that it had and that passed the check
+    reports_versions: bool = False  # which weights drew which tokens
+    in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
     window: Window = field(default_factory=Window)
     busy: Clock = field(default_factory=Clock)  # with requests
     working: Clock = field(default_factory=Clock)  # with requests or new weights
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
-    receives: str | None = None  # while rank 0 sends it weights: their group's key
-    wants_folders: bool = False  # because rank 0 failed to send it weights
+    stream_key: str | None = None  # of its group with rank 0, while that sends it weights
+    stream_failed: bool = False  # it gets its weights in folders from then on
     tokens: float = 0.0  # drawn so far, by its own count
     kv_usage: float = 0.0  # share of its cache in use
     heard: float = 0.0  # when it last answered or drew a token
     load_seconds: float = 0.0  # of its newest weights: it stood still
-    proof_seconds: float = 0.0
-    tending: asyncio.Task[None] | None = None  # its start or restart
+    check_seconds: float = 0.0
+    bringing: asyncio.Task[None] | None = None  # its start, restart or update
 
     @property
     def serves(self) -> bool:
         return self.version is not None
+
+    @property
+    def may_come_back(self) -> bool:
+        return self.bringing is not None and not self.bringing.done()
 
     @property
     def load(self) -> int:
@@ -81,19 +132,18 @@ class Server:
 
     @property
     def can_stream(self) -> bool:
-        return self.abilities.can_stream and not self.wants_folders
+        return self.abilities.can_stream and not self.stream_failed
 
-    def depart(self, flights: Collection[Flight]) -> None:
-        """At least one."""
-        self.in_flight.update(flights)
-        self.busy.begin(len(flights))
-        self.working.begin(len(flights))
+    def add_in_flight(self, responses: Collection[InFlightResponse]) -> None:
+        """Count these as requests of this server: at least one."""
+        self.in_flight.update(responses)
+        self.busy.begin(len(responses))
+        self.working.begin(len(responses))
 
-    def land(self, flights: Iterable[Flight]) -> None:
-        """They have ended, or this server has them no more. It may have some of them no more since
-        before."""
-        landed = self.in_flight.intersection(flights)
-        if landed:
-            self.in_flight -= landed
-            self.busy.end(len(landed))
-            self.working.end(len(landed))
+    def remove_in_flight(self, responses: Iterable[InFlightResponse]) -> None:
+        """Count these no longer. Some of them may have been removed before."""
+        ended = self.in_flight.intersection(responses)
+        if ended:
+            self.in_flight -= ended
+            self.busy.end(len(ended))
+            self.working.end(len(ended))

@@ -1,8 +1,8 @@
 """The process of the rollout service: `python -m gspo_megatron.rollout.vllm.service` beside rank 0.
 
 Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
-goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `Handle` is the other
-end. The service ends with rank 0, and the servers that it started end with it.
+goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `ServiceClient` is the
+other end. The service ends with rank 0, and the servers that it started end with it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
 from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers, draw_from_json
-from gspo_megatron.rollout.vllm.handle import END_SIGNAL
-from gspo_megatron.rollout.vllm.pool import Pool
+from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
     common_environment,
@@ -46,10 +45,13 @@ from gspo_megatron.rollout.vllm.process import (
     raise_open_files,
     server_words,
 )
-from gspo_megatron.rollout.vllm.proof import Probe
 from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
 from gspo_megatron.rollout.vllm.remote import Node, Nodes, RemoteProcess, server_log
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.scheduler import Scheduler
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.service_client import END_SIGNAL
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
@@ -72,11 +74,12 @@ class Service:
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
-        letters = asyncio.create_task(self.nodes.run())
+        exchange = asyncio.create_task(self.nodes.run())
         async with connected_session() as session:
-            self.pool = Pool(self._servers(session), self._pool_settings())
+            self.fleet = Fleet(self._servers(session), self._fleet_settings())
+            self.scheduler = Scheduler(self.fleet)
             self.draws = Draws(
-                self.pool,
+                self.scheduler,
                 self.scorers,
                 self.inputs.files,
                 self._stops(),
@@ -94,10 +97,10 @@ class Service:
                 await self.ended.wait()
             finally:
                 await self.draws.close()
-                await self.pool.close()
+                await self.fleet.close()
                 await self.scorers.close()
-                letters.cancel()
-                await asyncio.wait([letters])
+                exchange.cancel()
+                await asyncio.wait([exchange])
                 await runner.cleanup()
                 if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
@@ -106,15 +109,15 @@ class Service:
         return os.getppid() == self.settings["starter"]
 
     def end(self) -> None:
-        """From another thread."""
+        """End the service; called from another thread."""
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.ended.set)
 
     # What it consists of
 
-    def _pool_settings(self) -> PoolSettings:
+    def _fleet_settings(self) -> FleetSettings:
         section, finds_texts = self.config.rollout.vllm, "stop" in self._stops()
-        return PoolSettings(
+        return FleetSettings(
             facts=ModelFacts(**self.settings["facts"]),
             needs=Needs(
                 max_model_len=self.config.resolved_model().max_sequence_length,
@@ -175,7 +178,7 @@ class Service:
             **needed_arguments(
                 folder,
                 self.settings["dtype"],
-                routes=self.pool.settings.needs.with_routes,
+                routes=self.fleet.settings.needs.with_routes,
                 on_cpu=self.settings["on_cpu"],
                 workers=section.tensor_parallel_size,
             ),
@@ -191,14 +194,14 @@ class Service:
         return server_words(section.python or sys.executable, arguments)
 
     def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
-        """Of a start of a server; it has a token of its own, which an earlier one has not had."""
+        """Variables for a start of a server, with a token that no earlier start had."""
         token = secrets.token_urlsafe(32)
         client.begin(token)
         on_cpu = self.settings["on_cpu"]
         return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
 
     def _stops(self) -> dict[str, Any]:
-        """What ends a response: tokens by their ids, other texts as the server finds them."""
+        """Sampling parameters that end a response: token ids, and texts for the server to find."""
         tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
         special = tokenizer.special_tokens
         ids = [special[text] for text in stops if text in special]
@@ -217,7 +220,7 @@ class Service:
         app.router.add_get("/draws/{name}", self._draw_status)
         app.router.add_post("/weights", self._take_weights)
         app.router.add_get("/weights", self._weights_status)
-        app.router.add_post("/weights/parts", self._offer)
+        app.router.add_post("/weights/parts", self._add_to_weights)
         app.router.add_get("/weights/receivers", self._receivers)
         app.router.add_post("/forget", self._forget)
         app.router.add_get("/figures", self._figures)
@@ -243,28 +246,28 @@ class Service:
         running = self.draws.running[request.match_info["name"]]
         assert running.task is not None
         await self._until_news(running.task)
-        drawn = sum(each.tokens for each in self.pool.servers)
-        more = {"drawn": drawn, "wants_folder": self.pool.wants_folder}
+        drawn = sum(each.tokens for each in self.fleet.servers)
+        more = {"drawn": drawn, "needs_folder": self.fleet.loader.needs_folder}
         return web.json_response({**running.status(), **more})
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
         """Wait for its end, for some seconds, or until rank 0 has to do something for a server."""
-        asked = asyncio.create_task(self.pool.asks_for_folder())
+        asked = asyncio.create_task(self.fleet.loader.wait_until_folder_is_needed())
         await asyncio.wait([task, asked], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
 
     async def _take_weights(self, request: web.Request) -> web.Response:
         given = await request.json()
-        receivers = self.pool.take(Weights(**_weights_parts(given)))
-        self.updating = asyncio.create_task(self.pool.bring())
+        receivers = self.fleet.take_weights(Weights(**_weights_parts(given)))
+        self.updating = asyncio.create_task(self.fleet.update_servers())
         return web.json_response({"receivers": receivers})
 
-    async def _offer(self, request: web.Request) -> web.Response:
-        await self.pool.offer(**_weights_parts(await request.json()))
+    async def _add_to_weights(self, request: web.Request) -> web.Response:
+        await self.fleet.loader.add_to_weights(**_weights_parts(await request.json()))
         return web.json_response({})
 
     async def _receivers(self, _: web.Request) -> web.Response:
-        return web.json_response([s.receives for s in self.pool.servers if s.receives])
+        return web.json_response([s.stream_key for s in self.fleet.servers if s.stream_key])
 
     async def _weights_status(self, _: web.Request) -> web.Response:
         assert self.updating is not None
@@ -276,9 +279,9 @@ class Service:
             {
                 "done": self.updating.done(),
                 "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
-                "wants_folder": self.pool.wants_folder,
+                "needs_folder": self.fleet.loader.needs_folder,
                 "can_stream": all(
-                    each.abilities.can_stream for each in self.pool.servers if each.serves
+                    each.abilities.can_stream for each in self.fleet.servers if each.serves
                 ),
             }
         )
@@ -292,11 +295,11 @@ class Service:
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:
-        servers = self.pool.servers
+        servers = self.fleet.servers
         return web.json_response(
             {
                 "time": time.time(),
-                "began": self.pool.began,
+                "began": self.fleet.began,
                 "busy_seconds": fmean(each.busy.seconds for each in servers),
                 "working_seconds": fmean(each.working.seconds for each in servers),
                 "tokens": sum(each.tokens for each in servers),
@@ -304,17 +307,17 @@ class Service:
                 "restarts": sum(each.restarts for each in servers),
                 "serving": sum(each.serves for each in servers),
                 "in_flight": sum(len(each.in_flight) for each in servers),
-                "resubmitted": self.pool.resubmitted,
+                "resubmitted": self.scheduler.resubmitted,
                 "load_seconds": max(each.load_seconds for each in servers),
-                "proof_seconds": max(each.proof_seconds for each in servers),
+                "check_seconds": max(each.check_seconds for each in servers),
             }
         )
 
 
 def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
-    """Of `pool.Weights`, from JSON."""
-    probe = given.get("probe")
-    return given if probe is None else {**given, "probe": Probe(**probe)}
+    """Fields of `Weights`, from JSON."""
+    check = given.get("check")
+    return given if check is None else {**given, "check": WeightCheck(**check)}
 
 
 def collect_garbage_less_often() -> None:
@@ -344,8 +347,8 @@ def main() -> None:
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:
-        """From the system when rank 0 has died. From a scheduler, which sends it to all processes:
-        rank 0 still needs the service to end its step and save the run."""
+        """Stop where rank 0 has died. A scheduler sends SIGTERM to all processes: then rank 0 still
+        needs the service to end its step and save the run."""
         if not service.rank_0_lives():
             service.scorers.stop()
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import os
 import secrets
 import signal
-import subprocess
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,8 @@ from typing import Any
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import preset_of_folder
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, NoAnswer, connected_session
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, ServerGone, connected_session
+from gspo_megatron.rollout.vllm.installed import device_of
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
     common_environment,
@@ -27,8 +25,6 @@ from gspo_megatron.rollout.vllm.process import (
 
 _LOOK_SECONDS = 0.2
 _CALL_SECONDS = 5.0
-_PROBE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
-_PROBE_SECONDS = 300
 
 
 def server_command(
@@ -71,14 +67,12 @@ async def serve(
             while not ended.is_set():
                 if how := process.has_ended():
                     raise RolloutError(f"the server {how}")
-                if not is_ready and await client.why_not_healthy(seconds=_CALL_SECONDS) is None:
-                    # without an answer nothing is known: it is asked again
-                    with contextlib.suppress(NoAnswer):
-                        if why := await client.why_not_proven(seconds=_CALL_SECONDS):
-                            raise RolloutError(why)
-                        is_ready = True
-                        _tell_ready(process.url, environ[TOKEN_VARIABLE])
+                if not is_ready and await client.why_not_ready(seconds=_CALL_SECONDS) is None:
+                    is_ready = True
+                    _tell_ready(process.url, environ[TOKEN_VARIABLE])
                 await asyncio.sleep(_LOOK_SECONDS)
+    except ServerGone as error:  # another program has its port
+        raise RolloutError(str(error)) from error
     finally:
         await process.end()
 
@@ -100,24 +94,3 @@ def _tell_ready(url: str, token: str) -> None:
     print(f"ready: rollout.vllm.urls='[{url}]'", flush=True)
     if TOKEN_VARIABLE not in os.environ:
         print(f"and in the run's environment: {TOKEN_VARIABLE}={token}", flush=True)
-
-
-@functools.cache
-def device_of(python: str) -> str:
-    """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
-    try:
-        done = subprocess.run(
-            [python, "-c", _PROBE],
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RolloutError(f"--python {python}: cannot be run: {error}") from error
-    found = [line for line in done.stdout.splitlines() if line.startswith("device ")]
-    if not found:
-        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise RolloutError(f"--python {python}: has no vLLM that can be imported: {last}")
-    return found[-1].removeprefix("device ")

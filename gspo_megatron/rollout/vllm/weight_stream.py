@@ -11,23 +11,18 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.addresses import listen
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_group import Group, broadcast, make_group
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16  # bytes: of a tensor in its bucket
 _LOOK_SECONDS = 1.0  # between two looks at the servers, while one keeps us waiting
-
-
-class _Group(Protocol):
-    """A process group of gloo or NCCL. torch's annotations lack the methods of both."""
-
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 
 
 class WeightStream:
@@ -49,14 +44,14 @@ class WeightStream:
             timeout=timedelta(seconds=seconds),
             master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
         )
-        self._groups: dict[str, _Group] = {}  # of the servers, by key
+        self._groups: dict[str, Group] = {}  # of the servers, by key
         # What a server that hangs has not taken. To let go of such a group blocks until the server
         # is gone, or the time is up.
-        self._stuck: list[tuple[dist.Work, _Group, Tensor]] = []
+        self._stuck: list[tuple[dist.Work, Group, Tensor]] = []
 
     def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What workers have to know, as JSON. specs: tensors on the meta device, in the order in
-        which they are sent."""
+        """The layout that workers have to know, as JSON. specs: tensors on the meta device, in the
+        order in which they are sent."""
         return {
             "host": self.host,
             "port": self.port,
@@ -88,7 +83,7 @@ class WeightStream:
                 assert tensor is not None, "rank 0 has each tensor"
                 content = tensor.contiguous().view(-1).view(torch.uint8)
                 buffer[start : start + len(content)] = content
-            works = {key: _broadcast(group, buffer) for key, group in groups.items()}
+            works = {key: _try_broadcast(group, buffer) for key, group in groups.items()}
             for key, work in works.items():
                 if not _completes(work, lambda key=key: key in receiving(), deadline):
                     self._drop(groups.pop(key), work, buffer)
@@ -100,8 +95,8 @@ class WeightStream:
         receivers: Mapping[str, int],
         receiving: Callable[[], Collection[str]],
         deadline: float,
-    ) -> dict[str, _Group]:
-        """Those of the last time, and new ones with servers that come."""
+    ) -> dict[str, Group]:
+        """The groups of the last version, and new ones with servers that come."""
         known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
         self._groups = {}  # of servers that are gone
         self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
@@ -112,7 +107,7 @@ class WeightStream:
                 found[key] = group
         return found
 
-    def _drop(self, group: _Group, work: dist.Work | None, buffer: Tensor) -> None:
+    def _drop(self, group: Group, work: dist.Work | None, buffer: Tensor) -> None:
         """Give a server up."""
         abort: Callable[[], None] | None = getattr(group, "abort", None)
         if abort is not None:  # of NCCL: ends the kernel that waits for the server
@@ -126,7 +121,7 @@ class WeightStream:
         workers: int,
         receiving: Callable[[], Collection[str]],
         deadline: float,
-    ) -> _Group | None:
+    ) -> Group | None:
         """The group with a server's workers; None where they do not come. To make a group blocks,
         so it begins only when all workers have said that they are there."""
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
@@ -137,7 +132,7 @@ class WeightStream:
         store = dist.PrefixStore(key, self._store)
         seconds = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         try:
-            return _new_group(self.backend, store, workers + 1, seconds, self.host)
+            return make_group(self.backend, store, 0, workers + 1, seconds, self.host)
         except RuntimeError:
             return None
 
@@ -162,25 +157,10 @@ def exhaust(tensors: Iterable[Any]) -> None:
         pass
 
 
-def _new_group(backend: str, store: dist.Store, size: int, seconds: timedelta, host: str) -> _Group:
-    """Rank 0 of a group outside of the default one. Raises RuntimeError."""
-    groups: Any = dist  # whose options the annotations of torch lack, too
-    if backend == "nccl":
-        options = groups.ProcessGroupNCCL.Options()
-        options._timeout = seconds
-        return groups.ProcessGroupNCCL(store, 0, size, options)
-    options = groups.ProcessGroupGloo._Options()
-    options._timeout = seconds
-    options._devices = [groups.ProcessGroupGloo.create_device(hostname=host)]
-    return groups.ProcessGroupGloo(store, 0, size, options)
-
-
-def _broadcast(group: _Group, buffer: Tensor) -> dist.Work | None:
-    """None where the group is broken."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
+    """Begin a broadcast; None where the group is broken."""
     try:
-        return group.broadcast([buffer], options)
+        return broadcast(group, buffer)
     except RuntimeError:
         return None
 

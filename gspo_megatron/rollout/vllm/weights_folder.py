@@ -35,13 +35,13 @@ def make_weights_folder(config: Config) -> Path:
 
 
 def weights_folders(config: Config) -> list[Path]:
-    """Those of this run that are there."""
+    """The folders of this run that exist."""
     parent, prefix = _place(config)
     return sorted(each for each in parent.glob(f"{prefix}*") if _is_own(each))
 
 
 def is_private(config: Config) -> bool:
-    """Whether only this user's processes read the weights."""
+    """Tells whether only this user's processes read the weights."""
     return config.rollout.vllm.servers > 0
 
 

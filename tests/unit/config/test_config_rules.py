@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.observe.suite_scores import Answers, suite_figures
+from gspo_megatron.evaluation.scores import Answers, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
 

@@ -12,8 +12,8 @@ import pytest
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe import ablation
 from gspo_megatron.observe.ablation import VariantRuns, findings, is_finished
+from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import MetricsWriter, Run
-from gspo_megatron.observe.suite_scores import share_interval
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:

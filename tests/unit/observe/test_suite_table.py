@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.evaluation.scores import Answers, suite_figures
 from gspo_megatron.observe.metrics_files import MetricsWriter
-from gspo_megatron.observe.suite_scores import Answers, suite_figures
 from gspo_megatron.observe.suite_table import print_suites
 
 

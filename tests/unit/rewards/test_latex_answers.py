@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gspo_megatron.observe.suite_scores import majority_at_k
+from gspo_megatron.evaluation.scores import majority_at_k
 from gspo_megatron.rewards.math import math, read_answer
 from gspo_megatron.types import Sample
 

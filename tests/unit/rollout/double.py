@@ -21,8 +21,8 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from gspo_megatron.families import FAMILIES, PRESETS
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.rollout.vllm.proof import Probe
-from gspo_megatron.rollout.vllm.server import Weights
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Answers, ModelFacts
 from tools.asgi import handler_of
 
@@ -74,7 +74,7 @@ def weights(folder: Path, version: int) -> Weights:
     prompts = [[1, 2, 3], [4] * 20]
     tokens = [greedy(prompt, 4) for prompt in prompts]
     logprobs = [[logprob(token, str(version)) for token in response] for response in tokens]
-    return Weights(version, str(place), Probe(prompts, tokens, logprobs, 1e-4, 3e-5))
+    return Weights(version, str(place), WeightCheck(prompts, tokens, logprobs, 1e-4, 3e-5))
 
 
 def _version(folder: str) -> str:

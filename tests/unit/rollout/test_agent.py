@@ -22,7 +22,7 @@ import pytest
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import agent as agent_module
 from gspo_megatron.rollout.vllm import remote
-from gspo_megatron.rollout.vllm.remote import Letters, Nodes, RemoteProcess, write_letter
+from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Nodes, RemoteProcess
 from tests.programs import command_environment
 
 # Answers everything, on the address that it is given.
@@ -241,26 +241,26 @@ def test_an_agent_leaves_a_new_run_s_folder_alone(run: Run) -> None:
 
 
 def test_clocks_do_not_matter(tmp_path: Path) -> None:
-    path = tmp_path / "letter.json"
-    letters = Letters(path)
-    letters.read()
-    write_letter(path, {"0": {"boot": "a"}})
-    letters.read()
-    assert letters.heard is None and letters.servers  # nobody knows how old it is
+    path = tmp_path / "file.json"
+    file = HeartbeatFile(path)
+    file.read()
+    HeartbeatFile(path).write({"0": {"boot": "a"}})
+    file.read()
+    assert file.heard is None and file.servers  # nobody knows how old it is
     for beat in (4e9, 1.0):  # the writer's clock is far ahead, and is then set back
         path.write_text(json.dumps({"beat": beat, "servers": {}}))
         before = time.monotonic()
-        letters.read()
-        assert letters.heard is not None and letters.heard >= before
-    heard = letters.heard
-    letters.read()
-    assert letters.heard == heard
+        file.read()
+        assert file.heard is not None and file.heard >= before
+    heard = file.heard
+    file.read()
+    assert file.heard == heard
     path.write_text('{"beat": 1')  # as NFS may show it while it is replaced
-    letters.read()
-    assert letters.heard == heard
+    file.read()
+    assert file.heard == heard
     os.unlink(path)
-    letters.read()
-    assert letters.servers == {} and letters.heard == heard
+    file.read()
+    assert file.servers == {} and file.heard == heard
 
 
 def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
     agent = agent_module.Agent(tmp_path, NODE)
     agent.wanted.read()
     assert agent._way_to_service() == "127.0.0.1"
-    write_letter(agent.wanted.path, {}, "no-such-host.invalid")
+    HeartbeatFile(agent.wanted.path).write({}, "no-such-host.invalid")
     agent.wanted.read()
     with pytest.raises(RolloutError, match=r"node-a has no way .* give --host"):
         agent._way_to_service()

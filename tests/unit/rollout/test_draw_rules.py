@@ -25,7 +25,7 @@ from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.store import Group, read_groups
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.episodes import Draws
-from gspo_megatron.rollout.vllm.server import PoolSettings
+from gspo_megatron.rollout.vllm.server import FleetSettings
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
@@ -69,7 +69,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         needs = Needs(max_model_len=LONGEST, dtype="float32", with_routes=self.with_routes)
-        self.settings = PoolSettings(FACTS, needs, 0, 30, 30)
+        self.settings = FleetSettings(FACTS, needs, 0, 30, 30)
 
     async def generate_all(
         self,

@@ -30,8 +30,8 @@ from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 DRAW = Draw(
@@ -74,15 +74,15 @@ def draw(
     async def run() -> int:
         async with Double().serve() as double, connected_session() as session:
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = PoolSettings(
+            settings = FleetSettings(
                 facts=FACTS, needs=needs, restarts=0, update_seconds=30, silence_seconds=30
             )
-            pool = Pool([Server("server", Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
             folder.mkdir(exist_ok=True)
             try:
                 await pool.update(weights(folder, 0))
                 origin = origin_of_rollouts(config)
-                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", origin)
+                draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
                 before = double.calls["/inference/v1/generate"]
                 if asked is not None:
                     double.faults["/inference/v1/generate"] = partial(listen, asked)
@@ -216,8 +216,8 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
     scorers = Scorers(config, inputs)
 
     async def run() -> dict[str, Any]:
-        pool = Pool([], PoolSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
-        draws = Draws(pool, scorers, inputs.files, {}, tmp_path, "", runner)
+        pool = ScheduledFleet([], FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
+        draws = Draws(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
         running = draws.begin(DRAW)
         assert running.task is not None
         await asyncio.wait([running.task])
@@ -287,9 +287,9 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
     trained: list[list[int]] = []
     ages: list[int] = []
 
-    async def steps(pool: Pool) -> None:
+    async def steps(pool: ScheduledFleet) -> None:
         origin = origin_of_rollouts(config)
-        draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", origin)
+        draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
         loader = PromptLoader(ROWS, BATCH, seed=1)
         for step in range(1, STEPS + 1):
             await pool.update(weights(folder, step - 1))
@@ -313,8 +313,8 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
     async def run() -> None:
         async with Double().serve() as double, connected_session() as session:
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = PoolSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
-            pool = Pool([Server("server", Client(double.url, session))], settings)
+            settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
+            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
             double.faults["/inference/v1/generate"] = Slow(double)
             folder.mkdir()
             try:

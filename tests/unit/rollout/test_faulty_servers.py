@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import math
 import os
 import re
@@ -24,15 +25,17 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import Client, OutOfFilesError, connected_session
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe, compare
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
+    MALFORMED,
     NOT_AS_VLLM,
     PARTS,
     Response,
     parse_response,
+    read_answer,
 )
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import (
     EXPERTS,
     FACTS,
@@ -44,7 +47,9 @@ from tests.unit.rollout.double import (
     Fault,
     choice_with,
     cut,
+    decoded,
     drops,
+    encoded,
     ends_early,
     experts,
     fails,
@@ -68,34 +73,33 @@ def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
-async def draw(pool: Pool, version: int, count: int, at_once: bool) -> list[Response]:
+async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -> list[Response]:
     """So many responses, one by one or as a group."""
     if at_once:
-        return await pool.generate_all(PROMPT, SAMPLING, [(1, n) for n in range(count)], version)
-    calls = [pool.generate(PROMPT, SAMPLING, version) for _ in range(count)]
+        return await fleet.scheduler.generate_all(
+            PROMPT, SAMPLING, [(1, n) for n in range(count)], version
+        )
+    calls = [fleet.generate(PROMPT, SAMPLING, version) for _ in range(count)]
     return list(await asyncio.gather(*calls))
 
 
 def pooled(
-    work: Callable[[Pool, list[Double]], Awaitable[None]], count: int = 2, **limits: float
+    work: Callable[[ScheduledFleet, list[Double]], Awaitable[None]], count: int = 2, **limits: float
 ) -> None:
-    """Work with a pool of doubles, called server 0, 1, ..."""
+    """Work with a fleet of doubles, called server 0, 1, ..."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
             doubles = [await stack.enter_async_context(Double().serve()) for _ in range(count)]
             session = await stack.enter_async_context(connected_session())
             servers = [Server(f"server {n}", Client(d.url, session)) for n, d in enumerate(doubles)]
-            settings = PoolSettings(
+            settings = FleetSettings(
                 facts=FACTS,
                 needs=Needs(max_model_len=LENGTH, dtype="float32", with_routes=True),
                 **{"restarts": 0, "update_seconds": 30, "silence_seconds": 30, **limits},
             )
-            pool = Pool(servers, settings)
-            try:
-                await work(pool, doubles)
-            finally:
-                await pool.close()
+            async with ScheduledFleet(servers, settings) as fleet:
+                await work(fleet, doubles)
 
     asyncio.run(run())
 
@@ -112,20 +116,16 @@ def assert_is_right(response: Response, version: int) -> None:
 
 
 def test_sound_servers_serve_every_version(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for version in range(3):
-            await pool.update(weights(tmp_path, version))
+            await fleet.update(weights(tmp_path, version))
             for each in await asyncio.gather(
-                *(pool.generate(PROMPT, SAMPLING, version) for _ in range(4))
+                *(fleet.generate(PROMPT, SAMPLING, version) for _ in range(4))
             ):
                 assert_is_right(each, version)
         assert all(each.calls[GENERATE] == 3 * (2 + 2) for each in doubles)  # the probe has 2
 
     pooled(work)
-
-
-def first_infinite(content: list[dict]) -> list[dict]:
-    return [{"logprob": -math.inf}, *content[1:]]
 
 
 WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
@@ -135,32 +135,7 @@ WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
     "half an answer": (ends_early, f"{GENERATE}: "),
     "half of the JSON": (cut, "the answer is not JSON"),
     "a page": (fails(200, "<html>\n</html>"), "the answer is not JSON"),
-    "no choices": (choice_with(logprobs=None), "an answer that is not as vLLM gives it"),
-    "NaN": (choice_with(logprobs={"content": [{"logprob": math.nan}] * 6}), "not finite"),
-    "-inf": (
-        choice_with(logprobs=lambda given: {"content": first_infinite(given["content"])}),
-        "not finite",
-    ),
-    "above 0": (choice_with(logprobs={"content": [{"logprob": 0.5}] * 6}), "above 0"),
-    "too few": (choice_with(logprobs={"content": [{"logprob": -1}] * 5}), "6 tokens with 5"),
-    "no tokens": (choice_with(token_ids=[], logprobs={"content": []}), "0 tokens"),
-    "unknown tokens": (choice_with(token_ids=[VOCABULARY] * 6), f"to {VOCABULARY}, of 50"),
-    "huge tokens": (choice_with(token_ids=[2**40] * 6), "OverflowError"),
-    "aborted": (choice_with(finish_reason="abort"), "finish_reason 'abort'"),
-    "no experts": (choice_with(routed_experts=None), "TypeError"),
-    "a layer too many": (
-        routes_with(lambda t: np.concatenate([t, t[:, :1]], 1)),
-        "routed experts [8, 4, 2]",
-    ),
-    "a row too few": (routes_with(lambda t: t[1:]), "routed experts [7, 3, 2]"),
-    "weights of experts": (routes_with(lambda t: t / 2), "float64, expected (8, 3, 2)"),
-    "not base64": (choice_with(routed_experts="?"), "an answer that is not as vLLM gives it"),
-    "an empty file": (choice_with(routed_experts=""), "EOFError"),
-    "a broken zip": (
-        choice_with(routed_experts=base64.b64encode(b"PK\3\4" + bytes(30)).decode()),
-        "BadZipFile",
-    ),
-    "objects": (routes_with(lambda t: t.astype(object)), "allow_pickle"),
+    "no log-probs": (choice_with(logprobs=None), NOT_AS_VLLM),
 }
 
 
@@ -172,23 +147,69 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
     if gives_parts and "not JSON" in why:
         why = NOT_AS_VLLM
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE] = fault
-        for each in await draw(pool, 0, 8, gives_parts):
+        for each in await draw(fleet, 0, 8, gives_parts):
             assert_is_right(each, 0)
-        assert pool.resubmitted == 4  # every other request was the first server's
+        assert fleet.scheduler.resubmitted == 4  # every other request was the first server's
         assert doubles[1].calls[PARTS] == 2 * gives_parts  # its own part, and what was missing
-        assert pool.servers[0].tending is not None
-        await pool.servers[0].tending
-        [problem] = pool.problems()
+        assert fleet.servers[0].bringing is not None
+        await fleet.servers[0].bringing
+        [problem] = fleet.problems()
         assert problem.startswith("server 0: ") and why in problem, problem
         assert len(problem.splitlines()) == 1
         asked = doubles[0].calls[GENERATE]
-        assert_is_right(await pool.generate(PROMPT, SAMPLING, 0), 0)
+        assert_is_right(await fleet.generate(PROMPT, SAMPLING, 0), 0)
         assert doubles[0].calls[GENERATE] == asked
 
     pooled(work)
+
+
+def first_infinite(given: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    return {"content": [{"logprob": -math.inf}, *given["content"][1:]]}
+
+
+def table_with(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+    return {"routed_experts": lambda text: encoded(change(decoded(text)))}
+
+
+WRONG_CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"logprobs": {"content": [{"logprob": math.nan}] * 6}}, "not finite"),
+    "-inf": ({"logprobs": first_infinite}, "not finite"),
+    "above 0": ({"logprobs": {"content": [{"logprob": 0.5}] * 6}}, "above 0"),
+    "too few": ({"logprobs": {"content": [{"logprob": -1}] * 5}}, "6 tokens with 5"),
+    "no tokens": ({"token_ids": [], "logprobs": {"content": []}}, "0 tokens"),
+    "unknown tokens": ({"token_ids": [VOCABULARY] * 6}, f"to {VOCABULARY}, of 50"),
+    "huge tokens": ({"token_ids": [2**40] * 6}, "OverflowError"),
+    "aborted": ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+    "no experts": ({"routed_experts": None}, "TypeError"),
+    "a layer too many": (
+        table_with(lambda t: np.concatenate([t, t[:, :1]], 1)),
+        "routed experts [8, 4, 2]",
+    ),
+    "a row too few": (table_with(lambda t: t[1:]), "routed experts [7, 3, 2]"),
+    "weights of experts": (table_with(lambda t: t / 2), "float64, expected (8, 3, 2)"),
+    "not base64": ({"routed_experts": "?"}, "Error"),
+    "an empty file": ({"routed_experts": ""}, "EOFError"),
+    "a broken zip": (
+        {"routed_experts": base64.b64encode(b"PK\3\4" + bytes(30)).decode()},
+        "BadZipFile",
+    ),
+    "objects": (table_with(lambda t: t.astype(object)), "allow_pickle"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CHOICES)
+def test_a_choice_that_is_not_as_vllm_gives_it_is_refused(name: str) -> None:
+    """The same lines read the JSON in the client and in the middleware."""
+    changes, why = WRONG_CHOICES[name]
+    [choice] = Double()._generate(PROMPT, 6)["choices"]
+    changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
+    body = json.dumps({"choices": [{**choice, **changed}]}).encode()
+    with pytest.raises(MALFORMED) as caught:
+        read_answer(body, len(PROMPT), FACTS, routes=True)
+    assert why in f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize(
@@ -205,11 +226,11 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
 def test_useless_experts_of_a_token_are_missing_and_counted(
     tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], rows: range | None
 ) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE] = routes_with(change)
-        response = await pool.generate(PROMPT, SAMPLING, 0)
-        assert response.routes is not None and not pool.problems()
+        response = await fleet.generate(PROMPT, SAMPLING, 0)
+        assert response.routes is not None and not fleet.problems()
         tokens = [*PROMPT, *greedy(PROMPT, 6)]
         right, useless = experts(tokens[:-1]), change(experts(tokens[:-1]))
         wanted = rows
@@ -224,43 +245,43 @@ def test_useless_experts_of_a_token_are_missing_and_counted(
 
 
 def test_a_server_that_names_another_version_is_out(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
 
         async def another(*_: Any) -> Any:
             return await fails(200, '{"weight_version": "7"}')()
 
         doubles[1].faults["/weight_info"] = another
-        await pool.update(weights(tmp_path, 1))
-        assert pool.problems() == [
+        await fleet.update(weights(tmp_path, 1))
+        assert fleet.problems() == [
             "server 1: weights of version 1: says that it has weights 7, not 1"
         ]
-        assert_is_right(await pool.generate(PROMPT, SAMPLING, 1), 1)
+        assert_is_right(await fleet.generate(PROMPT, SAMPLING, 1), 1)
 
     pooled(work)
 
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume", GENERATE])
 def test_an_update_ends_in_time(tmp_path: Path, path: str) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[1].faults[path] = late(60)
         start = time.monotonic()
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         assert 2.5 < time.monotonic() - start < 20
-        [problem] = pool.problems()
+        [problem] = fleet.problems()
         said = rf"server 1: weights of version 1: {path}: no answer within [\d.]+ s"
         assert re.fullmatch(said, problem), problem
-        assert_is_right(await pool.generate(PROMPT, SAMPLING, 1), 1)
+        assert_is_right(await fleet.generate(PROMPT, SAMPLING, 1), 1)
 
     pooled(work, update_seconds=3)
 
 
 @pytest.mark.usefixtures("gives_parts")
 def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         silent, slow = doubles
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         silent.faults[GENERATE] = late(60)
 
         async def works(request: Any, answer: Any) -> Any:
@@ -271,10 +292,10 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
 
         slow.faults[GENERATE] = works
         start = time.monotonic()
-        for each in await asyncio.gather(*(pool.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
+        for each in await asyncio.gather(*(fleet.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
             assert_is_right(each, 0)
         assert 8 < time.monotonic() - start < 30  # silent for two seconds, then six of work
-        [problem] = pool.problems()
+        [problem] = fleet.problems()
         assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
 
     pooled(work, silence_seconds=2)
@@ -282,11 +303,11 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
 
 @pytest.mark.usefixtures("gives_parts")
 def test_the_end_names_every_server(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE], doubles[1].faults[GENERATE] = fails(503), cut
         with pytest.raises(RolloutError) as caught:
-            await pool.generate(PROMPT, SAMPLING, 0)
+            await fleet.generate(PROMPT, SAMPLING, 0)
         first, *others = str(caught.value).splitlines()
         assert first == "no server is left:"
         assert [each[:9] for each in others] == ["server 0:", "server 1:"]
@@ -296,11 +317,11 @@ def test_the_end_names_every_server(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gives_parts")
 def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE] = fails(400)
         with pytest.raises(RolloutError) as caught:
-            await pool.generate(PROMPT, SAMPLING, 0)
+            await fleet.generate(PROMPT, SAMPLING, 0)
         assert str(caught.value) == (
             f"server 0 refuses a request: {GENERATE}: HTTP 400: it is broken"
         )
@@ -321,10 +342,10 @@ def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> N
 def test_what_is_no_server_for_us_is_told_in_one_line_at_the_start(
     tmp_path: Path, path: str, fault: Fault, told: str
 ) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         doubles[1].faults[path] = fault
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(tmp_path, 0))
+            await fleet.update(weights(tmp_path, 0))
         [line] = str(caught.value).splitlines()
         assert line.startswith("server 1: ") and told in line, line
 
@@ -335,11 +356,11 @@ def test_what_is_no_server_for_us_is_told_in_one_line_at_the_start(
 def test_a_server_that_cannot_take_weights_from_rank_0_is_named_where_it_must(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         doubles[1].layout |= layout
-        pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, must_stream=True))
+        fleet.change_settings(needs=replace(fleet.settings.needs, must_stream=True))
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(tmp_path, 0))
+            await fleet.update(weights(tmp_path, 0))
         assert str(caught.value) == (
             "server 1: takes no weights from rank 0 (weight_transport nccl): --worker-extension-cls"
             " gspo_vllm_worker.GspoWorker, and no data parallelism"
@@ -353,15 +374,15 @@ def test_a_server_that_rank_0_cannot_send_weights_gets_them_in_folders(tmp_path:
         is_sent = (await request.json())["method"] == "receive_weights"
         return await (fails(500) if is_sent else plain)(request, answer)
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults["/collective_rpc"] = refuse
         for version, receivers in ((1, 1), (2, 0)):
             newest = weights(tmp_path, version)
-            assert len(pool.take(replace(newest, stream={}))) == receivers
-            await pool.bring()
-            assert pool.servers[0].version == version
-            assert_is_right(await pool.generate(PROMPT, SAMPLING, version), version)
+            assert len(fleet.take_weights(replace(newest, stream={}))) == receivers
+            await fleet.update_servers()
+            assert fleet.servers[0].version == version
+            assert_is_right(await fleet.generate(PROMPT, SAMPLING, version), version)
 
     pooled(work, count=1)
 
@@ -369,27 +390,27 @@ def test_a_server_that_rank_0_cannot_send_weights_gets_them_in_folders(tmp_path:
 def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) -> None:
     """Rank 0 sends version 1 to one server; the other has lost its own meanwhile."""
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[1].layout |= {"worker_extension_cls": ""}
-        pool.servers[1].abilities = Abilities()
+        fleet.servers[1].abilities = Abilities()
         first = weights(tmp_path, 1)
-        assert list(pool.take(replace(first, folder=None, stream={})).values()) == [1]
+        assert list(fleet.take_weights(replace(first, folder=None, stream={})).values()) == [1]
         doubles[0].loaded = "1"  # as if it had received them
-        bringing = asyncio.create_task(pool.bring())
-        await asyncio.wait_for(pool.asks_for_folder(), 20)
-        await pool.offer(folder=str(first.folder))
+        bringing = asyncio.create_task(fleet.update_servers())
+        await asyncio.wait_for(fleet.loader.wait_until_folder_is_needed(), 20)
+        await fleet.loader.add_to_weights(folder=str(first.folder))
         await asyncio.wait_for(bringing, 20)
-        assert not pool.wants_folder and [each.version for each in pool.servers] == [1, 1]
+        assert not fleet.loader.needs_folder and [each.version for each in fleet.servers] == [1, 1]
 
     pooled(work)
 
 
 def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         doubles[0].paths = {GENERATE}
         with pytest.raises(RolloutError) as caught:
-            await pool.update(weights(tmp_path, 0))
+            await fleet.update(weights(tmp_path, 0))
         assert str(caught.value) == "; ".join(
             [
                 "server 0: does not answer /server_info: VLLM_SERVER_DEV_MODE=1",
@@ -452,8 +473,8 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
             (largest - 1e-9, decides + 1e-9, False),
             (largest + 1e-9, decides - 1e-9, False),
         ):
-            probe = Probe([[0]] * rows, wanted, own.tolist(), limit, average)
-            told = compare(probe, responses)
+            check = WeightCheck([[0]] * rows, wanted, own.tolist(), limit, average)
+            told = check.difference(responses)
             assert (told is None) == is_right
             if told is not None:
                 assert f"of {rows} responses differ by more than {average:g}" in told
@@ -462,8 +483,8 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
 def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
     """The doubles are in this process, too, which takes no further connection either."""
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         for each in doubles:
             each.faults[GENERATE] = late(1.0)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -471,9 +492,9 @@ def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
         try:
             with pytest.raises(OutOfFilesError, match="ulimit -n"):
-                await draw(pool, 0, 120, at_once=False)
+                await draw(fleet, 0, 120, at_once=False)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not pool.problems() and all(each.serves for each in pool.servers)
+        assert not fleet.problems() and all(each.serves for each in fleet.servers)
 
     pooled(work)

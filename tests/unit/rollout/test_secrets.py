@@ -15,19 +15,19 @@ import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm import pool as pool_module
+from gspo_megatron.rollout.vllm import fleet as fleet_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, ServerGone, connected_session
-from gspo_megatron.rollout.vllm.handle import Handle
-from gspo_megatron.rollout.vllm.pool import Pool
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
+from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights
-from tests.unit.rollout.test_handle import settings
+from tests.unit.rollout.test_service_client import settings
 from tools.asgi import handler_of
 
 sys.path.append(str(WORKER_FOLDER))  # as in a server
@@ -76,18 +76,18 @@ def test_another_user_cannot_listen_on_a_held_port() -> None:
 
 @needs_root
 def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Path) -> None:
-    handle = Handle(settings(tmp_path), restarts=1)
+    client = ServiceClient(settings(tmp_path), restarts=1)
     try:
-        first = dict(handle._settings)
-        assert handle._process is not None
-        assert addresses_of_listeners([handle._process.pid]) == {"127.0.0.1": [first["port"]]}
-        os.kill(handle._process.pid, signal.SIGKILL)
-        handle._process.wait()
+        first = dict(client._settings)
+        assert client._process is not None
+        assert addresses_of_listeners([client._process.pid]) == {"127.0.0.1": [first["port"]]}
+        os.kill(client._process.pid, signal.SIGKILL)
+        client._process.wait()
         assert listens_as_another_user(first["port"]) == ""
-        handle.forget(0)  # starts it again
-        assert handle._settings["token"] != first["token"]
+        client.forget(0)  # starts it again
+        assert client._settings["token"] != first["token"]
     finally:
-        handle.close()
+        client.close()
 
 
 def replays(request: web.Request) -> dict[str, str]:
@@ -139,6 +139,22 @@ class Started:
         return ""
 
 
+@contextlib.asynccontextmanager
+async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
+    """A fleet of one server, which we seem to have started there."""
+    async with connected_session() as session:
+        client = Client("", session)
+
+        def start(_: str) -> Any:
+            client.begin(TOKEN)
+            return Started(url)
+
+        needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
+        settings = FleetSettings(FACTS, needs, 0, update_seconds, silence_seconds=30)
+        async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
+            yield fleet
+
+
 @pytest.mark.parametrize("lie", LIARS)
 def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) -> None:
     answer, told = LIARS[lie]
@@ -149,21 +165,9 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
         return web.json_response(answer(request) if request.path == PROOF else {})
 
     async def run() -> None:
-        async with site(pretend) as url, connected_session() as session:
-            client = Client("", session)
-
-            def start(_: str) -> Any:
-                client.begin(TOKEN)
-                return Started(url)
-
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
-            limits = {"restarts": 0, "update_seconds": 20, "silence_seconds": 30}
-            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
-            try:
-                with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
-                    await pool.update(weights(tmp_path, 0))
-            finally:
-                await pool.close()
+        async with site(pretend) as url, fleet_at(url) as fleet:
+            with pytest.raises(RolloutError, match=f"server 0: {url}: .*{told}"):
+                await fleet.update(weights(tmp_path, 0))
 
     asyncio.run(run())
     assert [line.split("?")[0].split()[0] for line in heard] == ["/health", PROOF]
@@ -189,25 +193,13 @@ def late(answers: int) -> Handler:
 def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(fleet_module, "CALL_SECONDS", 0.5)
 
     async def start_up(answers: int, update_seconds: float) -> str:
-        async with site(late(answers)) as url, connected_session() as session:
-            client = Client("", session)
-
-            def start(_: str) -> Any:
-                client.begin(TOKEN)
-                return Started(url)
-
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
-            limits = {"restarts": 0, "update_seconds": update_seconds, "silence_seconds": 30}
-            pool = Pool([Server("server 0", client, start)], PoolSettings(FACTS, needs, **limits))
-            try:
-                with pytest.raises(RolloutError) as told:
-                    await pool.update(weights(tmp_path, 0))
-                return str(told.value)
-            finally:
-                await pool.close()
+        async with site(late(answers)) as url, fleet_at(url, update_seconds) as fleet:
+            with pytest.raises(RolloutError) as told:
+                await fleet.update(weights(tmp_path, 0))
+            return str(told.value)
 
     assert "another program: it has not the token" in asyncio.run(start_up(2, 60))
     assert asyncio.run(start_up(999, 1)) == "server 0: not ready within 1 s"

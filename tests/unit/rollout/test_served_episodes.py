@@ -25,9 +25,9 @@ from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client as Server_Client
 from gspo_megatron.rollout.vllm.client import connected_session
 from gspo_megatron.rollout.vllm.episodes import RECORDS, Draws, Scorers, read_records
-from gspo_megatron.rollout.vllm.pool import Pool, PoolSettings
-from gspo_megatron.rollout.vllm.server import Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
 
 DRAW = Draw("step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0)
@@ -57,11 +57,13 @@ def served(
 
     async def run() -> None:
         async with Double().serve() as double, connected_session() as session:
-            settings = PoolSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
-            pool = Pool([Server("server", Server_Client(double.url, session))], settings)
+            settings = FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
+            pool = ScheduledFleet([Server("server", Server_Client(double.url, session))], settings)
             try:
                 await pool.update(weights(folder, 0))
-                draws = Draws(pool, scorers, inputs.files, {}, folder / "bank", "", runner)
+                draws = Draws(
+                    pool.scheduler, scorers, inputs.files, {}, folder / "bank", "", runner
+                )
                 running = draws.begin(DRAW)
                 assert running.task is not None
                 await running.task

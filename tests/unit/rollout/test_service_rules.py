@@ -1,6 +1,5 @@
 """Rules of the rollout service that need no server: salts of prefix caches, silence, versions of
-responses that updates interrupt, what is on the disk and when, and how often a request is
-repeated."""
+responses that updates interrupt, and what is on the disk and when."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout import store as bank
 from gspo_megatron.rollout.store import DrawFile, Group
-from gspo_megatron.rollout.vllm import chat
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
-from gspo_megatron.rollout.vllm.flight import Flight
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.proof import Probe
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server, Weights
+from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck
+from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH
 
-SETTINGS = PoolSettings(
+SETTINGS = FleetSettings(
     FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
 )
-PROBE = Probe([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
+CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 @dataclass
@@ -60,24 +57,26 @@ class Recorded:
 
 
 def served(
-    client: Recorded, settings: PoolSettings = SETTINGS, *, gives_parts: bool = False
-) -> tuple[Pool, Server]:
+    client: Recorded, settings: FleetSettings = SETTINGS, *, gives_parts: bool = False
+) -> tuple[ScheduledFleet, Server]:
     recorded: Any = client
     server = Server("server", recorded, abilities=Abilities(gives_parts=gives_parts))
-    return Pool([server], settings), server
+    return ScheduledFleet([server], settings), server
 
 
 def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None]]:
     """The salts of the proof and of a group, of two versions of the weights."""
     client = Recorded()
     settings = replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv)
-    pool, server = served(client, settings, gives_parts=gives_parts)
+    fleet, server = served(client, settings, gives_parts=gives_parts)
 
     async def run() -> None:
         for version in (4, 5):
-            client.version, pool.weights = version, Weights(version, "folder", PROBE)
-            assert await pool._prove(server, pool.weights)
-            await pool.generate_all([1, 2], {"temperature": 1.0}, [(1, 0), (1, 1)], version)
+            client.version, fleet.loader._newest = version, Weights(version, "folder", CHECK)
+            assert await fleet.loader._check(server, fleet.loader._newest)
+            await fleet.scheduler.generate_all(
+                [1, 2], {"temperature": 1.0}, [(1, 0), (1, 1)], version
+            )
 
     asyncio.run(run())
     return client.salts
@@ -112,11 +111,11 @@ def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() ->
 def test_responses_under_way_go_on_only_where_their_versions_are_known(
     in_flight: bool, counts: bool, tells: bool, keeps_kv: bool, pause: dict[str, str]
 ) -> None:
-    pool, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
-    server.in_flight = {Flight(1)} if in_flight else set()
+    fleet, server = served(Recorded(), replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv))
+    server.in_flight = {InFlightResponse(1)} if in_flight else set()
     server.abilities = replace(server.abilities, counts_tokens=counts)
-    server.tells_versions = tells
-    assert pool._pause(server) == pause
+    server.reports_versions = tells
+    assert fleet.loader._pause(server) == pause
 
 
 @pytest.mark.parametrize(
@@ -134,14 +133,14 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
 def test_a_server_is_lost_after_its_silence_and_not_before(
     figures: dict[str, float], silent: float, is_lost: bool
 ) -> None:
-    pool, server = served(Recorded(figures_told=figures))
+    fleet, server = served(Recorded(figures_told=figures))
 
     async def run() -> None:
         server.version, server.why_out, server.tokens = 1, None, 9.0
         server.heard = time.monotonic() - silent
-        await pool._look(server)
-        if server.tending is not None:
-            await server.tending
+        await fleet._look_at(server)
+        if server.bringing is not None:
+            await server.bringing
 
     asyncio.run(run())
     assert server.serves != is_lost
@@ -149,19 +148,19 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
     assert why.startswith("has not answered or drawn a token for 3") if is_lost else why == "None"
 
 
-def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_flight() -> None:
+def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:
     """A server that had no update names its weights with a word of its own. By the time of the
-    answer, the flight has seen newer ones."""
-    flight = Flight(version=1)
-    flight.spans, flight.version = [(1, 2), (3, 4)], 6
+    answer, the response has seen newer ones."""
+    response = InFlightResponse(version=1)
+    response.spans, response.version = [(1, 2), (3, 4)], 6
     spans = (("default", 2), ("3", 4), ("6", 7))
-    flight.arrive(Response(np.arange(7), np.zeros(7), truncated=False, spans=spans))
-    assert flight.response is not None and flight.response.versions is not None
-    assert flight.response.versions.tolist() == [1, 1, 3, 3, 6, 6, 6]
-    whole = Flight(version=2)
+    response.arrive(Response(np.arange(7), np.zeros(7), truncated=False, spans=spans))
+    assert response.answer is not None and response.answer.versions is not None
+    assert response.answer.versions.tolist() == [1, 1, 3, 3, 6, 6, 6]
+    whole = InFlightResponse(version=2)
     whole.arrive(Response(np.arange(3), np.zeros(3), False, spans=(("default", 3),)))
-    assert whole.response is not None and whole.response.versions is not None
-    assert whole.response.versions.tolist() == [2, 2, 2]
+    assert whole.answer is not None and whole.answer.versions is not None
+    assert whole.answer.versions.tolist() == [2, 2, 2]
 
 
 class Disk:
@@ -197,49 +196,3 @@ def test_a_group_is_on_the_disk_before_anyone_is_told_of_it(
         assert disk.sizes(path)[-1] == path.stat().st_size
     assert len(disk.sizes(path)) == 3 and disk.sizes(path) == sorted({*disk.sizes(path)})
     file.close()
-
-
-class Failing:
-    """A session whose first answers fail."""
-
-    def __init__(self, failures: int, status: int) -> None:
-        self.left, self.status, self.asked = failures, status, 0
-
-    @asynccontextmanager
-    async def request(self, *_: Any, **__: Any) -> Any:
-        self.asked += 1
-        self.left -= 1
-        yield Answer(self.status if self.left >= 0 else 200)
-
-
-@dataclass
-class Answer:
-    status: int
-
-    async def read(self) -> bytes:
-        return b'{"done": true}' if self.status == 200 else b"busy"
-
-
-@pytest.mark.parametrize(
-    ("failures", "status", "asked"),
-    [(0, 503, 1), (4, 503, 5), (4, 429, 5), (5, 503, None), (1, 400, None), (1, 404, None)],
-)
-def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
-    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None
-) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(chat.asyncio, "sleep", sleep)
-    session: Any = Failing(failures, status)
-    call = chat._call(session, "http://server/v1", {})
-    if asked is None:
-        with pytest.raises(RolloutError, match=f"http://server/v1: HTTP {status}: busy"):
-            asyncio.run(call)
-        asked = 5 if status == 503 else 1
-    else:
-        assert asyncio.run(call) == {"done": True}
-    assert session.asked == asked
-    assert waits == [0.5, 1.0, 2.0, 4.0][: asked - 1]

@@ -16,7 +16,7 @@ from tests.unit.rollout.test_faulty_servers import (  # noqa: F401 (gives_parts:
     GENERATE,
     PROMPT,
     SAMPLING,
-    Pool,
+    ScheduledFleet,
     gives_parts,
     pooled,
 )
@@ -36,29 +36,32 @@ class Held:
         return await plain(request, answer)
 
 
-async def begin(pool: Pool, doubles: list[Double], count: int) -> list[asyncio.Task[Any]]:
+async def begin(
+    fleet: ScheduledFleet, doubles: list[Double], count: int
+) -> list[asyncio.Task[Any]]:
     """So many requests, which all servers together have got."""
     before = sum(len(each.names) for each in doubles)
-    calls = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
+    calls = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
     while sum(len(each.names) for each in doubles) < before + count:
         await asyncio.sleep(0.01)
     return calls
 
 
 def test_a_request_with_tokens_goes_on_and_one_without_is_sent_again(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        pool.settings, [double] = replace(pool.settings, max_staleness=1), doubles
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        fleet.change_settings(max_staleness=1)
         double.counts = {}
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held()
-        calls = await begin(pool, doubles, 2)
+        calls = await begin(fleet, doubles, 2)
         double.counts = {double.names[0]: 2}
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         held.answers.set()
         goes_on, again = await asyncio.gather(*calls)
         assert goes_on.versions.tolist() == [0, 0, 1, 1, 1, 1]
         assert again.versions.tolist() == [1] * 6
-        assert len(double.names) == 3 and pool.resubmitted == 0
+        assert len(double.names) == 3 and fleet.scheduler.resubmitted == 0
 
     pooled(work, count=1)
 
@@ -66,12 +69,12 @@ def test_a_request_with_tokens_goes_on_and_one_without_is_sent_again(tmp_path: P
 def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
     tmp_path: Path,
 ) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
         double.counts = {}
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held()
-        [call] = await begin(pool, doubles, 1)
+        [call] = await begin(fleet, doubles, 1)
 
         async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
             if (await request.json())["method"] == "reload_weights":
@@ -80,7 +83,7 @@ def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
             return await plain(request, answer)
 
         double.faults["/collective_rpc"] = loads
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         assert (await call).versions.tolist() == [0] * 6
         assert len(double.names) == 1
 
@@ -88,12 +91,12 @@ def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
 
 
 def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:
             each.counts = {}
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         doubles[1].faults[GENERATE] = held = Held()
-        first, call = await begin(pool, doubles, 2)
+        first, call = await begin(fleet, doubles, 2)
         await first
         doubles[1].counts = {doubles[1].names[0]: 2}
 
@@ -104,9 +107,9 @@ def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None
             return await plain(_[0], {"weight_version": "7"})
 
         doubles[1].faults["/weight_info"] = another
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         assert (await call).versions.tolist() == [1] * 6  # of the other server
-        assert pool.resubmitted == 1 and len(pool.problems()) == 1
+        assert fleet.scheduler.resubmitted == 1 and len(fleet.problems()) == 1
 
     pooled(work)
 
@@ -114,39 +117,40 @@ def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None
 def test_versions_that_a_server_tells_are_taken(tmp_path: Path) -> None:
     spans = [{"version": "default", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 6}]
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 3))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 3))
         doubles[0].faults[GENERATE] = choice_with(weight_versions=spans)
-        response = await pool.generate(PROMPT, SAMPLING, 3)
+        response = await fleet.generate(PROMPT, SAMPLING, 3)
         assert response.versions.tolist() == [3, 3, 5, 5, 5, 5]
         spans[1]["end"] = 5
-        assert (await pool.generate(PROMPT, SAMPLING, 3)).versions.tolist() == [3] * 6
-        assert pool.servers[0].tending is not None
-        await pool.servers[0].tending
-        assert "versions of the weights up to [2, 5], of 6 tokens" in str(pool.servers[0].why_out)
+        assert (await fleet.generate(PROMPT, SAMPLING, 3)).versions.tolist() == [3] * 6
+        assert fleet.servers[0].bringing is not None
+        await fleet.servers[0].bringing
+        assert "versions of the weights up to [2, 5], of 6 tokens" in str(fleet.servers[0].why_out)
 
     pooled(work)
 
 
 def test_an_older_version_serves_a_draw_that_allows_it(tmp_path: Path) -> None:
-    async def work(pool: Pool, _: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 2))
-        assert (await pool.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [2] * 6
+    async def work(fleet: ScheduledFleet, _: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 2))
+        assert (await fleet.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [2] * 6
         with pytest.raises(asyncio.TimeoutError):
-            pool.servers[0].tending = asyncio.create_task(asyncio.sleep(60))
-            await asyncio.wait_for(pool.generate(PROMPT, SAMPLING, 3), 0.5)
+            fleet.servers[0].bringing = asyncio.create_task(asyncio.sleep(60))
+            await asyncio.wait_for(fleet.generate(PROMPT, SAMPLING, 3), 0.5)
 
     pooled(work, count=1)
 
 
 def test_a_place_is_left_for_the_proof(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
-        pool.settings, double.sequences = replace(pool.settings, max_staleness=1), 4
-        await pool.update(weights(tmp_path, 0))
+        double.sequences = 4
+        fleet.change_settings(max_staleness=1)
+        await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held()
-        calls = await begin(pool, doubles, 3)
-        calls.append(asyncio.create_task(pool.generate(PROMPT, SAMPLING, 0)))
+        calls = await begin(fleet, doubles, 3)
+        calls.append(asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)))
         await asyncio.sleep(0.3)
         assert len(double.names) == 3
         held.answers.set()
@@ -160,16 +164,16 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
     """As in a service that was started again: the responses of the next step are there already, so
     the policy is trained meanwhile."""
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        pool.take(replace(weights(tmp_path, 0), probe=None))
-        starting = asyncio.create_task(pool.bring())
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        fleet.take_weights(replace(weights(tmp_path, 0), check=None))
+        starting = asyncio.create_task(fleet.update_servers())
         while not doubles[0].calls["/resume"]:
             await asyncio.sleep(0.01)
         assert doubles[0].loaded == "0"
-        await asyncio.wait_for(pool.update(weights(tmp_path, 1)), 20)
+        await asyncio.wait_for(fleet.update(weights(tmp_path, 1)), 20)
         await starting
-        assert not pool.problems() and pool.servers[0].version == 1
-        assert (await pool.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [1] * 6
+        assert not fleet.problems() and fleet.servers[0].version == 1
+        assert (await fleet.generate(PROMPT, SAMPLING, 1)).versions.tolist() == [1] * 6
 
     pooled(work, count=1)
 
@@ -177,11 +181,11 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
 def test_of_several_engines_the_counts_of_the_first_are_not_taken_for_all(tmp_path: Path) -> None:
     """vLLM's collective_rpc asks the first engine alone."""
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:
             each.counts = {}
         doubles[1].layout["data_parallel_size"] = 2
-        await pool.update(weights(tmp_path, 0))
-        assert [each.abilities.counts_tokens for each in pool.servers] == [True, False]
+        await fleet.update(weights(tmp_path, 0))
+        assert [each.abilities.counts_tokens for each in fleet.servers] == [True, False]
 
     pooled(work)

@@ -45,6 +45,7 @@ TAKE_BACK = "/gspo/take_back"
 FIGURES = "/gspo/figures"
 ABOUT = "/gspo/about"
 PROOF = "/gspo/proof"  # of `TokenGuard`, which answers it to everybody
+TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # has the token of a server
 FORM = 1  # of all of these: a client uses no other than its own
 
 # What reading an answer raises that is not as vLLM gives it. The last four are NumPy's and

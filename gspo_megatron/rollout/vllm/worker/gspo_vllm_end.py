@@ -13,6 +13,8 @@ import shutil
 import signal
 import time
 
+# The id of the process that started the server. Set where the server's session has nobody else.
+STARTER_VARIABLE = "GSPO_SERVER_STARTER"
 FOLDER_VARIABLE = "GSPO_SERVER_FOLDER"  # the server's own temporary folder
 _TRACKER = b"multiprocessing.resource_tracker"
 _TRACKER_SECONDS = 3.0

@@ -22,17 +22,15 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from gspo_vllm_answers import PROOF, Answers, proof_of
-from gspo_vllm_end import kill_group, remove_folder
+from gspo_vllm_answers import PROOF, TOKEN_VARIABLE, Answers, proof_of
+from gspo_vllm_end import STARTER_VARIABLE, kill_group, remove_folder
+from gspo_vllm_group import Group, broadcast, make_group
 from safetensors import safe_open
 
-TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"
-# The id of the process that started the server. Set where the server's session has nobody else.
-STARTER_VARIABLE = "GSPO_SERVER_STARTER"
 PATIENCE_SECONDS = 10.0  # for a server to end by itself
 
 _PART = 1 << 22  # elements that are summed at a time
@@ -51,14 +49,6 @@ _FAMILIES = {
 }
 
 
-class _Group(Protocol):
-    """A process group of gloo or NCCL. torch's annotations lack the methods of both."""
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /
-    ) -> dist.Work: ...
-
-
 class GspoWorker:
     """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker."""
 
@@ -66,7 +56,7 @@ class GspoWorker:
     reload_weights: Callable[..., None]
     device: torch.device
     rank: int  # in the server, from 0
-    _sender: tuple[str, _Group] | None = None  # key, and the group with rank 0 of a run
+    _sender: tuple[str, Group] | None = None  # key, and the group with rank 0 of a run
 
     def tell_config(self) -> str:
         """config.json of the model that is served, with all of its defaults."""
@@ -128,7 +118,7 @@ class GspoWorker:
             raise
         return count
 
-    def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> _Group:
+    def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> Group:
         """The group with rank 0 of a run, beside the groups of vLLM."""
         seconds = timedelta(seconds=plan["seconds"])
         store = dist.TCPStore(
@@ -136,29 +126,19 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        shared = dist.PrefixStore(key, store)
-        groups: Any = dist  # whose options the annotations of torch lack, too
-        if plan["backend"] == "nccl":
-            options = groups.ProcessGroupNCCL.Options()
-            options._timeout = seconds
-            return groups.ProcessGroupNCCL(shared, rank, world_size, options)
-        options = groups.ProcessGroupGloo._Options()
-        options._timeout = seconds
         # not at the address of this host's own name, which may be one that rank 0 cannot reach
         own = _own_address(plan["host"], plan["port"])
-        options._devices = [groups.ProcessGroupGloo.create_device(hostname=own)]
-        return groups.ProcessGroupGloo(shared, rank, world_size, options)
+        shared = dist.PrefixStore(key, store)
+        return make_group(plan["backend"], shared, rank, world_size, seconds, own)
 
     def _received(
-        self, group: _Group, buckets: Sequence[Mapping[str, Any]]
+        self, group: Group, buckets: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the order in which they are sent. vLLM may keep a tensor until its
         layer is whole, so every bucket has memory of its own."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
         for bucket in buckets:
             buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
-            group.broadcast([buffer], options).wait()
+            broadcast(group, buffer).wait()
             for name, dtype, shape, start in bucket["tensors"]:
                 kind = getattr(torch, dtype)
                 content = buffer[start : start + math.prod(shape) * kind.itemsize]
@@ -174,7 +154,7 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of all safetensors files of a folder, one after the other."""
+    """The tensors of a folder's safetensors files, one after the other."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)

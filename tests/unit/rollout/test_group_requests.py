@@ -16,8 +16,7 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm.pacing import Window
-from gspo_megatron.rollout.vllm.server import Server
+from gspo_megatron.rollout.vllm.server import Server, Window
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
@@ -46,7 +45,7 @@ from tests.unit.rollout.test_faulty_servers import (
     GENERATE,
     PROMPT,
     SAMPLING,
-    Pool,
+    ScheduledFleet,
     assert_is_right,
     pooled,
 )
@@ -182,19 +181,19 @@ WRONG_ANSWERS: dict[str, tuple[Fault, str]] = {
 def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str) -> None:
     fault, why = WRONG_ANSWERS[name]
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].front_faults[PARTS] = fault
-        found = await pool.generate_all(PROMPT, SAMPLING, [*GROUP, *GROUP], 0)
+        found = await fleet.scheduler.generate_all(PROMPT, SAMPLING, [*GROUP, *GROUP], 0)
         assert len(found) == 16
         for each in found:
             if len(each.token_ids) == 6:  # not one of the record that is well-formed
                 assert_is_right(each, 0)
-        assert pool.servers[0].tending is not None
-        await pool.servers[0].tending
-        [problem] = pool.problems()
+        assert fleet.servers[0].bringing is not None
+        await fleet.servers[0].bringing
+        [problem] = fleet.problems()
         assert problem.startswith("server 0: ") and why in problem, problem
-        assert pool.servers[1].load == pool.servers[0].load == 0
+        assert fleet.servers[1].load == fleet.servers[0].load == 0
 
     pooled(work)
 
@@ -230,12 +229,12 @@ async def until(condition: Any) -> None:
 
 
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
-        pool.servers[1].window = Window(0)  # all of it goes to the other
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
+        fleet.servers[1].window = Window(0)  # all of it goes to the other
         doubles[0].faults[GENERATE] = Held(2, 3, 7)
-        drawing = asyncio.create_task(pool.generate_all(PROMPT, SAMPLING, GROUP, 0))
-        await until(lambda: len(pool.servers[0].in_flight) == 3)
+        drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
+        await until(lambda: len(fleet.servers[0].in_flight) == 3)
         asked: list[int] = []
 
         async def listens(request: web.Request, answer: Any) -> web.StreamResponse:
@@ -243,45 +242,48 @@ def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_pat
             return await plain(request, answer)
 
         doubles[1].faults[GENERATE] = listens
-        pool.servers[1].window = Window(99)
+        fleet.servers[1].window = Window(99)
         doubles[0].hang_up()
         for each in await drawing:
             assert_is_right(each, 0)
-        assert sorted(asked) == [2, 3, 7] and pool.resubmitted == 3
-        assert [each.load for each in pool.servers] == [0, 0]
-        assert pool.servers[1].busy.seconds < 5
+        assert sorted(asked) == [2, 3, 7] and fleet.scheduler.resubmitted == 3
+        assert [each.load for each in fleet.servers] == [0, 0]
+        assert fleet.servers[1].busy.seconds < 5
 
     pooled(work)
 
 
 def test_one_that_refuses_ends_the_draw(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         async def refuses(request: web.Request, answer: Any) -> web.StreamResponse:
             is_third = await by_seed(await request.json()) == 2
             return await (fails(400) if is_third else plain)(request, answer)
 
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         doubles[0].faults[GENERATE] = refuses
         with pytest.raises(RolloutError) as caught:
-            await pool.generate_all(PROMPT, SAMPLING, GROUP, 0)
+            await fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0)
         told = f"server 0 refuses a request: {GENERATE}: HTTP 400: it is broken"
-        assert str(caught.value) == told and pool.servers[0].load == 0
+        assert str(caught.value) == told and fleet.servers[0].load == 0
 
     pooled(work, count=1)
 
 
 def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        await pool.update(weights(tmp_path, 0))
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        await fleet.update(weights(tmp_path, 0))
         for double in doubles:
             double.faults[GENERATE] = Held(*range(8))
-        drawing = asyncio.create_task(pool.generate_all(PROMPT, SAMPLING, GROUP, 0))
+        drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: sum(each.running for each in doubles) == 8)
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await drawing
         await until(lambda: not any(each.running for each in doubles))
-        assert [each.load for each in pool.servers] == [0, 0] and pool._line.places == 0
+        assert [each.load for each in fleet.servers] == [
+            0,
+            0,
+        ] and fleet.scheduler._queue.places == 0
 
     pooled(work)
 
@@ -292,13 +294,14 @@ def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path) -> None:
     """0 has arrived, 1 has ended and its answer is on its way, 2 has tokens, and 3 has none."""
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        pool.settings, [double] = replace(pool.settings, max_staleness=1), doubles
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        fleet.change_settings(max_staleness=1)
         double.counts = {}
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held(1, 2, 3)
-        drawing = asyncio.create_task(pool.generate_all(PROMPT, SAMPLING, GROUP[:4], 0))
-        await until(lambda: len(pool.servers[0].in_flight) == 3)
+        drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP[:4], 0))
+        await until(lambda: len(fleet.servers[0].in_flight) == 3)
         double.counts = {held.names[2]: 2}
         named = dict(held.names)
 
@@ -309,48 +312,49 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
             return web.json_response({"ended": [named[1]]})
 
         double.front_faults[TAKE_BACK] = tells
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         held.numbers = ()
         await until(lambda: held.names[3] != named[3])  # sent again, as the others are not there
         held.answers.set()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0] * 6, [0] * 6, [0, 0, 1, 1, 1, 1], [1] * 6]
-        assert pool.resubmitted == 0 and len(double.names) == 5
+        assert fleet.scheduler.resubmitted == 0 and len(double.names) == 5
 
     pooled(work, count=1)
 
 
 def test_what_is_taken_back_ends_in_the_server_and_the_others_go_on(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
-        pool.settings, [double] = replace(pool.settings, max_staleness=1), doubles
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        fleet.change_settings(max_staleness=1)
         double.counts = {}
-        await pool.update(weights(tmp_path, 0))
+        await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held(*range(8))
-        drawing = asyncio.create_task(pool.generate_all(PROMPT, SAMPLING, GROUP, 0))
+        drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: len(held.names) == 8)
         first = dict(held.names)
         double.counts = {first[number]: 1 for number in range(4)}
-        await pool.update(weights(tmp_path, 1))
+        await fleet.update(weights(tmp_path, 1))
         await until(lambda: len(double.names) == 12 and double.running == 8)
         assert double.calls[TAKE_BACK] == 1
         held.answers.set()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0, 1, 1, 1, 1, 1]] * 4 + [[1] * 6] * 4
-        assert pool.resubmitted == 0 and pool.servers[0].load == 0
+        assert fleet.scheduler.resubmitted == 0 and fleet.servers[0].load == 0
 
     pooled(work, count=1)
 
 
 def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_path: Path) -> None:
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:
             each.counts = {}
-        await pool.update(weights(tmp_path, 0))
-        pool.servers[1].window = Window(0)
+        await fleet.update(weights(tmp_path, 0))
+        fleet.servers[1].window = Window(0)
         double = doubles[0]
         double.faults[GENERATE] = held = Held(6, 7)
-        drawing = asyncio.create_task(pool.generate_all(PROMPT, SAMPLING, GROUP, 0))
-        await until(lambda: len(pool.servers[0].in_flight) == 2)
+        drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
+        await until(lambda: len(fleet.servers[0].in_flight) == 2)
         double.counts = {held.names[6]: 2, held.names[7]: 3}
 
         async def another(request: web.Request, _: Any) -> web.StreamResponse:
@@ -360,12 +364,12 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
             return web.json_response({"weight_version": "7"})
 
         double.faults["/weight_info"] = another
-        await pool.update(weights(tmp_path, 1))
-        pool.servers[1].window = Window(99)
-        pool._admit_soon()
+        await fleet.update(weights(tmp_path, 1))
+        fleet.servers[1].window = Window(99)
+        fleet.scheduler._admit_soon()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0] * 6] * 6 + [[1] * 6] * 2
-        assert pool.resubmitted == 2
+        assert fleet.scheduler.resubmitted == 2
 
     pooled(work)
 
@@ -373,21 +377,21 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
 # How much a server gets
 
 
-def pool_of(*sizes: int, gives_parts: bool = True) -> tuple[Pool, list[Server]]:
-    """A pool of servers that nobody talks to, with so many places."""
+def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, list[Server]]:
+    """A fleet of servers that nobody talks to, with so many places."""
     servers = [Server(f"server {n}", client=None, version=0) for n in range(len(sizes))]
     for server, size in zip(servers, sizes, strict=True):
         server.window = Window(size)
         server.abilities = replace(server.abilities, gives_parts=gives_parts)
-    return Pool(servers, settings=None), servers
+    return ScheduledFleet(servers, settings=None), servers
 
 
-def admitted(pool: Pool, *turns: int) -> list[list[tuple[str, int]] | None]:
+def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:
     """What turns of so many places get that wait at the same time."""
 
     async def run() -> list[list[tuple[str, int]] | None]:
-        joined = [pool._line.join("step_1", 0, places) for places in turns]
-        pool._admit()
+        joined = [fleet.scheduler._queue.add("step_1", 0, places) for places in turns]
+        fleet.scheduler._admit()
         return [
             [(server.name[-1], count) for server, count in each.granted.result()]
             if each.granted.done()
@@ -399,47 +403,47 @@ def admitted(pool: Pool, *turns: int) -> list[list[tuple[str, int]] | None]:
 
 
 def test_few_responses_are_spread_over_all_servers() -> None:
-    pool, _ = pool_of(99, 99, 99, 99)
-    assert admitted(pool, 8) == [[(name, 2) for name in "0123"]]
-    pool, _ = pool_of(99, 99, 99, 99)
-    assert admitted(pool, 2) == [[("0", 1), ("1", 1)]]
+    fleet, _ = fleet_of(99, 99, 99, 99)
+    assert admitted(fleet, 8) == [[(name, 2) for name in "0123"]]
+    fleet, _ = fleet_of(99, 99, 99, 99)
+    assert admitted(fleet, 2) == [[("0", 1), ("1", 1)]]
 
 
 def test_of_much_work_a_server_gets_whole_groups() -> None:
-    pool, _ = pool_of(99, 99)
-    assert admitted(pool, *[16] * 6) == [[(name, 16)] for name in "010101"]
+    fleet, _ = fleet_of(99, 99)
+    assert admitted(fleet, *[16] * 6) == [[(name, 16)] for name in "010101"]
 
 
 def test_a_window_is_never_exceeded_and_a_part_is_worth_its_request() -> None:
-    pool, servers = pool_of(33, 20)
-    granted = admitted(pool, *[16] * 4)
+    fleet, servers = fleet_of(33, 20)
+    granted = admitted(fleet, *[16] * 4)
     assert granted == [[("0", 16)], [("1", 16)], [("0", 16)], [("1", 4)]]
     assert [each.load for each in servers] == [32, 20]
     # of 64 places three are not worth a request, but where no more is wanted than one
     for taken, wanted, given in ((61, 16, None), (60, 16, [("0", 4)]), (63, 1, [("0", 1)])):
-        pool, servers = pool_of(64)
+        fleet, servers = fleet_of(64)
         servers[0].expected = taken
-        assert admitted(pool, wanted) == [given]
+        assert admitted(fleet, wanted) == [given]
 
 
 def test_a_server_without_our_middleware_gets_one_at_a_time(tmp_path: Path) -> None:
-    pool, _ = pool_of(3, 3, gives_parts=False)
-    assert admitted(pool, 4, 9) == [
+    fleet, _ = fleet_of(3, 3, gives_parts=False)
+    assert admitted(fleet, 4, 9) == [
         [("0", 1), ("1", 1), ("0", 1), ("1", 1)],
         [("0", 1), ("1", 1)],
     ]
 
-    async def work(pool: Pool, doubles: list[Double]) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         doubles[0].front_faults["/gspo/about"] = fails(404)
         doubles[1].front_faults["/gspo/about"] = fails(200, json.dumps({"form": 2}))
         doubles[2].front_faults["/gspo/about"] = fails(200, "<html>")
-        await pool.update(weights(tmp_path, 0))
-        assert [each.abilities.gives_parts for each in pool.servers] == [False] * 3
-        for each in await pool.generate_all(PROMPT, SAMPLING, GROUP, 0):
+        await fleet.update(weights(tmp_path, 0))
+        assert [each.abilities.gives_parts for each in fleet.servers] == [False] * 3
+        for each in await fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0):
             assert_is_right(each, 0)
         assert sum(each.calls[PARTS] for each in doubles) == 0
         assert len({name for each in doubles for name in each.names}) == 8
-        assert greedy(PROMPT, 6) == (await pool.generate(PROMPT, SAMPLING, 0)).token_ids.tolist()
+        assert greedy(PROMPT, 6) == (await fleet.generate(PROMPT, SAMPLING, 0)).token_ids.tolist()
 
     pooled(work, count=3)
 

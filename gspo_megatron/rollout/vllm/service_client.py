@@ -14,9 +14,13 @@ import sys
 import urllib.error
 import urllib.request
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config import Config
+from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
+from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
 
@@ -26,7 +30,7 @@ _CALL_SECONDS = 60.0
 _DYING_SECONDS = 10.0  # a process that dies has ended within it
 
 
-class Handle:
+class ServiceClient:
     """The service as a process, on rank 0. Its methods raise RolloutError where the servers, or
     what the service needs of the user, are at fault."""
 
@@ -36,7 +40,7 @@ class Handle:
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
-        self.wants_folder = False  # a server waits for the newest weights' folder
+        self.needs_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
         self._port: socket.socket | None = None  # held, for the service alone
         try:
@@ -46,7 +50,7 @@ class Handle:
             raise
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
-        """Begin to bring all servers to new weights: see `pool.Weights`. Returns to whom rank 0 has
+        """Begin to bring all servers to new weights, see `Weights`. Returns to whom rank 0 has
         to send them: key of a server -> number of its workers."""
         # what a new service is told: its servers are new, and can load from a folder alone
         self._weights = {**weights, "stream": None}
@@ -56,16 +60,16 @@ class Handle:
         """Keys of the servers that wait for weights from rank 0."""
         return self._call("GET", "/weights/receivers")
 
-    def offer(self, **parts: Any) -> None:
-        """More of the newest weights: their `folder`, their `probe`."""
+    def add_to_weights(self, **parts: Any) -> None:
+        """More of the newest weights: their `folder`, their `check`."""
         assert self._weights is not None, "weights that nobody has made"
         self._weights.update(parts)
         self._call("POST", "/weights/parts", parts)
-        self.wants_folder &= self._weights["folder"] is None
+        self.needs_folder &= self._weights["folder"] is None
 
     def weights_status(self) -> dict[str, bool]:
-        """done: all servers that are left have proven the new weights; can_stream: they can take
-        them from rank 0. Waits some seconds."""
+        """done: all servers that are left have passed the check of the new weights;
+        can_stream: they can take them from rank 0. Waits some seconds."""
         status = self._call("GET", "/weights")
         self._done(status)
         return status
@@ -119,7 +123,8 @@ class Handle:
         self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
-        """What a new process tells: that it listens, or why it cannot start. Empty: it has ended.
+        """Start a process; returns its first line: that it listens, or why it cannot start. Empty:
+        it has ended.
 
         Its port is held here: no other user can listen there once a service has died. Its token is
         a new one, so that of a dead service opens nothing."""
@@ -196,9 +201,63 @@ class Handle:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:
-        """Whether what was asked for is there. Raises its error."""
-        self.wants_folder = status.get("wants_folder", False)
+        """Tells whether what was asked for is there. Raises its error."""
+        self.needs_folder = status.get("needs_folder", False)
         error = status.get("error")
         if error is not None:
             raise error_of(error["kind"], error["text"])
         return bool(status["done"])
+
+
+def service_settings(
+    config: Config,
+    *,
+    vocab_size: int,
+    num_layers: int,
+    experts_per_token: int,
+    dtype: str,
+    origin: str,
+    weights_folder: Path,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Settings that the service is started with, as JSON. origin: a fingerprint of what decides
+    responses and rewards. Raises RolloutError where there are too few GPUs for the servers."""
+    shape = config.resolved_model()
+    layers = [n for n, count in enumerate(experts_in_layers(shape)) if count]
+    return {
+        "config": config.model_dump(mode="json"),
+        "facts": {
+            "vocab_size": vocab_size,
+            "num_layers": num_layers,
+            "num_experts": shape.num_moe_experts or 0,
+            "experts_per_token": experts_per_token,
+            "moe_layers": layers,
+        },
+        "origin": origin,
+        "dtype": dtype,
+        "devices": [] if on_cpu else _gpus_for_servers(config),
+        "on_cpu": on_cpu,
+        "nodes": rollout_nodes(),
+        "weights_folder": str(weights_folder),
+    }
+
+
+def _gpus_for_servers(config: Config) -> list[str]:
+    """The GPUs of this machine that no rank uses. Raises RolloutError where they are too few for
+    the servers."""
+    import torch  # on the ranks; the service works without it
+
+    section = config.rollout.vllm
+    if not section.servers or rollout_nodes():
+        return []
+    used, needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), section.tensor_parallel_size
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
+    free = visible.split(",")[used:]
+    if len(free) < section.servers * needed:
+        raise RolloutError(
+            f"rollout.vllm.servers = {section.servers}: {section.servers * needed} GPUs beside "
+            f"the {used} of the ranks are needed on this machine, and {len(free)} are left"
+        )
+    return free

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,17 @@ from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.vllm.episodes import draw_to_json
-from gspo_megatron.rollout.vllm.handle import Handle
+from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from tests.programs import command_environment, wait_until
 
 _MAIN = "gspo_megatron.rollout.vllm.service"
 _RANK_0 = """
 import sys, time
 from pathlib import Path
-from gspo_megatron.rollout.vllm.handle import Handle
-from tests.unit.rollout.test_handle import settings
+from gspo_megatron.rollout.vllm.service_client import ServiceClient
+from tests.unit.rollout.test_service_client import settings
 folder = Path(sys.argv[1])
-handle = Handle(settings(folder), restarts=0)
+client = ServiceClient(settings(folder), restarts=0)
 (folder / "ready").touch()
 time.sleep(300)
 """
@@ -113,7 +113,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with killing(2) as killed:
-        handle = Handle(settings(tmp_path), restarts=3)
+        client = ServiceClient(settings(tmp_path), restarts=3)
     try:
         assert len(killed) == 2
         told = capfd.readouterr().err
@@ -122,60 +122,62 @@ def test_a_service_killed_while_it_starts_is_started_again(
         ended = pytest.raises(RolloutError, match="once more than rollout.vllm.restarts allows")
         with killing(2) as killed, ended:
             while True:
-                handle.forget(0)
+                client.forget(0)
         assert len(killed) == 2
     finally:
-        handle.close()
+        client.close()
     assert not (tmp_path / "weights").exists()
 
 
-def test_a_defect_of_the_service_is_no_mistake_of_the_user(tmp_path: Path) -> None:
-    handle = Handle(settings(tmp_path), restarts=0)
-    try:
-        with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
-            handle.draw_status("unknown")
-    finally:
-        handle.close()
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceClient, Path]]:
+    """A sound service, and its run's parent folder."""
+    folder = tmp_path_factory.mktemp("service")
+    with closing(ServiceClient(settings(folder), restarts=0)) as client:
+        yield client, folder
+
+
+def test_a_defect_of_the_service_is_no_mistake_of_the_user(
+    service: tuple[ServiceClient, Path],
+) -> None:
+    with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
+        service[0].draw_status("unknown")
 
 
 def test_a_service_that_lives_and_does_not_answer_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_megatron.rollout.vllm.handle._DYING_SECONDS", 0.5)
-    handle = Handle(settings(tmp_path), restarts=1)
-    try:
-        first = handle._process
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.service_client._DYING_SECONDS", 0.5)
+    with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
+        first = client._process
         with socket.create_server(("127.0.0.1", 0)) as closed:
-            handle._url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        handle.forget(0)  # the connection is refused
+            client._url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        client.forget(0)  # the connection is refused
         assert first is not None and first.returncode == -signal.SIGKILL
         told = capfd.readouterr().err
         assert "the rollout service did not answer, and was ended: starting it again" in told
-    finally:
-        handle.close()
 
 
 def test_a_service_that_ends_by_itself_is_not_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RolloutError, match="the rollout service ended with 1"):
-        Handle({**settings(tmp_path), "config": None}, restarts=3)
+        ServiceClient({**settings(tmp_path), "config": None}, restarts=3)
     assert "starting it again" not in capfd.readouterr().err
 
 
-def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(tmp_path: Path) -> None:
+def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
+    service: tuple[ServiceClient, Path],
+) -> None:
     """It was killed at step 10, this start goes on from step 5, and has begun two draws so far."""
-    handle = Handle(settings(tmp_path), restarts=0)
-    try:
-        bank = tmp_path / "run" / "rollouts"
-        bank.mkdir(parents=True, exist_ok=True)
-        later = [f"step_{step:08d}_0" for step in range(6, 13)]
-        for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
-            (bank / f"{name}.groups").touch()
-        handle.forget(5)
-        assert sorted(path.stem for path in bank.glob("*.groups")) == later
-    finally:
-        handle.close()
+    client, folder = service
+    bank = folder / "run" / "rollouts"
+    bank.mkdir(parents=True, exist_ok=True)
+    later = [f"step_{step:08d}_0" for step in range(6, 13)]
+    for name in (*later, "step_00000005_0", "step_00000005_1", "evaluation_00000005_near"):
+        (bank / f"{name}.groups").touch()
+    client.forget(5)
+    assert sorted(path.stem for path in bank.glob("*.groups")) == later
 
 
 def services_of(pid: int) -> list[psutil.Process]:
@@ -220,16 +222,13 @@ def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: P
 def test_a_token_that_is_no_ascii_is_refused_as_any_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    handle = Handle(settings(tmp_path), restarts=0)
-    try:
+    with closing(ServiceClient(settings(tmp_path), restarts=0)) as client:
         for word in ("Bearer schlüssel", "Bearer \N{PILE OF POO}", "Bearer \x80"):
             told = b"GET /figures HTTP/1.1\r\nHost: a\r\nAuthorization: "
-            port = int(handle._url.rpartition(":")[2])
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-                client.sendall(told + word.encode() + b"\r\nConnection: close\r\n\r\n")
-                assert client.recv(1000).startswith(b"HTTP/1.1 401"), word
-    finally:
-        handle.close()
+            port = int(client._url.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as peer:
+                peer.sendall(told + word.encode() + b"\r\nConnection: close\r\n\r\n")
+                assert peer.recv(1000).startswith(b"HTTP/1.1 401"), word
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -237,7 +236,7 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waiting = {"import_path": f"{__name__}:Waiting"}
-    handle = Handle(settings(tmp_path, environment=waiting), restarts=0)
+    client = ServiceClient(settings(tmp_path, environment=waiting), restarts=0)
     draw = Draw("step_00000001_0", "data.prompts", [0, 1], 0, 2, Sampling(4), seed=1, version=0)
     told = ""
 
@@ -246,9 +245,9 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
         told += capfd.readouterr().err
         return told.count("an episode has begun") == 4
 
-    handle.begin_draw(draw_to_json(draw))
-    assert wait_until(all_have_begun, handle._process, seconds=60)
-    handle.close()
+    client.begin_draw(draw_to_json(draw))
+    assert wait_until(all_have_begun, client._process, seconds=60)
+    client.close()
     lines = (told + capfd.readouterr().err).splitlines()
     assert lines[0].startswith("starting 1 server, log ")
     assert lines[1:] == 4 * ["an episode has begun"]

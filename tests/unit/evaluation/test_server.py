@@ -7,6 +7,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import yaml
 from aiohttp import web
 
 from gspo_megatron.cli.main import main
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.evaluation import server
 
 ROWS = [{"question": "6 * 7", "solution": "42"}, {"question": "1 / 2", "solution": "0.5"}]
 
@@ -193,3 +197,49 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
     assert main(["evaluate", chat.url]) == 2
     assert "names nothing to evaluate" in capsys.readouterr().err
     assert chat.requests == []
+
+
+class Failing:
+    """A session whose first answers fail."""
+
+    def __init__(self, failures: int, status: int) -> None:
+        self.left, self.status, self.asked = failures, status, 0
+
+    @asynccontextmanager
+    async def request(self, *_: Any, **__: Any) -> Any:
+        self.asked += 1
+        self.left -= 1
+        yield Answer(self.status if self.left >= 0 else 200)
+
+
+@dataclass
+class Answer:
+    status: int
+
+    async def read(self) -> bytes:
+        return b'{"done": true}' if self.status == 200 else b"busy"
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "asked"),
+    [(0, 503, 1), (4, 503, 5), (4, 429, 5), (5, 503, None), (1, 400, None), (1, 404, None)],
+)
+def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
+    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(server.asyncio, "sleep", sleep)
+    session: Any = Failing(failures, status)
+    call = server._call(session, "http://server/v1", {})
+    if asked is None:
+        with pytest.raises(RolloutError, match=f"http://server/v1: HTTP {status}: busy"):
+            asyncio.run(call)
+        asked = 5 if status == 503 else 1
+    else:
+        assert asyncio.run(call) == {"done": True}
+    assert session.asked == asked
+    assert waits == [0.5, 1.0, 2.0, 4.0][: asked - 1]

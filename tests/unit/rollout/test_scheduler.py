@@ -14,9 +14,9 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.pacing import Clock, Line, Window
-from gspo_megatron.rollout.vllm.pool import Pool
-from gspo_megatron.rollout.vllm.server import PoolSettings, Server
+from gspo_megatron.rollout.vllm.scheduler import RequestQueue
+from gspo_megatron.rollout.vllm.server import Clock, FleetSettings, Server, Window
+from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
 
@@ -25,7 +25,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         return (free.pop(), 1) if wanted <= newest < kept and free else None
 
     async def run() -> list[str]:
-        line: Line[int] = Line()
+        queue: RequestQueue[int] = RequestQueue()
         asked = [
             ("step_00000010_0", 1),
             ("step_00000003_0", 2),
@@ -37,7 +37,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         gone: list[str] = []
 
         async def go(name: str, version: int, number: int) -> None:
-            await line.join(name, version, 1).granted
+            await queue.add(name, version, 1).granted
             gone.append(f"{name} {number}")
 
         tasks = [asyncio.create_task(go(*each, number)) for number, each in enumerate(asked)]
@@ -45,9 +45,9 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         tasks[2].cancel()
         await asyncio.sleep(0)
         for newest, room in ((1, 1), (2, 9), (3, 9)):  # of the only server
-            line.admit(partial(choose, newest, [0] * room))
+            queue.admit(partial(choose, newest, [0] * room))
             await asyncio.sleep(0)
-        assert line.places == 0
+        assert queue.places == 0
         return gone
 
     assert asyncio.run(run()) == [
@@ -73,25 +73,25 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
         return None
 
     async def run() -> None:
-        line: Line[str] = Line()
-        part, single, older = (line.join(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
+        queue: RequestQueue[str] = RequestQueue()
+        part, single, older = (queue.add(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
         free.update(old=1, new=2)
-        line.admit(choose)
+        queue.admit(choose)
         # the place of the new server is left to the part; the old one has not what that needs
         assert (part.granted.done(), single.granted.done()) == (False, False)
         assert older.granted.result() == [("old", 1)]
         free.update(old=9, new=5)
-        line.admit(choose)
+        queue.admit(choose)
         assert part.granted.result() == [("new", 5)] and not single.granted.done()
-        rest = line.join("a", 2, 3, first=True)
-        other = line.join("a", 2, 1)
+        rest = queue.add("a", 2, 3, first=True)
+        other = queue.add("a", 2, 1)
         free["new"] = 4
-        line.admit(choose)
+        queue.admit(choose)
         assert rest.granted.result() == [("new", 3)] and other.granted.result() == [("new", 1)]
-        assert line.places == 1
-        line.leave(single)
-        line.leave(single)
-        assert line.places == 0
+        assert queue.places == 1
+        queue.remove(single)
+        queue.remove(single)
+        assert queue.places == 0
 
     asyncio.run(run())
 
@@ -101,9 +101,9 @@ def test_those_who_wait_learn_that_no_server_is_left() -> None:
         raise RolloutError("no server is left")
 
     async def run() -> list[Any]:
-        line: Line[int] = Line()
-        turns = [line.join("step_1", 0, 1), line.join("step_2", 1, 2)]
-        line.admit(choose)
+        queue: RequestQueue[int] = RequestQueue()
+        turns = [queue.add("step_1", 0, 1), queue.add("step_2", 1, 2)]
+        queue.admit(choose)
         return await asyncio.gather(*(each.granted for each in turns), return_exceptions=True)
 
     assert [str(each) for each in asyncio.run(run())] == ["no server is left"] * 2
@@ -111,7 +111,7 @@ def test_those_who_wait_learn_that_no_server_is_left() -> None:
 
 def look(window: Window, in_flight: int, usage: float, preemptions: int) -> int:
     told = {"kv_cache_usage_perc": usage, "num_preemptions_total": float(preemptions)}
-    window.look(told, in_flight)
+    window.adjust(told, in_flight)
     return window.size
 
 
@@ -171,7 +171,9 @@ def test_shares_since_the_last_weights() -> None:
         }
 
 
-def test_a_pool_sends_the_earlier_draw_first_and_spreads_its_last_requests(tmp_path: Path) -> None:
+def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
+    tmp_path: Path,
+) -> None:
     """Two servers that work on two requests each; requests of step 2 came first."""
 
     async def run() -> tuple[list[str], list[list[int]], list[float]]:
@@ -187,19 +189,20 @@ def test_a_pool_sends_the_earlier_draw_first_and_spreads_its_last_requests(tmp_p
         doubles = [Double(), Double()]
         async with doubles[0].serve(), doubles[1].serve(), connected_session() as session:
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = PoolSettings(FACTS, needs, 0, 30, 30, max_staleness=1)
+            settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=1)
             for double in doubles:
                 double.sequences, double.faults = 3, {"/inference/v1/generate": hold}
-            pool = Pool([Server(d.url, Client(d.url, session)) for d in doubles], settings)
-            try:
-                await pool.update(weights(tmp_path, 0))
+            async with ScheduledFleet(
+                [Server(d.url, Client(d.url, session)) for d in doubles], settings
+            ) as fleet:
+                await fleet.update(weights(tmp_path, 0))
                 sampling = {"temperature": 1.0, "max_tokens": 4}
                 asked = [("step_2", 2)] * 5 + [("step_1", 1)] * 2 + [("evaluation_0", 3)]
                 calls, loads = [], []
                 for draw, token in asked:
-                    calls.append(asyncio.create_task(pool.generate([token], sampling, 0, draw)))
+                    calls.append(asyncio.create_task(fleet.generate([token], sampling, 0, draw)))
                     await asyncio.sleep(0.05)
-                    loads.append([each.load for each in pool.servers])
+                    loads.append([each.load for each in fleet.servers])
                 for count in range(4, 9):  # one answer makes room for one request
                     while len(order) < count:
                         await asyncio.sleep(0.01)
@@ -207,11 +210,9 @@ def test_a_pool_sends_the_earlier_draw_first_and_spreads_its_last_requests(tmp_p
                 for _ in range(3):
                     answers.release()
                 await asyncio.gather(*calls)
-                busy = [each.busy.seconds for each in pool.servers]
-                assert [each.load for each in pool.servers] == [0, 0]
+                busy = [each.busy.seconds for each in fleet.servers]
+                assert [each.load for each in fleet.servers] == [0, 0]
                 return order, loads, busy
-            finally:
-                await pool.close()
 
     order, loads, busy = asyncio.run(run())
     assert [max(each) - min(each) for each in loads] == [1, 0, 1, 0, 0, 0, 0, 0]

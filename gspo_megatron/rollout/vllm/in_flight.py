@@ -18,17 +18,17 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlightResponse:
     """A response on its way from a server."""
 
     version: int  # of the weights that draw its next token
     # (version, tokens up to its last one) of the weights before
     spans: list[tuple[int, int]] = field(default_factory=list)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)  # for the server
-    response: Response | None = None
-    call: asyncio.Task[Any] | None = None  # of its part
+    answer: Response | None = None
+    call: asyncio.Task[Any] | None = None  # of its group request
     is_taken_back: bool = False  # it had no token yet when new weights came
-    when_taken_back: Callable[[Flight], None] | None = None
+    when_taken_back: Callable[[InFlightResponse], None] | None = None
 
     @property
     def first_version(self) -> int:
@@ -39,7 +39,7 @@ class Flight:
         return versions_of([*self.spans, (self.version, count)], count)
 
     def arrive(self, response: Response) -> None:
-        """It has ended. What the server tells of versions counts, where it tells them."""
+        """Take the answer. Where the server reports versions, these count."""
         count = len(response.token_ids)
         if response.spans is None:
             response.versions = self.versions(count)
@@ -48,10 +48,10 @@ class Flight:
             first = self.first_version
             spans = [(int(n) if n.isdecimal() else first, end) for n, end in response.spans]
             response.versions = versions_of(spans, count)
-        self.response = response
+        self.answer = response
 
     def take_back(self) -> None:
-        """It is sent again as if it had never been sent."""
+        """Give it up, so that it is sent again as if it had never been sent."""
         self.is_taken_back = True
         if self.when_taken_back is not None:
             self.when_taken_back(self)
@@ -67,24 +67,24 @@ def versions_of(spans: Iterable[tuple[int, int]], count: int) -> np.ndarray:
     return np.repeat(np.array(versions, dtype=np.int32), lengths)
 
 
-def split(
-    flights: Iterable[Flight],
+def split_at_update(
+    responses: Iterable[InFlightResponse],
     counts: Mapping[str, int],
     version: int,
     ended: Collection[str] = (),
 ) -> None:
-    """The server still stands, and goes on with `version`.
+    """Mark in the responses that the server, which still stands, goes on with `version`.
 
     counts: tokens of the responses that it has begun, by name. These go on. One that it does not
     know, and whose answer is not here, has no token yet; or its answer is still on its way, which
     would be of the weights before. Where it cannot be told which, it is taken back. ended: names of
     those of which it is known that they have ended.
     """
-    for flight in flights:
-        if flight.response is not None or flight.is_taken_back or flight.name in ended:
+    for each in responses:
+        if each.answer is not None or each.is_taken_back or each.name in ended:
             continue
-        if flight.name not in counts:
-            flight.take_back()
+        if each.name not in counts:
+            each.take_back()
             continue
-        flight.spans.append((flight.version, counts[flight.name]))
-        flight.version = version
+        each.spans.append((each.version, counts[each.name]))
+        each.version = version

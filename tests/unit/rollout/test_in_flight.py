@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_megatron.rollout.vllm.flight import Flight, split, versions_of
+from gspo_megatron.rollout.vllm.in_flight import InFlightResponse, split_at_update, versions_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 
@@ -15,31 +15,31 @@ def test_each_token_has_the_version_of_its_draw(seed: int) -> None:
     draws = np.random.default_rng(seed)
     first = int(draws.integers(0, 5))
     lengths = draws.integers(1, 40, 8).tolist()
-    flights = {Flight(first): length for length in lengths}
-    drawn: dict[Flight, list[int]] = {flight: [] for flight in flights}
+    responses = {InFlightResponse(first): length for length in lengths}
+    drawn: dict[InFlightResponse, list[int]] = {each: [] for each in responses}
     for version in range(first, first + 6):
-        for flight, length in flights.items():
+        for each, length in responses.items():
             more = int(draws.integers(0, 15))
-            drawn[flight] += [version] * min(more, length - len(drawn[flight]))
+            drawn[each] += [version] * min(more, length - len(drawn[each]))
         # the server may still know those that have ended
         counts = {each.name: len(tokens) for each, tokens in drawn.items()}
-        split(flights, counts, version + 1)
-    for flight, length in flights.items():
-        drawn[flight] += [first + 6] * (length - len(drawn[flight]))
-        assert flight.versions(length).tolist() == drawn[flight]
-        assert flight.versions(length).dtype == np.int32
-        assert flight.first_version == first and not flight.is_taken_back
+        split_at_update(responses, counts, version + 1)
+    for each, length in responses.items():
+        drawn[each] += [first + 6] * (length - len(drawn[each]))
+        assert each.versions(length).tolist() == drawn[each]
+        assert each.versions(length).dtype == np.int32
+        assert each.first_version == first and not each.is_taken_back
 
 
 def test_a_request_that_has_no_token_is_taken_back_and_an_answer_stays_what_it_is() -> None:
-    back: list[Flight] = []
-    waits, answered, ended = (Flight(3, when_taken_back=back.append) for _ in range(3))
+    back: list[InFlightResponse] = []
+    waits, answered, ended = (InFlightResponse(3, when_taken_back=back.append) for _ in range(3))
     answered.arrive(Response(np.arange(3), np.zeros(3), truncated=False))
-    split([waits, answered, ended], {}, 4, {ended.name})
+    split_at_update([waits, answered, ended], {}, 4, {ended.name})
     assert back == [waits] and waits.is_taken_back
-    split([waits], {}, 5)
+    split_at_update([waits], {}, 5)
     assert back == [waits]  # it is somebody else's by now
-    assert answered.versions(3).tolist() == answered.response.versions.tolist() == [3, 3, 3]
+    assert answered.versions(3).tolist() == answered.answer.versions.tolist() == [3, 3, 3]
     assert ended.versions(3).tolist() == [3, 3, 3]
 
 

@@ -1,4 +1,4 @@
-"""The figures of an evaluation suite: k responses to each problem, each correct or not.
+"""The records and figures of an evaluation suite: k responses to each problem, each correct or not.
 
 Symbols: n responses to a problem, c of them correct, N problems.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-CONFIDENCE = 0.95
-RESAMPLES = 10_000
-_RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory
+from gspo_megatron.config.schema import SuiteSection
+from gspo_megatron.observe.intervals import bootstrap_interval
+from gspo_megatron.observe.metrics_files import written_answer
+from gspo_megatron.rewards.values import Score
+from gspo_megatron.types import Sample
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,26 @@ class Answers:
         )
 
     def scored(self) -> Answers:
-        """Those responses that have a reward."""
+        """The responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
         return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
+
+
+def response_record(sample: Sample, score: Score | None, correct_at: float) -> dict[str, Any]:
+    """A response as evaluation.jsonl has it; score: None where the reward failed."""
+    reward = None if score is None else float(score.rewards.sum())
+    return {
+        "row_id": sample.row_id,
+        "prompt": sample.prompt,
+        "answer": written_answer(sample),
+        "response": sample.response,
+        "reward": reward,
+        **({"parts": dict(score.parts)} if score and score.parts else {}),
+        **({"reason": score.reason} if score and score.reason else {}),
+        "correct": None if reward is None else reward >= correct_at,
+        "truncated": sample.truncated,
+        "num_tokens": sample.num_tokens,
+    }
 
 
 def of_records(records: Iterable[Mapping[str, Any]]) -> list[Answers]:
@@ -92,37 +109,6 @@ def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> flo
     return sum(winners) / len(winners) if winners else 0.0
 
 
-def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95% percentile interval of the mean over problems, when these are drawn again with
-    replacement. It says how far another choice of problems could move the mean. Of one problem it
-    is that problem's figure, twice."""
-    values = np.asarray(of_problems, dtype=np.float64)
-    if len(values) < 2 or (values == values[0]).all():
-        return float(values[0]), float(values[0])
-    found = stats.bootstrap(
-        (values,),
-        np.mean,
-        confidence_level=CONFIDENCE,
-        n_resamples=RESAMPLES,
-        batch=max(1, _RESAMPLED_AT_ONCE // len(values)),
-        method="percentile",
-        random_state=np.random.default_rng(seed),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
-
-
-def share_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share of `count` independent trials: Wilson's score interval, which is
-    not a point where all trials were right, or none. Raises ValueError without trials."""
-    if count < 1:
-        raise ValueError(f"an interval of {count} trials")
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    shrunk = (share + z * z / (2 * count)) / (1 + z * z / count)
-    spread = share * (1 - share) / count + z * z / (4 * count * count)
-    half = z * math.sqrt(max(0.0, spread)) / (1 + z * z / count)
-    return max(0.0, shrunk - half), min(1.0, shrunk + half)
-
-
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4 … up to `most`, and `most` itself."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
@@ -164,34 +150,9 @@ def suite_figures(
     return found | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
 
 
-def interval_text(figures: Mapping[str, float], between: str) -> str | None:
-    """The 95% interval of a suite's mean; None where all problems have the same mean reward. Then
-    every draw of problems has it too: an interval without width, which would claim certainty."""
-    low, high = figures["ci_low"], figures["ci_high"]
-    return f"{low:.3f}{between}{high:.3f}" if low < high else None
-
-
-def suite_text(figures: Mapping[str, float]) -> str:
-    """The figures of a suite on one line, for people."""
-    most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
-    interval = interval_text(figures, " to ")
-    found = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
-    for label, name in (("pass", "pass_at_"), ("maj", "maj_at_")):
-        if most > 1 and f"{name}{most}" in figures:
-            found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
-    found.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
-    if figures.get("failed"):
-        found.append(failed_text(figures))
-    return ", ".join(found)
-
-
-def failed_text(figures: Mapping[str, float]) -> str:
-    """How many calls of a suite's reward failed, and what became of their problems."""
-    calls = int(figures["failed"])
-    told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
-    if "left_out" not in figures:  # of an earlier version
-        return told
-    left_out = int(figures["left_out"])
-    if not left_out:
-        return f"{told}: counted as wrong"
-    return f"{told}: {left_out} problem{'s' if left_out > 1 else ''} left out"
+def figures_of_records(
+    records: Iterable[Mapping[str, Any]], suite: SuiteSection, seed: int = 0
+) -> dict[str, float]:
+    """See `suite_figures`."""
+    is_wrong = suite.failed == "wrong"
+    return suite_figures(of_records(records), suite.samples, seed, failed_is_wrong=is_wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_megatron.rollout.vllm.proof import describe_families, suspect_families
+from gspo_megatron.rollout.vllm.weight_check import describe_families, suspect_families
 
 
 def sums(*values: np.ndarray) -> list[float]:

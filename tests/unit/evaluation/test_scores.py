@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gspo_megatron.observe.suite_scores import (
+from gspo_megatron.evaluation.scores import (
     Answers,
-    bootstrap_interval,
-    failed_text,
     majority_at_k,
     pass_at_k,
     powers_of_two,
-    share_interval,
     suite_figures,
-    suite_text,
 )
+from gspo_megatron.observe.intervals import bootstrap_interval, share_interval
+from gspo_megatron.observe.suite_table import failed_text, suite_text
 
 
 def answers(correct: str, given: str | None = None, lengths: int = 3) -> Answers:

@@ -16,6 +16,7 @@ from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
+from gspo_megatron.evaluation.scores import figures_of_records, response_record
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
@@ -23,10 +24,8 @@ from gspo_megatron.observe.metrics_files import (
     RL,
     JsonLinesWriter,
     MetricsWriter,
-    written_answer,
 )
 from gspo_megatron.observe.progress import Progress
-from gspo_megatron.observe.suite_scores import of_records, suite_figures
 from gspo_megatron.observe.suite_table import print_suites
 from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
@@ -78,9 +77,7 @@ class ServerEvaluation:
                 for record in records:
                     responses.append({"phase": RL, "step": 0, **record})
                 try:
-                    wrong = suite.failed == "wrong"
-                    problems = of_records(records)
-                    found = suite_figures(problems, suite.samples, failed_is_wrong=wrong)
+                    found = figures_of_records(records, suite)
                 except ValueError as error:
                     raise RolloutError(f"{suite_key(name)}: {error}") from error
                 metrics |= {f"evaluation/{name}/{key}": value for key, value in found.items()}
@@ -178,28 +175,17 @@ class ServerEvaluation:
         least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         with contextlib.closing(Scorer(self.rewards[name], suite.reward)) as scorer:
             scores, _ = scorer.score(samples)
-        records = []
-        for place, (score, sample) in enumerate(zip(scores, samples, strict=True)):
-            reward = None if score is None else float(score.rewards.sum())
-            records.append(
-                {
-                    "suite": name,
-                    "problem": place // suite.samples,
-                    "sample": place % suite.samples,
-                    "row_id": sample.row_id,
-                    "prompt": sample.prompt,
-                    "answer": written_answer(sample),
-                    "response": sample.response,
-                    "reward": reward,
-                    **({"parts": dict(score.parts)} if score and score.parts else {}),
-                    **({"reason": score.reason} if score and score.reason else {}),
-                    "correct": None if reward is None else reward >= least,
-                    "truncated": sample.truncated,
-                    "num_tokens": sample.num_tokens,
-                    "read_answer": self.rewards[name].answer_in(sample),
-                }
-            )
-        return records
+        reward = self.rewards[name]
+        return [
+            {
+                "suite": name,
+                "problem": place // suite.samples,
+                "sample": place % suite.samples,
+                **response_record(sample, score, least),
+                "read_answer": reward.answer_in(sample),
+            }
+            for place, (score, sample) in enumerate(zip(scores, samples, strict=True))
+        ]
 
 
 def _load(name: str, suite: SuiteSection) -> list[Prompt]:

@@ -1,0 +1,1 @@
+"""Evaluation suites: figures of responses to problems, and suites on a server's URL."""

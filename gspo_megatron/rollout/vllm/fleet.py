@@ -1,0 +1,209 @@
+"""All servers of a run: they are started, watched, put out and started again.
+
+A server that dies, hangs or fails the check of its weights gets no more requests; those that it had
+go to others (`scheduler`). One that we started is started again with the newest weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.vllm.checks import check_server
+from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
+from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, Server, Window
+from gspo_megatron.rollout.vllm.weights import (
+    CALL_SECONDS,
+    MOMENT,
+    Changes,
+    WeightLoader,
+    Weights,
+)
+
+_LOOK_SECONDS = 1.0  # between two looks at a server
+
+
+class Fleet:
+    """The servers of a run."""
+
+    def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
+        self.servers, self.settings = list(servers), settings
+        self.changes = Changes()  # a server has begun or ceased to serve
+        self.loader = WeightLoader(settings, self.changes)
+        self.began = time.time()
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End the servers that we started."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for server in self.servers:
+            if server.bringing is not None:
+                server.bringing.cancel()
+        ours = [server.process for server in self.servers if server.process is not None]
+        await asyncio.gather(*(process.end() for process in ours))
+
+    def problems(self) -> list[str]:
+        """Why servers are out."""
+        return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
+
+    # New weights
+
+    def take_weights(self, weights: Weights) -> dict[str, int]:
+        """Make these the newest weights. Returns to whom rank 0 has to send them, where it sends
+        them: key of a server -> number of its workers."""
+        self.loader.take_weights(weights)
+        for number, server in enumerate(self.servers):
+            if weights.stream is not None and server.serves and server.can_stream:
+                server.stream_key = f"{os.getpid()}/{number}/{server.restarts}"
+        return {s.stream_key: s.abilities.workers for s in self.servers if s.stream_key}
+
+    async def update_servers(self) -> None:
+        """Bring all servers to the newest weights; the first time, start them. Raises RolloutError
+        where no server is left, or where one is at fault that the user has to mend."""
+        weights, first = self.loader.newest, self._watcher is None
+        await self.changes.announce()
+        if first:
+            self._watcher = asyncio.create_task(self._watch())
+        for server in self.servers:
+            work = self._start(server) if first else self._renew(server, weights)
+            server.bringing = asyncio.create_task(_after(server.bringing, work))
+        await asyncio.gather(*(each.bringing for each in self.servers if each.bringing))
+        left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
+        # At the start every server has to be sound: a run that begins with fewer was set up wrong.
+        if not left or (first and len(left) < len(self.servers)):
+            raise RolloutError("\n".join(self.problems()))
+
+    async def _renew(self, server: Server, weights: Weights) -> None:
+        """New weights for a server that serves, if it has not got them by a restart."""
+        if server.why_out is not None or server.version == weights.version:
+            return
+        server.working.begin()
+        try:
+            await self.loader.renew(server, weights)
+        except OutOfFilesError:
+            raise
+        except (ServerGone, ServerRefused, RolloutError) as error:
+            await self._put_out(server, f"weights of version {weights.version}: {error}")
+            await self._restart(server)
+        finally:
+            server.working.end()
+
+    # Start and restart
+
+    async def _start(self, server: Server) -> None:
+        """Start a server, or reach one that runs, and give it its first weights."""
+        weights = await self.loader.newest_in_folder()
+        deadline = time.monotonic() + self.settings.update_seconds
+        try:
+            if server.start is not None:
+                server.process = server.start(str(weights.folder))
+            await self._wait_until_ready(server, deadline)
+            left = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
+            server.abilities = await check_server(
+                server.client, self.settings.needs, str(weights.folder), seconds=left
+            )
+            server.window = Window(self._most_requests(server))
+            await self.loader.first_weights(server, weights, deadline)
+        except OutOfFilesError:
+            raise
+        except (ServerGone, ServerRefused, RolloutError) as error:
+            await self._put_out(server, str(error))
+
+    async def _wait_until_ready(self, server: Server, deadline: float) -> None:
+        while True:
+            if server.process is not None:
+                server.client.url = server.process.url  # on another node it is known later
+            why = await server.client.why_not_ready(seconds=CALL_SECONDS)
+            if why is None:
+                return
+            ended = server.process and server.process.has_ended()
+            if ended:
+                raise ServerGone(ended)
+            if time.monotonic() > deadline:
+                raise ServerGone(f"not ready within {self.settings.update_seconds:g} s")
+            if server.process is None:
+                raise ServerGone(f"cannot be reached: {why}")
+            await asyncio.sleep(0.2)
+
+    def _most_requests(self, server: Server) -> int:
+        """How many requests may be on their way to it. Where new weights come in between, none
+        waits there for its turn, and the check of the weights finds a place."""
+        if not self.settings.max_staleness or not server.abilities.sequences:
+            return MOST_REQUESTS
+        return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
+
+    def lose_server(self, server: Server, why: str) -> None:
+        """Put a server out that served and is away, and start it again."""
+        if server.serves:
+            server.version = None
+            # at once: the requests that it had look for a server that may come back
+            server.bringing = asyncio.create_task(self._replace(server, why))
+
+    async def _replace(self, server: Server, why: str) -> None:
+        await self._put_out(server, why)
+        await self._restart(server)
+
+    async def _put_out(self, server: Server, why: str) -> None:
+        """Send it nothing any more, and what it had to others."""
+        server.version = server.stream_key = None
+        for call in {response.call for response in server.in_flight}:
+            assert call is not None
+            call.cancel()
+        await asyncio.sleep(MOMENT)
+        server.why_out = why
+        if server.process is not None:
+            told = server.process.has_ended()  # with the last errors of its log
+            server.why_out = told or f"{why}{server.process.errors()}"
+            await asyncio.to_thread(server.process.kill)
+        await self.changes.announce()
+
+    async def _restart(self, server: Server) -> None:
+        """Start one of ours again, while it has restarts left, with the newest weights."""
+        while server.start is not None and server.restarts < self.settings.restarts:
+            server.restarts += 1
+            print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
+            await self._start(server)
+            if server.serves:
+                return
+        print(f"{server.name} is out: {server.why_out}", flush=True)
+        await self.changes.announce()
+
+    # Health
+
+    async def _watch(self) -> None:
+        """Look at every server again and again: a process that has ended, and silence."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with contextlib.suppress(OutOfFilesError):  # the requests of draws tell it
+                await asyncio.gather(*(self._look_at(s) for s in self.servers if s.serves))
+            await self.changes.announce()
+
+    async def _look_at(self, server: Server) -> None:
+        ended = None if server.process is None else server.process.has_ended()
+        if ended:
+            self.lose_server(server, ended)
+            return
+        with contextlib.suppress(ServerGone, ServerRefused):
+            found = await server.client.figures(
+                seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
+            )
+            tokens = found.get("generation_tokens_total", 0.0)
+            if tokens != server.tokens or not found.get("num_requests_running", 0.0):
+                server.heard = time.monotonic()
+            server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
+            server.window.adjust(found, server.load)
+        silent = time.monotonic() - server.heard
+        if silent > self.settings.silence_seconds:
+            self.lose_server(server, f"has not answered or drawn a token for {silent:.0f} s")
+
+
+async def _after(before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
+    if before is not None:
+        await asyncio.wait([before])
+    await then

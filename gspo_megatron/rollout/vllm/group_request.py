@@ -1,0 +1,133 @@
+"""A request for several responses to one prompt, sent to one server.
+
+A request costs the service more than all that it does with the response. So a group, or as much of
+it as a server has room for, is one request, where the server has our middleware; of other servers
+each response is a request of its own. Each response is an `InFlightResponse`: it arrives when it
+has ended, may be taken back alone, and of a request that fails only the missing ones are generated
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_megatron.rollout.vllm.client import ServerGone
+from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
+from gspo_megatron.rollout.vllm.server import Server
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
+
+Seed = Sequence[int] | None  # numbers for `seed_of`; None: the sampling has what it needs
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The request itself, which is the same for every server."""
+
+    prompt: Sequence[int]
+    sampling: Mapping[str, object]  # vLLM's SamplingParams
+    version: int  # of the weights, or a later one
+    draw: str  # those of earlier names go first
+    routes: bool
+    facts: ModelFacts
+    salt: str | None = None
+
+
+@dataclass(eq=False)
+class GroupRequest:
+    """The request is sent when the object is made. `cancel` ends it, at any time."""
+
+    server: Server
+    spec: GroupSpec
+    seeds: Sequence[Seed]  # of each response
+    generate_again: Callable[[Seed], asyncio.Task[list[Response]]]
+    when_some_end: Callable[[], None]
+    responses: list[InFlightResponse] = field(default_factory=list)
+    again: dict[int, asyncio.Task[list[Response]]] = field(default_factory=dict)  # by number
+
+    def __post_init__(self) -> None:
+        assert self.server.version is not None, "a server that serves nothing"
+        self.life = self.server.restarts  # of the server
+        stem = uuid.uuid4().hex[:24]
+        self.call = asyncio.create_task(self._receive())
+        for number in range(len(self.seeds)):
+            name = f"{stem}{number:08x}"
+            response = InFlightResponse(self.server.version, name=name, call=self.call)
+            response.when_taken_back = self._taken_back
+            self.responses.append(response)
+        self.server.add_in_flight(self.responses)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.call.cancel()
+        self.end()
+        for task in self.again.values():
+            task.cancel()
+
+    def end(self) -> None:
+        """The server has nothing of it any more."""
+        self.server.remove_in_flight(self.responses)
+        self.when_some_end()
+
+    def missing(self) -> list[int]:
+        """Numbers of the responses that have not arrived, or with weights of which the server has
+        not passed the check; without those that are generated again already."""
+        newest = self.server.checked_version if self.server.restarts == self.life else -1
+        return [
+            number
+            for number, each in enumerate(self.responses)
+            if not each.is_taken_back and not (each.answer is not None and each.version <= newest)
+        ]
+
+    def newest_version(self) -> int:
+        """The newest weights of what has arrived."""
+        arrived = (each.version for each in self.responses if each.answer is not None)
+        return max(arrived, default=-1)
+
+    async def _receive(self) -> None:
+        """Raises ServerGone or ServerRefused; what has arrived by then stays."""
+        client, spec = self.server.client, self.spec
+        named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt}
+        if not self.server.abilities.gives_parts:
+            [response], [seed] = self.responses, self.seeds
+            sampling = spec.sampling if seed is None else {**spec.sampling, "seed": seed_of(seed)}
+            named |= {"seconds": None, "name": response.name}
+            answer = await client.generate(spec.prompt, sampling, spec.facts, **named)
+            self._arrived([(0, answer)])
+            return
+        names = [each.name for each in self.responses]
+        answers = client.generate_part(
+            spec.prompt, spec.sampling, names, self.seeds, spec.facts, **named
+        )
+        async with aclosing(answers):
+            async for ended in answers:
+                self._arrived(ended)
+                if self.again and not self._is_under_way():
+                    return  # it waits for no others: those that were taken back end with it
+        if any(each.answer is None and not each.is_taken_back for each in self.responses):
+            raise ServerGone("an answer that lacks responses of a part")
+
+    def _arrived(self, ended: Sequence[tuple[int, Response]]) -> None:
+        self.server.heard = time.monotonic()
+        for number, answer in ended:
+            if not 0 <= number < len(self.responses) or self.responses[number].answer is not None:
+                raise ServerGone(f"an answer with a response {number} that nobody asked for")
+            if not self.responses[number].is_taken_back:
+                self.responses[number].arrive(answer)
+        self.server.remove_in_flight(self.responses[number] for number, _ in ended)
+        self.when_some_end()
+
+    def _taken_back(self, response: InFlightResponse) -> None:
+        number = self.responses.index(response)
+        self.again[number] = self.generate_again(self.seeds[number])
+        self.server.remove_in_flight([response])
+        if not self._is_under_way():
+            self.call.cancel()
+
+    def _is_under_way(self) -> bool:
+        return not self.server.in_flight.isdisjoint(self.responses)

@@ -1,0 +1,277 @@
+"""The order of requests, and the server of each.
+
+Requests wait in a queue, those of earlier draws first, until a server with the weights that they
+need has room. What a server loses goes to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
+from gspo_megatron.rollout.vllm.fleet import Fleet
+from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Seed
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+
+_WORTH = 16  # a request is worth its price for a sixteenth of a server's places
+
+_T = TypeVar("_T")
+Chosen = TypeVar("Chosen")
+
+
+@dataclass(eq=False)
+class QueueEntry(Generic[Chosen]):
+    """A request for `places`. `granted` gets (server, places) of one or more servers, for at least
+    one place and at most so many in all."""
+
+    key: tuple[str, int]
+    places: int
+    granted: asyncio.Future[list[tuple[Chosen, int]]]
+    is_waiting: bool = True
+
+
+class RequestQueue(Generic[Chosen]):
+    """Requests that wait for a server. Those of an earlier draw go first, in their order."""
+
+    def __init__(self) -> None:
+        # by draw and the version of the weights that it needs
+        self._waiting: dict[tuple[str, int], deque[QueueEntry[Chosen]]] = {}
+        self.places = 0  # that are waited for
+
+    def add(
+        self, draw: str, version: int, places: int, *, first: bool = False
+    ) -> QueueEntry[Chosen]:
+        """Draws go in the order of their names. first: of those of its draw."""
+        granted: asyncio.Future[list[tuple[Chosen, int]]]
+        granted = asyncio.get_running_loop().create_future()
+        entry = QueueEntry((draw, version), places, granted)
+        entries = self._waiting.setdefault(entry.key, deque())
+        entries.appendleft(entry) if first else entries.append(entry)
+        self.places += places
+        return entry
+
+    def remove(self, entry: QueueEntry[Chosen]) -> None:
+        """Take an entry out, if it still waits."""
+        if entry.is_waiting:
+            entry.is_waiting = False
+            self._waiting[entry.key].remove(entry)
+            self.places -= entry.places
+
+    def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
+        """Let requests go while `choose` finds a server for them. It is given the version that
+        they need; a version whose servers it is to leave alone, because draws before them wait for
+        these; and the places that they want. What it raises is raised where they wait. A draw whose
+        version no server has yet keeps no other one waiting."""
+        kept = math.inf
+        for key in sorted(self._waiting):
+            entries, version = self._waiting[key], key[1]
+            while entries and self._grant(entries, partial(choose, version, kept)):
+                pass
+            if entries:
+                kept = min(kept, version)
+            else:
+                del self._waiting[key]
+
+    def _grant(
+        self,
+        entries: deque[QueueEntry[Chosen]],
+        choose: Callable[[int], tuple[Chosen, int] | None],
+    ) -> bool:
+        """Give the first entry what there is; returns whether that was anything."""
+        entry, granted = entries[0], []
+        if entry.granted.done():  # cancelled
+            self.remove(entry)
+            return True
+        try:
+            left = entry.places
+            while left and (found := choose(left)) is not None:
+                granted.append(found)
+                left -= found[1]
+        except Exception as error:  # noqa: BLE001 (raised where it is awaited)
+            self.remove(entry)
+            entry.granted.set_exception(error)
+            return True
+        if granted:
+            self.remove(entry)
+            entry.granted.set_result(granted)
+        return bool(granted)
+
+
+class Scheduler:
+    """Generates responses on the servers of a fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.resubmitted = 0  # responses that a server lost
+        self._queue: RequestQueue[Server] = RequestQueue()
+        self._admits_soon = False
+        self._level = 0  # responses of each server, once all that wait have gone
+        fleet.changes.when_changed = self._admit_soon
+
+    @property
+    def settings(self) -> FleetSettings:
+        return self.fleet.settings
+
+    async def generate_all(
+        self,
+        prompt: Sequence[int],
+        sampling: Mapping[str, Any],
+        seeds: Sequence[Seed],
+        version: int,
+        draw: str = "",
+    ) -> list[Response]:
+        """A response for each of the seeds, drawn with the weights of `version` or later ones,
+        which may become newer meanwhile, from whichever servers have the fewest requests. Those of
+        a draw whose name sorts before others are sent first. Raises RolloutError where no server is
+        left, or where all refuse the request."""
+        routes = self.settings.needs.with_routes and sampling["temperature"] > 0
+        spec = GroupSpec(prompt, sampling, version, draw, routes, self.settings.facts)
+        return await self._generate(spec, seeds)
+
+    async def _generate(
+        self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
+    ) -> list[Response]:
+        """Send requests as places are found. first: before others of its draw."""
+        requests: list[GroupRequest] = []
+        rest = seeds
+        try:
+            for server, places in await self._wait_for_places(spec, len(seeds), first=first):
+                requests.append(self._send_request(server, spec, rest[:places]))
+                rest = rest[places:]
+            works = [self._whole_group(request) for request in requests]
+            if rest:
+                works.append(self._generate(spec, rest, first=True))
+            return list(itertools.chain(*await all_of(works)))
+        finally:
+            for request in requests:
+                request.cancel()
+
+    def _send_request(self, server: Server, spec: GroupSpec, seeds: Sequence[Seed]) -> GroupRequest:
+        def generate_again(seed: Seed) -> asyncio.Task[list[Response]]:
+            return asyncio.create_task(self._generate(spec, [seed], first=True))
+
+        assert server.version is not None, "_wait_for_places gives servers that serve"
+        spec_here = replace(spec, salt=self.settings.salt(server.version))
+        return GroupRequest(server, spec_here, seeds, generate_again, self._admit_soon)
+
+    async def _whole_group(self, request: GroupRequest) -> list[Response]:
+        """All responses of a request. Those that its server does not give are generated again."""
+        server = request.server
+        await asyncio.wait([request.call])
+        try:
+            if not request.call.cancelled():  # as the server is out, or because all are taken back
+                request.call.result()
+        except ServerRefused as error:
+            raise RolloutError(f"{server.name} refuses a request: {error}") from error
+        except ServerGone as error:
+            self.fleet.lose_server(server, str(error))
+        request.end()
+        await self._wait_for_check(server, request.newest_version())
+        missing, found = request.missing(), {}
+        self.resubmitted += len(missing)
+        if missing:
+            seeds = [request.seeds[n] for n in missing]
+            again = await self._generate(request.spec, seeds, first=True)
+            found = dict(zip(missing, again, strict=True))
+        for number, task in request.again.items():
+            [found[number]] = await task
+        answers = (each.answer for each in request.responses)
+        responses = {n: answer for n, answer in enumerate(answers) if answer is not None} | found
+        return [responses[n] for n in range(len(request.responses))]
+
+    async def _wait_for_check(self, server: Server, version: int) -> None:
+        """Wait until it has passed the check of these weights, or of later ones, or is out."""
+        if server.checked_version < version:
+            await self.fleet.changes.wait_until(
+                lambda: server.checked_version >= version or server.why_out is not None
+            )
+
+    # Places
+
+    async def _wait_for_places(
+        self, spec: GroupSpec, places: int, *, first: bool
+    ) -> list[tuple[Server, int]]:
+        """Wait in the queue; which servers have room for how many of the responses. All of them
+        serve now: to be used at once."""
+        while True:
+            entry = self._queue.add(spec.draw, spec.version, places, first=first)
+            self._admit_soon()
+            try:
+                granted = await entry.granted
+            finally:
+                self._queue.remove(entry)
+                is_granted = entry.granted.done() and not entry.granted.cancelled()
+                if is_granted and entry.granted.exception() is None:
+                    for server, count in entry.granted.result():
+                        server.expected -= count  # it is sent without a pause now, or never
+            serving = [
+                (server, count)
+                for server, count in granted
+                # it may have ceased to serve in between
+                if server.version is not None and server.version >= spec.version
+            ]
+            if serving:
+                return serving
+
+    def _admit_soon(self) -> None:
+        """Call `_admit` once for all that happens in this turn of the event loop."""
+        if self._queue.places and not self._admits_soon:
+            self._admits_soon = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
+    def _admit(self) -> None:
+        """Send what has room somewhere."""
+        self._admits_soon = False
+        if self._queue.places:
+            serving = [each for each in self.fleet.servers if each.version is not None]
+            loads = sum(each.load for each in serving) + self._queue.places
+            self._level = -(-loads // max(1, len(serving)))
+            self._queue.admit(self._choose_server)
+
+    def _choose_server(self, version: int, kept: float, places: int) -> tuple[Server, int] | None:
+        """The server with the fewest requests of those with room, and for how many of the places
+        that are wanted; None: wait. A server takes its share of all that waits, and a group as a
+        whole or as large as to be worth a request. Servers of the version `kept` are left alone."""
+        chosen, chosen_load, is_any_able = None, 0, False
+        for server in self.fleet.servers:
+            if server.version is None or server.version < version:
+                continue
+            is_any_able = True
+            load, size = server.load, server.window.size
+            if server.version >= kept or (chosen is not None and load >= chosen_load):
+                continue
+            few = min(places, max(1, size // _WORTH)) if server.abilities.gives_parts else 1
+            if load + few <= size:
+                chosen, chosen_load = server, load
+        if chosen is None:
+            if not is_any_able and not any(each.may_come_back for each in self.fleet.servers):
+                raise RolloutError("no server is left:\n" + "\n".join(self.fleet.problems()))
+            return None
+        count = 1
+        if chosen.abilities.gives_parts:
+            room = chosen.window.size - chosen_load
+            count = min(places, room, max(1, self._level - chosen_load))
+        chosen.expected += count
+        return chosen, count
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Their results. Where one fails, or this is cancelled, the others are cancelled."""
+    works = list(works)
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

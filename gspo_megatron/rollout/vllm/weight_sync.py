@@ -1,0 +1,205 @@
+"""The way of new weights to the servers, as the ranks see it.
+
+All ranks export the policy's weights: into a folder of Hugging Face's form, or as a stream from
+rank 0 to the servers' workers. Then they compute how a server with these weights answers fixed
+prompts, and wait until the service has compared the servers with that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from gspo_megatron.addresses import is_loopback, own_address_for_servers, route_to
+from gspo_megatron.config import Config
+from gspo_megatron.config.rollout_nodes import rollout_nodes
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.families import family_of
+from gspo_megatron.hf.export import export_hf, stream_hf, stream_specs
+from gspo_megatron.models.build import Policy
+from gspo_megatron.platform.collectives import on_main
+from gspo_megatron.process.heartbeat import heartbeat
+from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
+from gspo_megatron.rollout.vllm.service_client import ServiceClient
+from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, tolerances
+from gspo_megatron.rollout.vllm.weight_stream import WeightStream, exhaust
+from gspo_megatron.rollout.vllm.weights_folder import MEMORY, is_private
+
+_SPARE = "spare"  # a folder of old weights there, to be overwritten
+
+
+class WeightSync:
+    """Brings the policy's weights to the servers, version after version. Each rank has one, and all
+    ranks call its methods together."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        engine: RolloutEngine,
+        device: torch.device,
+        hf_config: Any,
+        service: ServiceClient | None,
+        folder: Path,
+    ) -> None:
+        """engine: generates with the policy, without end-of-sequence tokens; hf_config: config.json
+        of the model that the weights come from; service: on rank 0; folder: for the versions."""
+        self.config, self.policy, self.engine, self.device = config, policy, engine, device
+        self.hf_config, self.service, self.folder = hf_config, service, folder
+        self.version = 0  # of the newest weights
+        self.streams = False  # the servers take weights from rank 0, without a folder
+        self._stream: WeightStream | None = None  # on rank 0
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Bring the policy's present weights to all servers. Returns metrics. Raises RolloutError,
+        on all ranks, where no server has passed the check of its weights within
+        rollout.vllm.update_seconds."""
+        start = time.perf_counter()
+        self.version = version
+        weights: dict[str, Any] = {"version": version}
+        weights |= {"folder": None, "check": None, "stream": None}
+        if self.streams:
+            num_bytes = self._send_stream(weights)
+        else:
+            weights["folder"], num_bytes = self._write_folder()
+            on_main(lambda: self._on_main().take_weights(weights))
+        check = dataclasses.asdict(self._weight_check())  # while the servers load
+        on_main(lambda: self._on_main().add_to_weights(check=check))
+        arrived = self.wait_for(self._weights_status)
+        on_main(self._remove_older_folders)
+        transport = self.config.rollout.vllm.weight_transport
+        self.streams = arrived["can_stream"] and (
+            transport == "nccl" or (transport == "auto" and self.device.type == "cuda")
+        )
+        return {
+            "sync/seconds": time.perf_counter() - start,
+            "sync/bytes": float(num_bytes),
+            "sync/version": float(version),
+        }
+
+    def wait_for(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Ask rank 0 for a status until that is done, and return it. `status` waits for some
+        seconds itself. A server that starts again meanwhile gets the newest weights."""
+        while True:
+            found, needs_folder = on_main(lambda: (status(), self._on_main().needs_folder))
+            if needs_folder:
+                self._offer_folder()
+            if found["done"]:
+                return found
+
+    def _on_main(self) -> ServiceClient:
+        assert self.service is not None, "only rank 0 talks to the service"
+        return self.service
+
+    def _weights_status(self) -> dict[str, Any]:
+        """On rank 0. The service itself gives up in time: see rollout.vllm.update_seconds."""
+        heartbeat()
+        return self._on_main().weights_status()
+
+    # A folder a version
+
+    def _version_folder(self) -> Path:
+        return self.folder / f"version_{self.version:08d}"
+
+    def _write_folder(self) -> tuple[str, int]:
+        """Write the newest weights as a folder. Returns it, and its bytes."""
+        folder = self._version_folder()
+        export_hf(
+            self.policy,
+            folder,
+            hf_config=self.hf_config,
+            tokenizer=self.config.data.tokenizer,
+            durable=False,  # what a killed machine leaves is never read: the next start writes anew
+            reuse=folder.with_name(_SPARE),
+            private=is_private(self.config),
+        )
+        count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+        return str(folder), count
+
+    def _offer_folder(self) -> None:
+        """Write the newest weights for a server that starts again."""
+        folder, _ = self._write_folder()
+        on_main(lambda: self._on_main().add_to_weights(folder=folder))
+
+    def _remove_older_folders(self) -> None:
+        """Remove the weights that no server needs any more; on rank 0. In memory the last ones
+        become the next folder: to overwrite them costs less than memory from the system."""
+        newest = self._version_folder()
+        older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
+        spare = older.pop() if older and newest.exists() and newest.is_relative_to(MEMORY) else None
+        for folder in older:
+            shutil.rmtree(folder, ignore_errors=True)
+        if spare is not None:
+            spare.rename(newest.with_name(_SPARE))
+
+    # A stream from rank 0
+
+    def _send_stream(self, weights: dict[str, Any]) -> int:
+        """Send the newest weights to all servers that can take them. Returns their bytes."""
+        family = None if self.hf_config is None else family_of(self.hf_config)
+        specs = stream_specs(self.policy, family=family)
+        tensors = stream_hf(self.policy, family=family)
+        layout: dict[str, Any] = {}  # of the stream, and
+        receivers: dict[str, int] = {}  # who gets it; on rank 0
+
+        def begin() -> None:
+            if self._stream is None:
+                self._stream = _open_stream(self.config, self.device)
+            layout.update(self._stream.plan(specs))
+            receivers.update(self._on_main().take_weights({**weights, "stream": layout}))
+
+        on_main(begin)
+        if self._stream is None:
+            exhaust(tensors)
+        else:
+            self._stream.send(layout, receivers, tensors, self._waiting_servers)
+        return sum(spec.nbytes for spec in specs.values())
+
+    def _waiting_servers(self) -> list[str]:
+        """Keys of the servers that wait for weights; on rank 0, while the other ranks give their
+        tensors. They learn at the next question to the service that it is gone, all together."""
+        try:
+            return self._on_main().receivers()
+        except RolloutError:
+            return []
+
+    # The check
+
+    def _weight_check(self) -> WeightCheck:
+        """How a server with the present weights answers the fixed prompts."""
+        longest = self.config.resolved_model().max_sequence_length
+        all_prompts: list[list[int]] = []
+        tokens: list[list[int]] = []
+        logprobs: list[list[float]] = []
+        for prompts, count in check_prompts(self.policy.vocab_size, longest):
+            requests = Requests(prompts, range(len(prompts)))
+            batch = self.engine.generate(requests, Sampling(count, temperature=0.0), seed=0)
+            all_prompts += prompts
+            tokens += batch.tokens.view(len(prompts), -1)[:, -count:].tolist()
+            logprobs += batch.rollout_logprobs.view(-1, count).tolist()
+        largest, mean = tolerances(self.config.training.precision)
+        return WeightCheck(all_prompts, tokens, logprobs, largest, mean)
+
+
+def _open_stream(config: Config, device: torch.device) -> WeightStream:
+    """Listens where the servers find this machine: on loopback, unless some are on others. Raises
+    RolloutError where it cannot, and UserError where nothing tells the way to the others."""
+    hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
+    ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
+    address = next(iter(ways), "127.0.0.1")
+    if rollout_nodes():
+        address = own_address_for_servers()
+    try:
+        return WeightStream(address, device, config.rollout.vllm.update_seconds)
+    except OSError as error:
+        raise RolloutError(
+            f"{address}: cannot listen for servers there: {error.strerror or error}; legal: "
+            "MASTER_ADDR is a name of rank 0's machine, or rollout.vllm.weight_transport: disk"
+        ) from error

@@ -1,0 +1,231 @@
+"""New weights on the servers: load a version, and check that a server has it.
+
+A server serves only after it has passed the check of the newest weights: their version, and greedy
+responses to fixed prompts, with the trainer's own log-probs. `weight_sync` is the ranks' end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
+from gspo_megatron.rollout.vllm.in_flight import split_at_update
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.weight_check import (
+    NOT_THE_WEIGHTS,
+    WeightCheck,
+    describe_families,
+    suspect_families,
+)
+
+CALL_SECONDS = 10.0  # for calls that need no work of the engine
+MOMENT = 0.3  # seconds: a process loses its connections before it has ended
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the policy's weights on its way to the servers."""
+
+    version: int  # steps that the policy has made
+    folder: str | None  # Hugging Face folder; None: not written until a server asks for it
+    check: WeightCheck | None = None  # None: the trainer still computes it
+    stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
+
+
+class Changes:
+    """Wakes whoever waits for a change of servers or of weights."""
+
+    def __init__(self) -> None:
+        self._condition = asyncio.Condition()
+        self.when_changed: Callable[[], None] = lambda: None
+
+    async def announce(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+        self.when_changed()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        async with self._condition:
+            await self._condition.wait_for(condition)
+
+
+class WeightLoader:
+    """Brings single servers to the newest weights. Raises ServerGone, ServerRefused or RolloutError
+    where a server fails."""
+
+    def __init__(self, settings: FleetSettings, changes: Changes) -> None:
+        self.settings, self.changes = settings, changes
+        self.needs_folder = False  # a server waits for the newest weights in a folder
+        self._newest: Weights | None = None
+
+    @property
+    def newest(self) -> Weights:
+        assert self._newest is not None, "weights that nobody has made"
+        return self._newest
+
+    def take_weights(self, weights: Weights) -> None:
+        """Make these the newest weights."""
+        self._newest = weights
+
+    async def add_to_weights(self, **parts: Any) -> None:
+        """More of the newest weights: their `folder`, their `check`."""
+        self._newest = replace(self.newest, **parts)
+        self.needs_folder &= self._newest.folder is None
+        await self.changes.announce()
+
+    async def wait_until_folder_is_needed(self) -> None:
+        await self.changes.wait_until(lambda: self.needs_folder)
+
+    async def newest_in_folder(self) -> Weights:
+        """The newest weights; waits until they are in a folder."""
+        while (weights := self.newest).folder is None:
+            self.needs_folder = True
+            await self.changes.announce()
+            await self.changes.wait_until(lambda seen=weights: self.newest is not seen)
+        return weights
+
+    async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
+        """Check a server that was started with these weights; load them before where it was not
+        started by us."""
+        weights = started_with
+        if server.start is None:
+            await self._load(server, weights, deadline)
+        while not await self._check(server, weights, at_start=True):
+            weights = await self.newest_in_folder()
+            await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
+
+    async def renew(self, server: Server, weights: Weights) -> None:
+        """New weights for a server that serves."""
+        if not (server.stream_key and await self._receive_stream(server, weights)):
+            weights = await self.newest_in_folder()
+            await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
+        await self._check(server, weights)
+
+    async def _receive_stream(self, server: Server, weights: Weights) -> bool:
+        """Let rank 0 send the weights. Where that fails, a folder may do, and the server gets no
+        stream from then on."""
+        group = {"key": server.stream_key, "world_size": server.abilities.workers + 1}
+        deadline = time.monotonic() + self.settings.update_seconds
+        try:
+            await self._load(server, weights, deadline, {"plan": weights.stream, **group})
+        except (ServerGone, ServerRefused) as error:
+            await asyncio.sleep(MOMENT)
+            if server.process and server.process.has_ended():
+                raise
+            server.stream_failed = True
+            print(f"{server.name}: cannot take weights from rank 0, but in folders: {error}")
+            return False
+        finally:
+            server.stream_key = None
+        return True
+
+    async def _load(
+        self,
+        server: Server,
+        weights: Weights,
+        deadline: float,
+        stream: Mapping[str, Any] | None = None,
+    ) -> None:
+        server.version, start = None, time.monotonic()  # nothing is sent to it meanwhile
+        seconds = max(deadline - start, 0.1)
+        await server.client.load_weights(
+            weights.folder,
+            str(weights.version),
+            seconds=seconds,
+            forgets_prepacked=server.abilities.is_extended,
+            stream=stream,
+            pause=self._pause(server),
+            paused=self._split_responses(server, weights.version, seconds),
+        )
+        server.load_seconds = time.monotonic() - start
+
+    def _pause(self, server: Server) -> Mapping[str, str]:
+        """How to pause it. Responses under way go on only where it is known afterwards which
+        weights drew which of their tokens."""
+        if not server.in_flight:
+            return RECOMPUTE  # there is nothing to keep
+        if not (server.abilities.counts_tokens or server.reports_versions):
+            return WAIT
+        return KEEP if self.settings.keeps_kv else RECOMPUTE
+
+    @contextlib.asynccontextmanager
+    async def _split_responses(
+        self, server: Server, version: int, seconds: float
+    ) -> AsyncGenerator[None]:
+        """While it is paused: responses under way have tokens of two versions from now on."""
+        responses, counts = tuple(server.in_flight), {}
+        if responses and server.abilities.counts_tokens:
+            counts = await server.client.response_tokens(seconds=seconds) or {}
+        elif server.reports_versions:
+            counts = dict.fromkeys((each.name for each in responses), 0)  # the answer says them
+        yield
+        unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
+        ended: set[str] = set()
+        if unknown and server.abilities.gives_parts:
+            # else: no answer says which of them have ended, and all of them are taken back
+            with contextlib.suppress(ServerGone, ServerRefused):
+                ended = await server.client.take_back(unknown, seconds=seconds)
+        split_at_update(responses, counts, version, ended)
+
+    async def _expected_responses(self, version: int) -> WeightCheck | None:
+        """The check of these weights; waits for it. None: there are newer ones by now."""
+        await self.changes.wait_until(
+            lambda: self.newest.version != version or self.newest.check is not None
+        )
+        return self.newest.check if self.newest.version == version else None
+
+    async def _check(self, server: Server, weights: Weights, *, at_start: bool = False) -> bool:
+        """Let the server serve if it has these weights. False: there are newer ones, and nobody
+        knows any more. Raises RolloutError where it has not."""
+        check = await self._expected_responses(weights.version)
+        if check is None:
+            return False
+        start, seconds = time.monotonic(), self.settings.update_seconds
+        if not at_start or server.start is None:
+            told = await server.client.weight_version(seconds=CALL_SECONDS)
+            if told != str(weights.version):
+                raise RolloutError(f"says that it has weights {told}, not {weights.version}")
+        calls = (
+            server.client.generate(
+                prompt,
+                {"temperature": 0.0, "max_tokens": len(tokens), "ignore_eos": True},
+                self.settings.facts,
+                seconds=seconds,
+                routes=self.settings.needs.with_routes,
+                salt=self.settings.salt(weights.version),
+            )
+            for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
+        )
+        responses = await asyncio.gather(*calls)
+        server.reports_versions = all(each.spans is not None for each in responses)
+        problem = check.difference(responses)
+        if server.abilities.is_extended and (at_start or problem is not None):
+            suspects = await self._suspect_tensors(server, weights.folder)
+            if suspects:
+                problem = f"{problem or NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
+            elif problem is not None:
+                problem += (
+                    "; its tensors have the folder's sums, so suspect are the kernels' own copies "
+                    "of them, its prefix cache and the folder"
+                )
+        if problem is not None:
+            raise RolloutError(problem)
+        server.version = server.checked_version = weights.version
+        server.why_out, server.heard = None, time.monotonic()
+        server.check_seconds = server.heard - start
+        await self.changes.announce()
+        return True
+
+    async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
+        """The families of tensors that the server has otherwise than this folder, or the newest."""
+        folder = folder or (await self.newest_in_folder()).folder
+        seconds = self.settings.update_seconds
+        found = await server.client.weight_sums(None, seconds=seconds)
+        expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
+        return describe_families(suspect_families(found, expected), len(expected))
