@@ -128,16 +128,9 @@ def _with_transformer_engine(machine: Machine) -> list[Step]:
 
 def _hour_alone(machine: Machine) -> list[Step]:
     """The checks that a visit has no time for."""
-    out, nproc = machine.out, ("--nproc", str(machine.gpus))
+    out = machine.out
     told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
     return [
-        Step(
-            "preflight",
-            "memory, matmul and collectives of each GPU, and no unfit host",
-            (*GSPO, "preflight", str(machine.config), *nproc),
-            None,
-            5,
-        ),
         Step(
             "sync",
             "sync/version 1 to 2, sync/bytes above 0; or what is missing for it",
