@@ -80,9 +80,7 @@ def write_character_tokenizer(
     return model
 
 
-def for_transformers(
-    model: Path, user_symbols: Sequence[str] = (), merges: Sequence[tuple[str, str]] = ()
-) -> Tokenizer:
+def for_transformers(model: Path, user_symbols: Sequence[str] = ()) -> Tokenizer:
     """The same tokenizer in the `tokenizers` library: a BPE model, which without merges leaves
     single characters. (The conversion of transformers needs protobuf, and text can spell byte and
     control pieces there.)"""
@@ -94,7 +92,7 @@ def for_transformers(
     tokenizer = Tokenizer(
         models.BPE(
             {piece: n for n, piece in enumerate(pieces)},
-            list(merges),
+            [],
             unk_token=pieces[processor.unk_id()],
             fuse_unk=True,
             byte_fallback=any(map(processor.is_byte, range(len(pieces)))),

@@ -12,6 +12,7 @@ import pyarrow
 import pytest
 import sentencepiece
 from pyarrow import parquet
+from tokenizers import models
 
 from gspo_megatron.data.character_tokenizer import (
     CHATML_SYMBOLS,
@@ -77,7 +78,14 @@ def make_tokenizer(
             user_defined_symbols=list(user_symbols),
             required_chars="".join(sorted({*required} - {*user_symbols})),
         )
-        tokenizer = for_transformers(model, user_symbols, _merges(model, user_symbols))
+        tokenizer = for_transformers(model, user_symbols)
+        tokenizer.model = models.BPE(
+            tokenizer.get_vocab(),
+            _merges(model, user_symbols),
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
         tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
