@@ -131,7 +131,6 @@ gspo_main() {
         fi
         : >"$(gspo_checked)" || exit
     fi
-    gspo_preflight "${words[@]}" || gspo_end $?
     if [ -n "$gspo_told_to_stop" ]; then
         gspo_end $GSPO_STOPPED # there is nothing to save yet
     fi
@@ -177,15 +176,6 @@ gspo_gpu_memory() {
 # The file that marks the job as checked. The restart count is not enough: a first start may end before
 # the check, because its node dies or a user requeues it.
 gspo_checked() { echo "$PWD/.gspo-megatron-$SLURM_JOB_ID-checked"; }
-
-# Measure the nodes: a slow or broken one is named in the log and ends the job. By default only on GPUs,
-# because other programs may use the same CPU cores.
-gspo_preflight() {
-    [ "${GSPO_PREFLIGHT:-${SLURM_GPUS_ON_NODE:+1}}" = 1 ] || return 0
-    local options=()
-    read -ra options <<<"${GSPO_PREFLIGHT_OPTIONS:-}"
-    gspo_run_tasks "$GSPO_PYTHON" -m gspo_megatron preflight "$@" "${options[@]}"
-}
 
 # Chooses the nodes of rollout servers: the last ones of the job, as many as told, or all of the second
 # component of a heterogeneous job. The tasks run on the others: as many on each as before, and the first

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
@@ -116,16 +116,15 @@ def make_data(folder: Path, seed: int = 1) -> None:
     for name, lines in rows.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_atomically(folder / f"{name}.jsonl", text.encode())
-    recipe = TokenizerRecipe(
+    write_character_tokenizer(
+        folder / "tokenizer",
+        [line["prompt"] for line in rows["train"]],
         160,  # at most: all characters
-        model_type="char",
         byte_fallback=False,
         user_symbols=[*SYMBOLS, *"x+-*()"],
         control_symbols=TURNS,
         chat_template=TEMPLATE,
-        text_field="prompt",
     )
-    train_tokenizer([folder / "train.jsonl"], folder / "tokenizer", recipe, overwrite=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

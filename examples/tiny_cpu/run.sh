@@ -10,7 +10,6 @@
 # Everything is written below runs/ in the current folder.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-tools=$here/../../tools
 gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
@@ -34,30 +33,25 @@ data=runs/tiny_cpu_start/data
 start=${START:-runs/tiny_cpu_start}/seed_$seed
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/7 text and prompts"
+say "1/6 text and prompts"
 python -m gspo_megatron.data.toy --train 4000 --test 256 --documents 6600 -o "$data"
 head -c 200 "$data/corpus.jsonl" && echo ...
 
-say "2/7 tokenizer"
-[ -f "$data/tokenizer/tokenizer.model" ] || python "$tools/train_tokenizer.py" "$data/corpus.jsonl" \
-    --vocab-size 48 --model-type char --no-byte-fallback -o "$data/tokenizer"
+say "2/6 text to a tokenizer and tokens"
+[ -f "$data/corpus.idx" ] || python "$here/tokenize_text.py" "$data"
 
-say "3/7 text to tokens"
-[ -f "$data/corpus.json" ] || python "$tools/prepare_data.py" "$data/corpus.jsonl" \
-    --tokenizer "$data/tokenizer" --workers 1 -o "$data/corpus"
-
-say "4/7 pre-training"
+say "3/6 pre-training"
 $gspo pretrain "$here/pretrain.yaml" training.seed="$seed" \
     logging.dir="$start/pretrain" export.hf_path="$start/pretrain/hf" ${pretrain[@]+"${pretrain[@]}"}
 
-say "5/7 supervised fine-tuning"
+say "4/6 supervised fine-tuning"
 $gspo sft "$here/sft.yaml" training.seed="$seed" model.checkpoint_path="$start/pretrain" \
     logging.dir="$start/sft" export.hf_path="$start/sft/hf" ${sft[@]+"${sft[@]}"}
 
-say "6/7 GSPO"
+say "5/6 GSPO"
 $gspo train "${CONFIG:-$here/config.yaml}" model.checkpoint_path="$start/sft" "$@" logging.dir="$rl"
 
-say "7/7 export, and answers by transformers"
+say "6/6 export, and answers by transformers"
 [ -d "$rl/hf" ] || $gspo convert megatron-to-hf "$rl" "$rl/hf"
 [ -f "$rl/answers.json" ] || python "$here/answer.py" \
     "$start/pretrain/hf" "$start/sft/hf" "$rl/hf" --prompts "$data/test.jsonl" -o "$rl/answers.json"

@@ -22,10 +22,10 @@ from gspo_megatron.cli.variants import (
     REPLAYS,
     PlannedRun,
     Variant,
-    baselines,
     choose_variants,
     for_each_variant,
     plan_runs,
+    seeds_found,
 )
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
@@ -34,13 +34,12 @@ from gspo_megatron.process.failures import STOPPED
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
+SEEDS = 3
 MAX_SEEDS = 1000  # more is a typing error: every run is planned before the first one starts
-_SEEDS_END = 2**31  # as in the schema
 # Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by a signal
 # at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_SBATCH_TIMEOUT_SECONDS = 300
 _say = partial(print, flush=True)  # before the output of the next run
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
@@ -63,10 +62,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--seeds",
         type=positive,
-        default=3,
         metavar="K",
         help="the number of runs of each variant; their seeds are training.seed and the numbers "
-        f"after it (default: %(default)s, at most {MAX_SEEDS})",
+        f"after it (default: {SEEDS}, and with --report-only all that are there)",
     )
     parser.add_argument(
         "-o",
@@ -104,7 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     variants = choose_variants(arguments.variants, config)
     out = Path(arguments.output or str(config.logging.dir))
-    seeds = _seeds(config.training.seed, arguments.seeds)
+    count, first = arguments.seeds or SEEDS, config.training.seed
+    if count > MAX_SEEDS:
+        raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
+    seeds: Sequence[int] = range(first, first + count)
+    if arguments.report_only and arguments.seeds is None:
+        seeds = seeds_found(variants, out) or seeds
     runs = plan_runs(arguments.config, arguments.overrides, variants, seeds, out)
     if arguments.report_only:
         return _report(variants, runs, out)
@@ -131,18 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
     for name in failed:
         _say(f"failed: {name}")
     return 1 if failed else 0
-
-
-def _seeds(first: int, count: int) -> range:
-    """Raises UserError for too many seeds, or seeds above the legal ones."""
-    if count > MAX_SEEDS:
-        raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
-    if first + count > _SEEDS_END:
-        raise UserError(
-            f"--seeds {count}: from training.seed = {first} on, the last is {first + count - 1}; "
-            f"seeds must be below 2^31, so start at {_SEEDS_END - count} or lower"
-        )
-    return range(first, first + count)
 
 
 def _check(
@@ -221,19 +212,16 @@ def _train(
 def _report(variants: Sequence[Variant], runs: Sequence[PlannedRun], out: Path) -> int:
     from gspo_megatron.observe.ablation import VariantRuns, write_ablation_report
 
-    without_replay = baselines(runs)
     reported = []
     for variant in variants:
         own = [planned for planned in runs if planned.variant == variant]
         folders = {planned.seed: planned.folder for planned in own}
-        steps, baseline = own[0].config.training.steps, without_replay.get(variant.name)
-        reported.append(VariantRuns(variant.name, variant.overrides, steps, folders, baseline))
-    measured = runs[0].config.routing.volatility
-    paths, findings = write_ablation_report(reported, out, volatility_switched_on=measured)
+        steps = own[0].config.training.steps
+        reported.append(VariantRuns(variant.name, variant.overrides, steps, folders))
+    path, findings = write_ablation_report(reported, out)
     for line in findings:
         _say(f"- {line}")
-    for path in paths:
-        _say(f"report  {path}")
+    _say(f"report  {path}")
     return 0
 
 
@@ -249,8 +237,8 @@ def _submit(
         return 0
     runs = [[arguments.config, *planned.overrides] for planned in todo]
     named = ["--variants", *arguments.variants] if arguments.variants else []
-    report = [arguments.config, *arguments.overrides, *named, "--seeds", str(arguments.seeds)]
-    report += ["-o", str(out), "--report-only"]
+    report = [arguments.config, *arguments.overrides, *named]
+    report += ["--seeds", str(arguments.seeds or SEEDS), "-o", str(out), "--report-only"]
     sizes = [world_sizes[planned.variant.name] for planned in todo]
     array, report_job, folder = submit(out, runs, report, arguments.slurm, sizes)
     _say(f"job {array}: {len(todo)} runs, one per task of the array; logs in {folder}")
@@ -288,14 +276,14 @@ def submit(
                 "--variants, or give --ntasks=N if their layouts leave dp open"
             )
         tasks = [f"--ntasks={sizes[0]}"]
-    array_options = ["--array", f"0-{len(runs) - 1}", *tasks, *words]
-    # A new one for each array: tasks of an earlier one may still have to read theirs.
+    # A new folder for each array: tasks of an earlier one may still have to read theirs.
     folders = (out / _SLURM_FOLDER / str(number) for number in itertools.count(1))
     folder = next(path for path in folders if not path.exists())
     folder.mkdir(parents=True)
     for name, lines in [*((str(i), run) for i, run in enumerate(runs)), ("report", report)]:
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    array = _sbatch([f"--output={folder}/%a.log", *array_options, str(script), str(folder)])
+    array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
+    array = _sbatch([*array_options, str(script), str(folder)])
     # The report is one process without a GPU: of the options it needs those about accounting.
     kept = [word for word in words if re.match(r"--(account|partition|qos|chdir)=", word)]
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
@@ -313,9 +301,7 @@ def _sbatch(arguments: Sequence[str]) -> str:
     """The number of the submitted job."""
     command = ["sbatch", "--parsable", *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--slurm: `{shlex.join(command)}`: {error}") from error
     if done.returncode != 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import sys
+import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -66,14 +66,13 @@ def number(
     text: str,
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
-    most: float = sys.float_info.max,
 ) -> float:
-    """An argument from `least` to `most`. Raises argparse's error for anything else."""
+    """A finite argument of `least` or more. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value <= most:
+    if not least <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
 

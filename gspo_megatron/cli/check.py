@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_keys(arguments.keys, arguments.stage)
     if arguments.config is None:
         arguments.parser.error("the following arguments are required: CONFIG.yaml")
+    rollout_plan.check_options(arguments)
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
-    rollout_plan.refuse_options(arguments)
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config.load import load_any_config
 

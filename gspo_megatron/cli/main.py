@@ -18,7 +18,6 @@ from gspo_megatron.cli import (
     evaluate,
     new,
     play,
-    preflight,
     report,
     score,
     serve,
@@ -30,8 +29,7 @@ from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
 
 COMMANDS = (
-    new, train, check, preflight, verify, play, evaluate, score, convert, serve, tasks, report,
-    ablate, doctor,
+    new, train, check, verify, play, evaluate, score, convert, serve, tasks, report, ablate, doctor,
 )  # fmt: skip
 
 

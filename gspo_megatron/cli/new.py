@@ -101,11 +101,13 @@ def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None)
     for name in (*PROMPT_FILES, "reward.py"):
         shutil.copyfile(TEMPLATES / name, folder / name)
     if model is None:
-        from gspo_megatron.data import tokenizer_training as training
+        from gspo_megatron.data import character_tokenizer as made
 
-        recipe = training.TokenizerRecipe(VOCABULARY, model_type="char", text_field="prompt")
-        prompts = [folder / PROMPT_FILES[0]]
-        training.train_tokenizer(prompts, folder / "tokenizer", training.with_chatml(recipe))
+        lines = (folder / PROMPT_FILES[0]).read_text(encoding="utf-8").splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        made.write_character_tokenizer(
+            folder / "tokenizer", prompts, VOCABULARY, **made.CHATML_SYMBOLS
+        )
     if model is None or model[2].chat_template is not None:
         for name in PROMPT_FILES:
             rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]

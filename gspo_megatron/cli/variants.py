@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("grpo", "gspo")
 REPLAYS = ("off", "r2", "r3")
-REPORT_NAMES = ("plots", "report.html", "report.md")  # beside the folders of the variants
+REPORT_NAMES = ("plots", "report.html")  # beside the folders of the variants
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w+.-]*")
 _SET_BY_ABLATE = ("training.seed", "logging.dir", "routing.volatility")
@@ -50,10 +48,11 @@ class PlannedRun:
 def default_variants(config: Config) -> list[Variant]:
     """GRPO, GSPO and the objective of the configuration, each without replay, with r2 and with r3.
     GSPO-token takes the place of GSPO where turns may have rewards of their own, which GSPO cannot
-    use: with a reward for each response the two are the same. The objective of the configuration
-    keeps its clip range, the others get their defaults. Raises UserError for a custom objective.
+    use. The objective of the configuration keeps its clip range, the others get their defaults.
+    Raises UserError for a custom objective.
     """
     from gspo_megatron.config.load import override
+    from gspo_megatron.environments.registry import environment_of
 
     if config.objective.import_path is not None:
         raise UserError(
@@ -61,14 +60,11 @@ def default_variants(config: Config) -> list[Variant]:
             "the default variants; define other variants with --variants FILE.yaml"
         )
     own, of_sequences = config.objective.name, {"gspo", "gspo_token"}
-    usual = [
-        "gspo_token" if name == "gspo" and _may_reward_turns(config) else name
-        for name in OBJECTIVES
-    ]
-    if own not in usual and not (own == "gspo" and "gspo_token" in usual):
-        usual.append(own)
+    by_turns = own == "gspo_token" or getattr(environment_of(config), "gives_rewards", False)
+    usual = ["grpo", "gspo_token" if by_turns else "gspo"]
+    names = usual if own in {*usual, "gspo"} else [*usual, own]
     variants = []
-    for name in usual:
+    for name in names:
         chosen = [override("objective.name", name)]
         if own != name and not {own, name} <= of_sequences:  # whose clip ranges mean the same
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
@@ -80,17 +76,6 @@ def default_variants(config: Config) -> list[Variant]:
             full_name = name if replay == "off" else f"{name}+{replay}"
             variants.append(Variant(full_name, tuple(overrides)))
     return variants
-
-
-def _may_reward_turns(config: Config) -> bool:
-    """Whether the configuration is made for rewards of turns, or its environment gives rewards."""
-    from gspo_megatron.environments.registry import environment_of
-
-    if config.objective.name == "gspo_token":
-        return True
-    with contextlib.suppress(UserError):  # the check of the variants tells what is wrong with it
-        return bool(getattr(environment_of(config), "gives_rewards", False))
-    return False
 
 
 def read_variants(path: Path) -> list[Variant]:
@@ -107,18 +92,17 @@ def read_variants(path: Path) -> list[Variant]:
         raise ConfigError([f"{path}: must be {form}"])
     problems = []
     for name, settings in values.items():
-        place = f"{path}: variant {name}"
         if not isinstance(name, str) or not _FOLDER_NAME.fullmatch(name):
-            problems.append(f"{path}: variant {name!r}: must be a possible name of a folder")
+            problems.append(f"variant {name!r}: must be a possible name of a folder")
         elif name.casefold() in REPORT_NAMES:  # on some file systems "Plots" is "plots"
-            problems.append(f"{place}: the report uses this name; choose another")
+            problems.append(f"variant {name}: the report uses this name; choose another")
         elif not isinstance(settings, Mapping):
-            problems.append(f"{place}: {settings!r:.60}; the file must be {form}")
+            problems.append(f"variant {name}: {settings!r:.60}; the file must be {form}")
         else:
             refused = [key for key in _SET_BY_ABLATE if key in settings]
-            problems += [f"{place}: {key}: set by `ablate` itself" for key in refused]
+            problems += [f"variant {name}: {key}: set by `ablate` itself" for key in refused]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
     return [
         Variant(name, tuple(override(str(key), value) for key, value in settings.items()))
         for name, settings in values.items()
@@ -142,6 +126,13 @@ def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
             [f"--variants {n}: no such variant; {suggest(n, list(by_name))}" for n in unknown]
         )
     return [by_name[name] for name in dict.fromkeys(names)] if names else variants
+
+
+def seeds_found(variants: Sequence[Variant], out: Path) -> list[int]:
+    """The seeds of which a variant has a run in OUT/VARIANT/seed_N."""
+    folders = [folder for each in variants for folder in (out / each.name).glob("seed_*")]
+    numbers = {folder.name.removeprefix("seed_") for folder in folders}
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def plan_runs(
@@ -182,28 +173,11 @@ def for_each_variant(variants: Sequence[Variant], action: Callable[[Variant], T]
         except UserError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(variant.name)
-    lines = []
-    for line, names in problems.items():
-        kind = "variant" if len(names) == 1 else "variants"
-        all_have_it = len(names) == len(variants)
-        lines.append(line if all_have_it else f"{kind} {', '.join(names)}: {line}")
-    if lines:
-        raise ConfigError(lines)
+    if problems:
+        raise ConfigError(
+            [
+                line if len(names) == len(variants) else f"variant {', '.join(names)}: {line}"
+                for line, names in problems.items()
+            ]
+        )
     return results
-
-
-def baselines(runs: Sequence[PlannedRun]) -> dict[str, str]:
-    """For each variant with replay the variant that is the same without it, where there is one."""
-    keys, without_replay = {}, {}
-    for run in runs:
-        values = run.config.model_dump(exclude={"logging"})
-        values["training"].pop("seed")
-        values["routing"] |= {"replay": "off", "store_on_host": False}
-        keys[run.variant.name] = json.dumps(values, sort_keys=True)
-        if run.config.routing.replay == "off":
-            without_replay.setdefault(keys[run.variant.name], run.variant.name)
-    return {
-        run.variant.name: without_replay[keys[run.variant.name]]
-        for run in runs
-        if run.config.routing.replay != "off" and keys[run.variant.name] in without_replay
-    }

@@ -133,7 +133,7 @@ class FineTuningConfig(StageConfig):
 
 
 class PretrainingDataSection(Section):
-    """Tokenized corpora: datasets of Megatron-Core, as tools/prepare_data.py writes them."""
+    """Tokenized corpora: indexed datasets of Megatron-Core, PREFIX.bin and PREFIX.idx."""
 
     train: list[Text] = key("contents", [], "prefixes of .bin and .idx files; required to train")
     weights: Weights | None = shapes(

@@ -1,4 +1,4 @@
-"""Rows of input files: JSON Lines, Parquet and plain text, read one after the other.
+"""Rows of input files, JSON Lines or Parquet, read one after the other.
 
 No file is read whole: a line, or a batch of Parquet rows, at a time. Faults of single rows are
 gathered in a `Problems`; a file that cannot be used at all raises DataError at once.
@@ -9,18 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspo_megatron.errors import DataError
 
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
 PARQUET_MAGIC = b"PAR1"
-TEXT_SUFFIXES = (".txt", ".text", ".md")
 SHOWN_ROWS = 5  # a file of the wrong kind is wrong on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
@@ -51,59 +46,54 @@ class Problems:
             raise DataError("\n".join(self._lines + ([f"… and {hidden} more"] if hidden else [])))
 
 
-def file_kind(path: Path, what: str = "file") -> str:
-    """parquet, text or jsonl: by the ending of the name, or by Parquet's magic bytes.
-
-    Raises DataError if there is no such file (`what` is the word for it) or it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            if path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC:
-                return "parquet"
-    except FileNotFoundError:
-        where = "" if path.is_absolute() else f"; the present folder is {os.getcwd()}"
-        raise DataError(f"{path}: no such {what}{where}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return "text" if path.suffix in TEXT_SUFFIXES else "jsonl"
-
-
 def read_rows(
     path: Path, columns: Sequence[Choice], problems: Problems, what: str = "file"
 ) -> Iterator[Row]:
     """The rows of a Parquet file, or of a JSON Lines file in UTF-8 (blank lines are skipped).
 
     A Parquet file must have all `columns`. The caller checks the fields of JSON rows.
+
+    Raises DataError if there is no such file (`what` is the word for it) or it cannot be read.
     """
-    if file_kind(path, what) == "parquet":
-        yield from read_parquet(path, columns, problems)
+    if _is_parquet(path, what):
+        yield from _read_parquet(path, columns, problems)
         return
     with path.open("rb") as file:
-        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1))
-        yield from parse_json_lines(lines, problems)
+        for number, line in enumerate(file, start=1):
+            row = _parse_line(f"{path}:{number}", line, problems)
+            if row is not None:
+                yield f"{path}:{number}", row
 
 
-def parse_json_lines(lines: Iterable[tuple[str, bytes]], problems: Problems) -> Iterator[Row]:
-    """The JSON objects of ("path:line", line) pairs; blank lines are skipped."""
-    for where, line in lines:
+def _is_parquet(path: Path, what: str) -> bool:
+    """Tells by the ending of the name, or by Parquet's magic bytes."""
+    try:
+        with path.open("rb") as file:
+            return path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f"; the present folder is {os.getcwd()}"
+        raise DataError(f"{path}: no such {what}{where}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it is blank or, with a problem, no JSON object."""
+    try:
         # Without the line's end: an error there would be counted as column 1 of the next line.
-        text = decode_line(where, line.rstrip(), problems)
-        text = text and text.removeprefix("\ufeff")  # a byte-order mark
-        if not text:
-            continue
-        try:
-            row = _DECODER.decode(text)
-        except json.JSONDecodeError as error:
-            problems.add(
-                where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-            )
-        except (ValueError, RecursionError) as error:  # also a number or nesting beyond Python's
-            problems.add(where, f"JSON that cannot be read: {error}")
-        else:
-            if isinstance(row, dict):
-                yield where, row
-            else:
-                problems.add(where, f"{json_type(row)}; a JSON object is wanted")
+        text = line.rstrip().decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
+        row = _DECODER.decode(text) if text else None
+    except UnicodeDecodeError as error:
+        problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        problems.add(where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
+    except (ValueError, RecursionError) as error:  # also a number or nesting beyond Python's
+        problems.add(where, f"JSON that cannot be read: {error}")
+    else:
+        if not text or isinstance(row, dict):
+            return row
+        problems.add(where, f"{json_type(row)}; a JSON object is wanted")
+    return None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,30 +109,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def decode_line(where: str, line: bytes, problems: Problems) -> str | None:
-    """The line as text; None, and a problem, if it is not UTF-8."""
+def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
     try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
-        return None
-
-
-def read_parquet(
-    path: Path,
-    columns: Sequence[Choice],
-    problems: Problems,
-    row_groups: Sequence[int] | None = None,
-    first_row: int = 1,
-    only_columns: bool = False,
-) -> Iterator[Row]:
-    """Rows of a Parquet file, or of some of its row groups, which begin with row `first_row`.
-
-    With `only_columns` no other columns are read.
-    """
-    number = first_row - 1
-    try:
-        with open_parquet(path) as file:
+        with ParquetFile(path) as file:
             present = file.schema_arrow.names
             absent = [each for each in columns if not {each[1], _top(each[1])} & {*present}]
             for key, name in absent:
@@ -151,24 +124,12 @@ def read_parquet(
                 problems.add(f"{path}", what)
             if absent:
                 return  # one problem for each column, not for each row
-            wanted = [name for _, name in columns] if only_columns else None
-            for batch in file.iter_batches(row_groups=row_groups, columns=wanted):
+            for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", row
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
-
-
-@contextmanager
-def open_parquet(path: Path) -> Generator[ParquetFile]:
-    """Raises DataError if the file is damaged, also in the middle of reading it."""
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            yield file
     except (pyarrow.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
@@ -191,14 +152,6 @@ def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | 
             return None, f"no field {name!r}; the fields{of} are: {present} ({key} chooses one)"
         value = value[part]
     return value, None
-
-
-def find_text(row: Mapping[str, Any], name: str, key: str) -> tuple[str, str | None]:
-    """As `find_field`, for a string of valid Unicode."""
-    value, fault = find_field(row, name, key)
-    if fault is None and (wrong := text_fault(value)):
-        fault = f"field {name!r} {wrong}"
-    return value, fault
 
 
 def _top(name: str) -> str:

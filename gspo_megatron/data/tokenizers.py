@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -412,31 +412,20 @@ def train_sentencepiece(
     text if `lines` had its characters. Ids: 0 unknown, 1 padding, 2 end of sequence; there is no
     beginning-of-sequence token. `options` are further settings of sentencepiece's trainer.
 
-    Raises DataError if sentencepiece cannot train on these lines, or the error of reading them.
+    Raises DataError if sentencepiece cannot train on these lines.
     """
     import sentencepiece
 
-    model, settings = io.BytesIO(), {**_TRAINING_DEFAULTS, **options}
-    failure: list[BaseException] = []  # of reading the lines; sentencepiece repeats its text only
-
-    def remembering() -> Iterator[str]:
-        try:
-            yield from lines
-        except BaseException as error:
-            failure.append(error)
-            raise
-
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=remembering(),
+            sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
-            **settings,
+            **{**_TRAINING_DEFAULTS, **options},
         )
     except (RuntimeError, OSError) as error:
-        if failure:
-            raise failure[0] from None
         raise DataError(f"{out_prefix}.model: sentencepiece could not train: {error}") from error
     return write_atomically(f"{out_prefix}.model", model.getvalue())
 

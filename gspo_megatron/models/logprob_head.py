@@ -23,7 +23,6 @@ from gspo_megatron.platform.cpu import faster
 # backward pass one. On a CPU a tile of this size stays in the caches between two operations. A GPU
 # needs more work in each kernel: on an H200 (32,768 rows, hidden 2,048, vocabulary 151,936, bf16)
 # tiles of 32, 64, 128, 256 and 512 MiB took 0.30, 0.27, 0.25, 0.23 and 0.24 s.
-# tools/bench_logprob_head.py --sweep compares sizes.
 TILE_ROWS = 2048
 TILE_BYTES = 8 * 2**20
 GPU_TILE_BYTES = 256 * 2**20

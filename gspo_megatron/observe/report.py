@@ -358,6 +358,8 @@ def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = Non
     runs, console = load_runs(run_dirs), _console(stream)
     settings = _differing_settings(runs)
     if settings.rows:
+        for line in _stages_differ(runs):
+            console.print(line, soft_wrap=True)
         console.print("settings that differ:")
         _print_settings(console, settings)
     _print_warnings(console, runs)
@@ -441,7 +443,8 @@ def _report_several(runs: Sequence[Run]) -> str:
             sections += _compare(members, phase, suffix, path)
         settings = _differing_settings(runs)
         if settings.rows:
-            sections.append(ReportSection("Settings that differ", [settings]))
+            items = [*_stages_differ(runs), settings]
+            sections.append(ReportSection("Settings that differ", items))
         sections += warning_section(runs)
         sections += [ReportSection(run.name, _details(run)) for run in runs]
         names = ", ".join(run.name for run in runs)
@@ -518,7 +521,8 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _differing_settings(runs: Sequence[Run]) -> Table:
-    """The keys of the configuration, but logging, that the runs that kept one do not share."""
+    """The keys of the configuration, but logging, that the runs that kept one do not share. Runs of
+    different stages differ in most keys: only those that all of them have are compared."""
     configs: dict[str, dict[str, str]] = {}
     for run in runs:
         if sections := _config_of(run.path):
@@ -528,12 +532,21 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
                 if not key.startswith("logging.")
             }
     keys = dict.fromkeys(key for config in configs.values() for key in config)
+    if _stages_differ(runs):
+        keys = {key: None for key in keys if all(key in config for config in configs.values())}
     rows = []
     for key in keys:
         values = [config.get(key, MISSING) for config in configs.values()]
         if len(set(values)) > 1:
             rows.append([key, *values])
     return Table(["key", *configs], rows, is_text=True)
+
+
+def _stages_differ(runs: Sequence[Run]) -> list[str]:
+    """What is said above the settings of runs of different stages; else nothing."""
+    stages = dict.fromkeys(main_phase(run.records) for run in runs)
+    told = f"The stages differ ({', '.join(stages)}): only keys that all runs have are compared."
+    return [told] if len(stages) > 1 else []
 
 
 def _sample_table(samples: Sequence[Record]) -> Table:

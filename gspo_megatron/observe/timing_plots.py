@@ -1,17 +1,14 @@
-"""Pictures of where the time goes: the timeline of a run with servers, and a rollout plan."""
+"""The timeline of a run with servers: where the time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gspo_megatron.observe.metrics_files import RL, Run, phase_of
 from gspo_megatron.observe.plots import (
@@ -20,7 +17,6 @@ from gspo_megatron.observe.plots import (
     PALETTE,
     STYLE,
     finish_axes,
-    panel_grid,
     save_figure,
 )
 
@@ -110,33 +106,4 @@ def plot_timeline(run: Run, path: Path) -> Path | None:
         present = {span.what for span in spans if span.end > span.start}
         handles = [Patch(color=c, label=what) for what, c in _COLORS.items() if what in present]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        return save_figure(figure, path)
-
-
-def plot_plan(
-    path: Path,
-    unit: str,
-    panels: Mapping[str, tuple[str, str, bool]],
-    rows: Sequence[tuple[int, str, Mapping[str, Any]]],
-) -> Path:
-    """Curves over the number of servers or nodes.
-
-    unit: what is counted. panels: by title the vertical axis, the value that is drawn, and whether
-    it is a share. rows: number, name of the curve, and values.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure, all_axes = panel_grid(len(panels), "Rollout plan", 2)
-        for axes, (title, (ylabel, key, is_share)) in zip(all_axes, panels.items(), strict=True):
-            names = dict.fromkeys(name for _, name, _ in rows)
-            for name, color in zip(names, cycle(PALETTE)):
-                points = [(at, values[key]) for at, of, values in rows if of == name]
-                axes.plot(*np.array(points).T, color=color, label=name, marker="o", ms=4)
-            finish_axes(axes, title, ylabel, unit)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-            axes.set_ylim(bottom=0)
-            if is_share:
-                axes.set_ylim(0, 1.03)
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%"))
-        handles, labels = all_axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9)
         return save_figure(figure, path)

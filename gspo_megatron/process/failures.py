@@ -27,7 +27,6 @@ INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
 LOST_PEER = 76  # another rank is gone, and nothing else is wrong with this one: EX_PROTOCOL
 STOPPED = 75  # told to stop, and saved: EX_TEMPFAIL, at which a batch script tries again
-UNFIT = 69  # nodes on which nothing should be trained: EX_UNAVAILABLE
 
 # The user may not read or write a file: a traceback would explain nothing.
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)

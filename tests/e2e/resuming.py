@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.programs import ROOT, command_environment, gspo
+from tests.unit.data.datasets import write_indexed
 
 # Rewards of all sizes, whatever an untrained model says. A letter in `calls` tells that a response
 # was sampled; `signal_at` tells in which call this process, a rank, is told to stop; `full_disk`,
@@ -145,8 +145,7 @@ def write_corpus(tokenizer: Path, prefix: Path, count: int = 50) -> None:
         np.append(source.integers(loaded.vocab_size, size=n), loaded.eos_id)
         for n in source.integers(3, 40, size=count)
     ]
-    files = [prefix.with_suffix(f".{kind}") for kind in ("bin", "idx")]
-    write_indexed(documents, *files, loaded.vocab_size)
+    write_indexed(documents, prefix, loaded.vocab_size)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import shutil
@@ -307,16 +306,3 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         # up to four threads, each with two blocks of 16 MiB, and 32 MiB of mapped files
         assert peak - start < 200e6, words
         assert peak < 600e6, words
-
-
-def test_the_script_is_the_command(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "tools/convert_checkpoint.py"
-    source = write_model(tmp_path / "source", "qwen3", seed=6, files=1)
-    subprocess.run(
-        [sys.executable, str(script), "hf-to-megatron", str(source), str(tmp_path / "ours")],
-        env=command_environment() | {"PYTHONPATH": os.fspath(script.parents[1])},
-        capture_output=True,
-        check=True,
-    )
-    assert find_damage(tmp_path / "ours") == []
-    assert json.loads((tmp_path / "ours/model.json").read_text())["vocab_size"] == 37

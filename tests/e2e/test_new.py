@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config import load_config
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
+from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_character_tokenizer
 from tests.programs import gspo, run_program
 from tests.unit.hf.published import write_model
 
@@ -21,9 +21,8 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE of 512 positions, and a tokenizer with a chat template."""
     sizes = {"max_position_embeddings": 512, "vocab_size": VOCABULARY}
     folder = write_model(tmp_path_factory.mktemp("hf") / "model", "qwen3_moe", seed=3, **sizes)
-    text = folder.parent / "text.txt"
-    text.write_text("What is 3 + 4? 1 2 5 6 7 8 9 0 =\n")
-    train_tokenizer([text], folder, with_chatml(TokenizerRecipe(VOCABULARY, "char")))
+    texts = ["What is 3 + 4? 1 2 5 6 7 8 9 0 ="]
+    write_character_tokenizer(folder, texts, VOCABULARY, **CHATML_SYMBOLS)
     return folder
 
 

@@ -1,11 +1,9 @@
-"""What only a GPU can say: who supports FP8, what the log-prob head needs, where routes wait, and
-preflight."""
+"""What only a GPU can say: who supports FP8, what the log-prob head needs, where routes wait."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from gspo_megatron.models.transformer_config import refuse_impossible
 from gspo_megatron.platform.devices import built_for_cuda
 from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need
-from tests.programs import gspo
 
 pytestmark = pytest.mark.gpu
 ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # Qwen3-30B-A3B's head
@@ -110,13 +107,6 @@ def test_logits_of_bf16_are_not_rounded_to_bf16() -> None:
     expected = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
     for figure, exact in zip(logprob_and_entropy(hidden, weight, targets), expected, strict=True):
         torch.testing.assert_close(figure.double(), exact, atol=1e-3, rtol=0.0)
-
-
-def test_preflight_on_one_gpu(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("data: {tokenizer: none, prompts: none}\n")
-    told = gspo("preflight", config).stdout
-    assert "free memory" in told and "matmul" in told
 
 
 def test_routes_wait_in_pinned_host_memory() -> None:

@@ -42,7 +42,6 @@ _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
 check) exit "${CHECK:-0}" ;;
-preflight) exit "${PREFLIGHT:-0}" ;;
 train | sft | pretrain)
     eval "code=\\${TASK_$SLURM_PROCID:-0}"
     [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
@@ -163,24 +162,6 @@ def test_nothing_starts_with_check_only_and_where_the_check_fails(
     job.environ |= {"CHECK": check, "SLURM_RESTART_COUNT": "3"}
     job.run(*words, expect=int(check))
     assert job.calls("python") == [CHECK] and not job.calls("srun")
-
-
-def test_the_nodes_are_measured_first_where_there_are_gpus(job: Job) -> None:
-    preflight = "python -m gspo_megatron preflight c.yaml a=1"
-    job.environ |= {"SLURM_GPUS_ON_NODE": "2", "PREFLIGHT": "69"}
-    assert "failed with exit code 69" in job.run("c.yaml", "a=1", "--fresh", expect=69)
-    assert job.calls("python")[1:] == [preflight, preflight]
-    job.environ["PREFLIGHT"] = "0"
-    job.run("c.yaml", "a=1")
-    assert job.calls("python")[3:] == [CHECK, preflight, preflight, TRAIN, TRAIN]
-    job.environ["GSPO_PREFLIGHT"] = "0"
-    job.run("c.yaml", "a=1")
-    assert job.calls("python")[8:] == [CHECK, TRAIN, TRAIN]
-    del job.environ["SLURM_GPUS_ON_NODE"]
-    job.environ |= {"GSPO_PREFLIGHT": "1", "GSPO_PREFLIGHT_OPTIONS": "--minimum=dp=0 --share=0.5"}
-    job.run("c.yaml", "a=1")
-    with_options = f"{preflight} --minimum=dp=0 --share=0.5"
-    assert job.calls("python")[11:] == [CHECK, with_options, with_options, TRAIN, TRAIN]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_only_the_trainer_s_tokenizer_will_do(
     refused = "has another tokenizer than data.tokenizer: --tokenizer"
     for folder, expected in (
         (model, 0),
-        (make_tokenizer(tmp_path / "tokenizer", "unigram", vocab_size=400), 1),
+        (make_tokenizer(tmp_path / "tokenizer", "char", vocab_size=400), 1),
     ):
         own = tokenized(load_tokenizer(folder), is_needed=False)
         found = faults(server, model, dtype="bfloat16", tokenized=own)

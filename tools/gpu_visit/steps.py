@@ -100,7 +100,6 @@ def _visit(machine: Machine) -> list[Step]:
             150,
             10,
         ),
-        *(_head(machine, name, size) for name, size in (("head", 2048), ("head-4096", 4096))),
         _train(machine, "bf16", f"{finite}, a checkpoint each"),
         _train(machine, "resume", "the run goes on after step 2", "training.steps=3", run="bf16"),
         Step("roundtrip", "checkpoint -> Hugging Face -> checkpoint: equal tensors", trip, 75, 5),
@@ -128,16 +127,9 @@ def _with_transformer_engine(machine: Machine) -> list[Step]:
 
 def _hour_alone(machine: Machine) -> list[Step]:
     """The checks that a visit has no time for."""
-    out, nproc = machine.out, ("--nproc", str(machine.gpus))
+    out = machine.out
     told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
     return [
-        Step(
-            "preflight",
-            "memory, matmul and collectives of each GPU, and no unfit host",
-            (*GSPO, "preflight", str(machine.config), *nproc),
-            None,
-            5,
-        ),
         Step(
             "sync",
             "sync/version 1 to 2, sync/bytes above 0; or what is missing for it",
@@ -153,7 +145,6 @@ def _hour_alone(machine: Machine) -> list[Step]:
             2,
             needs="transformer_engine",
         ),
-        Step("rollout", "a last line of name=value", _script("bench_rollout.py"), None, 10),
     ]
 
 
@@ -163,14 +154,6 @@ def _train(machine: Machine, name: str, shows: str, *settings: str, run: str | N
     words = ("--nproc", str(machine.gpus), f"logging.dir={folder}", *settings)
     command = (*GSPO, "train", str(machine.config), *words)
     return Step(name, shows, command, 75, 10, metrics=folder / "metrics.jsonl")
-
-
-def _head(machine: Machine, name: str, hidden: int) -> Step:
-    """The log-prob head of 32,768 tokens beside all logits."""
-    rows = ("--rows", "256", "--vocab", "1000") if machine.rehearsed else ("--rows", "32768")
-    words = ("--hidden", str(hidden), "--dtype", "bfloat16", "--matmul", "high", "--rounds", "2")
-    shows = f"memory and time of the log-prob head beside all logits, hidden size {hidden:,}"
-    return Step(name, shows, _script("bench_logprob_head.py", *words, *rows), 90, 5)
 
 
 def _size(machine: Machine) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench_peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench" / "peers"))
 
 from workload import Workload
 

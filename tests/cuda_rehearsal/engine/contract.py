@@ -2,7 +2,7 @@
 
 Each demand is an expression of Python over the call's arguments, `self` and the names below, and
 names the argument that it is about and where Transformer Engine's source demands it, by version. A
-version that is not named does not demand it. tools/te_contract.py checks the places.
+version that is not named does not demand it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The kept tables of Transformer Engine's signatures, which tools/te_signatures.py makes."""
+"""The kept tables of Transformer Engine's signatures.
+
+"(parameters)" of a function, a class or a method, without self; "module" or "value" of what is none
+of them; null where there is no such name.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import ast
 import importlib.metadata
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
 from tests.programs import ROOT
-from tools.te_calls import signature_of
 
 FOLDER = ROOT / "tests/unit/platform/transformer_engine"
 TABLES = {path.stem: path for path in FOLDER.glob("*.json")}
@@ -19,7 +24,7 @@ SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")
 
 
 class Table:
-    """What each name is: see te_calls.Look."""
+    """What each dotted name is, in one version."""
 
     def __init__(self, version: str) -> None:
         content = json.loads(TABLES[version].read_text())
@@ -40,6 +45,28 @@ def versions() -> list[str]:
     return sorted((v for v in TABLES if Version(v) >= Version(pin)), key=Version)
 
 
+def signature_of(
+    text: str, default: Callable[[ast.expr], Any] = lambda node: None
+) -> inspect.Signature:
+    """Of "(parameters)" in Python's notation, without annotations. `default`: of a node."""
+    (function,) = ast.parse(f"def f{text}: pass").body
+    assert isinstance(function, ast.FunctionDef)
+    given, kinds = function.args, inspect.Parameter
+    plain = [(a, kinds.POSITIONAL_ONLY) for a in given.posonlyargs]
+    plain += [(a, kinds.POSITIONAL_OR_KEYWORD) for a in given.args]
+    defaults = [kinds.empty] * (len(plain) - len(given.defaults))
+    defaults += [default(node) for node in given.defaults]
+    found = [kinds(a.arg, kind, default=d) for (a, kind), d in zip(plain, defaults, strict=True)]
+    if given.vararg:
+        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
+    for a, node in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        value = kinds.empty if node is None else default(node)
+        found.append(kinds(a.arg, kinds.KEYWORD_ONLY, default=value))
+    if given.kwarg:
+        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
 class Unknown:
     """A default that is no literal."""
 
@@ -55,4 +82,4 @@ def with_defaults(text: str) -> inspect.Signature:
     return signature_of(text, literal)
 
 
-__all__ = ["SITE", "TABLES", "Table", "Unknown", "versions", "with_defaults"]
+__all__ = ["SITE", "TABLES", "Table", "Unknown", "signature_of", "versions", "with_defaults"]

@@ -15,7 +15,6 @@ from gspo_megatron.cli.variants import (
     REPORT_NAMES,
     PlannedRun,
     Variant,
-    baselines,
     choose_variants,
     plan_runs,
 )
@@ -158,7 +157,6 @@ def test_the_reference_replays_in_every_variant_what_the_configuration_says(plan
     runs = plan([], *given)
     assert all(run.config.routing.reference_replay == "r2" for run in runs)
     assert all(run.config.routing.store_on_host for run in runs)
-    assert baselines(runs)["gspo+r3"] == "gspo"
 
 
 def test_variants_are_chosen_by_name_in_the_order_given(choose: Choose) -> None:
@@ -198,7 +196,7 @@ def test_variants_of_a_file_replace_the_default_ones(
         ("../up: {}\n", "variant '../up': must be a possible name of a folder"),
         ("plots: {}\n", "variant plots: the report uses this name; choose another"),
         ("report.html: {}\n", "variant report.html: the report uses this name"),
-        ("Report.md: {}\n", "variant Report.md: the report uses this name"),
+        ("Plots: {}\n", "variant Plots: the report uses this name"),
         ("a: {training.seed: 3}\n", "variant a: training.seed: set by `ablate` itself"),
         ("a: {}\na: {}\n", "a"),
     ],
@@ -245,15 +243,6 @@ def test_volatility_is_not_asked_of_a_dense_model(plan: Plan) -> None:
     assert not any(run.config.routing.volatility for run in runs)
 
 
-def test_a_baseline_is_the_same_variant_without_replay(
-    choose: Choose, write_config: ConfigWriter, tmp_path: Path
-) -> None:
-    slow = Variant("slow+r2", ("routing.replay=r2", "optimizer.learning_rate=1e-9"))
-    variants = [*choose(["gspo+r2", "grpo", "grpo+r3", "gspo"]), slow]
-    runs = plan_runs(str(write_config()), [], variants, [1, 2], tmp_path)
-    assert baselines(runs) == {"gspo+r2": "gspo", "grpo+r3": "grpo"}
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -282,8 +271,22 @@ def test_seeds_have_an_end(ablate: Ablate, trainer: Trainer) -> None:
     code, said = ablate(*words, "99999999999")
     assert code == 2 and "--seeds 99999999999: legal: 1 to 1000" in said
     code, said = ablate(*words, "3")
-    assert code == 2 and "must be below 2^31, so start at 2147483645 or lower" in said
+    assert code == 2 and "training.seed = 2147483648" in said
     assert ablate(*words, "2")[0] == 0 and len(trainer.made) == 2
+
+
+def test_a_report_of_what_is_there_finds_the_seeds(ablate: Ablate, tmp_path: Path) -> None:
+    words = ["training.seed=4", "--variants", "grpo", "gspo"]
+    assert ablate(*words, "--seeds", "2")[0] == 0
+    (tmp_path / "out" / "gspo" / "seed_5" / "metrics.jsonl").unlink()
+    (tmp_path / "out" / "gspo" / "seed_4.1").mkdir()  # one that was cut short
+    code, said = ablate(*words, "--report-only")
+    assert code == 0 and "Left out, because not finished: gspo, seed 5 (no run)." in said
+    assert "None of the 3 runs collapsed" in said
+    # more than those that are planned by default
+    assert ablate(*words[1:], "--seeds", "5")[0] == 0
+    code, said = ablate(*words[1:], "--report-only")
+    assert code == 0 and "None of the 10 runs collapsed" in said
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_tried_again(
@@ -304,7 +307,7 @@ def test_no_report_is_made_of_nothing(ablate: Ablate, tmp_path: Path, trainer: T
     trainer.codes = {"grpo": 1}
     code, said = ablate(*words)
     assert code == 1 and "failed: grpo, seed 1" in said
-    assert not (tmp_path / "out" / "report.md").exists()
+    assert not (tmp_path / "out" / "report.html").exists()
     code, said = ablate(*words, "--report-only")
     assert code == 2 and "there is nothing to report" in said
 
@@ -341,9 +344,9 @@ def test_the_errors_of_all_variants_come_at_once_before_anything_runs(
     assert code == 2 and trainer.made == []
     for start in (
         "rollout.group_size = 1",  # of all variants: listed once
-        "variants gspo, gspo+r2, gspo+r3: objective.clip_low = 0.5",
-        "variants grpo+r2, gspo+r2: routing.replay",
-        "variants grpo+r3, gspo+r3: routing.replay",
+        "variant gspo, gspo+r2, gspo+r3: objective.clip_low = 0.5",
+        "variant grpo+r2, gspo+r2: routing.replay",
+        "variant grpo+r3, gspo+r3: routing.replay",
     ):
         assert sum(line.startswith(start) for line in said.splitlines()) == 1
 

@@ -12,10 +12,10 @@ import yaml
 
 from gspo_megatron.cli.check_inputs import check_run
 from gspo_megatron.config.load import load_any_config
-from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.estimate.layout import estimate_layout
 from tests.unit.cli.conftest import Command
+from tests.unit.data.datasets import write_indexed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,8 +47,7 @@ def pretrain(tmp_path: Path, tokenizer: Path) -> Path:
     documents = [
         np.append(source.integers(loaded.vocab_size, size=11), loaded.eos_id) for _ in range(10)
     ]
-    files = [tmp_path / f"corpus.{kind}" for kind in ("bin", "idx")]
-    write_indexed(documents, *files, loaded.vocab_size)
+    write_indexed(documents, tmp_path / "corpus", loaded.vocab_size)
     data = {"tokenizer": str(tokenizer), "train": [str(tmp_path / "corpus")], "sequence_length": 16}
     training = {"batch_size": 12, "tokens": 1000, "micro_batch_tokens": 50, "precision": "fp32"}
     path = tmp_path / "corpus.yaml"

@@ -54,7 +54,7 @@ def test_malformed_command_lines_exit_with_2_and_say_why(
 
 def test_help_names_the_commands_there_are(gspo: Command) -> None:
     code, out, _ = gspo("--help")
-    names = ("train", "pretrain", "sft", "check", "preflight", "verify", "convert", "report")
+    names = ("train", "pretrain", "sft", "check", "verify", "convert", "report")
     assert code == 0 and all(name in out for name in (*names, "ablate", "doctor", "new", "play"))
 
 

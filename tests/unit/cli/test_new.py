@@ -12,7 +12,7 @@ import yaml
 from gspo_megatron.cli import new
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import keys_of
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from tests.unit.cli.conftest import Command
 from tests.unit.hf.published import write_model
 
@@ -47,10 +47,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     tmp_path: Path, spoil: str, told: str, gspo: Command
 ) -> None:
     folder, model = tmp_path / "my run", write_model(tmp_path / "hf", "qwen3", seed=1, files=1)
-    text = tmp_path / "text.txt"
-    text.write_text("abc\n")
-    train_tokenizer([text], model, TokenizerRecipe(300, "char"))
-    text.unlink()
+    write_character_tokenizer(model, ["abc"], 300)
     if spoil == "full":
         folder.mkdir()
         (folder / "kept").touch()

@@ -10,10 +10,16 @@ from typing import Any
 
 import pyarrow
 import pytest
+import sentencepiece
 from pyarrow import parquet
+from tokenizers import models
 
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer, with_chatml
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.data.character_tokenizer import (
+    CHATML_SYMBOLS,
+    for_transformers,
+    write_character_tokenizer,
+)
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import DataError, RewardError
 
 SYLLABLES = ("ka", "lo", "mi", "ster", "ung", "é", "ß", "qu", "ax", "or", "日", "本", "-", "don't")
@@ -42,18 +48,64 @@ def write_rows(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def make_tokenizer(folder: Path, model_type: str = "unigram", **recipe: object) -> Path:
-    """A tokenizer folder of 500 ids with ChatML and a few symbols."""
-    corpus = write_jsonl(folder.parent / f"{folder.name}-corpus.jsonl", make_texts(300, seed=5))
-    settings = {
-        "vocab_size": 500,
-        "model_type": model_type,
-        "user_symbols": ("<sep>", "\n\n", "||"),
-        "control_symbols": ("<|doc|>",),
-        **recipe,
-    }
-    train_tokenizer([corpus], folder, with_chatml(TokenizerRecipe(**settings)))  # type: ignore[arg-type]
+def make_tokenizer(
+    folder: Path,
+    kind: str = "bpe",
+    vocab_size: int = 500,
+    byte_fallback: bool = True,
+    user_symbols: Sequence[str] = ("<sep>", "\n\n", "||"),
+) -> Path:
+    """A tokenizer folder, char or bpe, with ChatML and a few symbols."""
+    texts = make_texts(300, seed=5)
+    symbols = {**CHATML_SYMBOLS, "control_symbols": ("<|doc|>", "<|im_start|>")}
+    model = write_character_tokenizer(
+        *(folder, texts, vocab_size),
+        byte_fallback=byte_fallback,
+        user_symbols=user_symbols,
+        **symbols,
+    )
+    if kind == "bpe":
+        used = ["<unk>", "<pad>", symbols["eos_symbol"], *symbols["control_symbols"], *user_symbols]
+        required = "\n" + "".join(used) + "<0x123456789ABCDEF>" * byte_fallback
+        train_sentencepiece(
+            [line for text in texts for line in text.split("\n") if line],
+            vocab_size,
+            folder / "tokenizer",
+            kind,
+            byte_fallback=byte_fallback,
+            eos_piece=symbols["eos_symbol"],
+            control_symbols=list(symbols["control_symbols"]),
+            user_defined_symbols=list(user_symbols),
+            required_chars="".join(sorted({*required} - {*user_symbols})),
+        )
+        tokenizer = for_transformers(model, user_symbols)
+        tokenizer.model = models.BPE(
+            tokenizer.get_vocab(),
+            _merges(model, user_symbols),
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=byte_fallback,
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def _merges(model: Path, user_symbols: Sequence[str]) -> list[tuple[str, str]]:
+    """Sentencepiece joins any two neighbours that make up a piece, the best piece first."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
+    scores = {
+        processor.id_to_piece(n): processor.get_score(n)
+        for n in range(processor.get_piece_size())
+        if not (processor.is_control(n) or processor.is_unknown(n) or processor.is_byte(n))
+    }
+    for symbol in user_symbols:
+        del scores[symbol]
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
 
 
 def both(folder: Path) -> list[Tokenizer]:

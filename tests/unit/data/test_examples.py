@@ -14,7 +14,6 @@ import transformers
 from gspo_megatron.config import load_config
 from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
-from gspo_megatron.data.documents import read_documents
 from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.inputs import read_fine_tuning
 from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
@@ -33,7 +32,7 @@ UNMARKED = re.sub(r"\{%-(end)?generation-%\}|\{%- (end)?generation -%\}", "", CH
 assert "generation -%" not in UNMARKED
 
 
-@pytest.fixture(scope="module", params=["unigram", "bpe"])
+@pytest.fixture(scope="module", params=["char", "bpe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / request.param, request.param)
 
@@ -308,7 +307,7 @@ def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> 
 
 def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
-    prompts, chats, documents = re.findall(r"```json.*?\n(.*?)```", text, re.DOTALL)
+    prompts, chats = re.findall(r"```json.*?\n(.*?)```", text, re.DOTALL)
     path = tmp_path / "rows.jsonl"
     path.write_text(prompts)
     assert [prompt.answer for prompt in load_prompts(path)] == ["82", "dbac"]
@@ -317,5 +316,3 @@ def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) ->
     data = load_supervised(path, tokenizer, form(10**6, messages_field="messages"))
     learned = [data[n].token_ids[data[n].loss_mask].tolist() for n in (0, 1)]
     assert [tokenizer.decode(ids) for ids in learned] == ["Paris", "Hello! How can I help?82"]
-    path.write_text(documents)
-    assert [text[:2] for _, text in read_documents([path], "text")] == ["37", "A "]

@@ -328,7 +328,7 @@ def test_one_beginning_token_before_a_text_that_has_it(tmp_path: Path) -> None:
     assert controls(tokenizer, twice) == ["<s>"]
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("kind", ["char", "bpe"])
 def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kind: str) -> None:
     folder = make_tokenizer(tmp_path / "t", kind)
     for path in (folder, folder / "tokenizer.model"):

@@ -252,20 +252,6 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("ended", [KeyboardInterrupt(), OSError(5, "Input/output error", "a.txt")])
-def test_what_ends_the_lines_ends_the_training_as_it_is(
-    tmp_path: Path, ended: BaseException
-) -> None:
-    def lines() -> Iterator[str]:
-        yield "abc"
-        raise ended
-
-    with pytest.raises(type(ended)) as caught:
-        train_sentencepiece(lines(), 40, tmp_path / "t", "char")
-    assert caught.value is ended
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("content", "further"),
     [("{}", ()), ('{"eos_token_id": 30}', (30,)), ('{"eos_token_id": [31, 3, 2]}', (31, 3, 2))],

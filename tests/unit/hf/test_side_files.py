@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_megatron.data.tokenizer_training import TokenizerRecipe, train_tokenizer
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import ModelShape, shape_of
@@ -24,12 +24,10 @@ NAME = "generation_config.json"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder, in both forms; the ids are those of train_tokenizer: unknown, padding, end."""
+    """Its folder, in both forms; the first ids are: unknown, padding, end."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "text.txt").write_text("abc\n" * 20)
-    recipe = TokenizerRecipe(vocab_size=12, model_type="char", byte_fallback=False)
-    train_tokenizer([folder / "text.txt"], folder / "made", recipe)
-    return folder / "made"
+    write_character_tokenizer(folder, ["abc"] * 20, 12, byte_fallback=False)
+    return folder
 
 
 @pytest.mark.parametrize("suffixes", [(".model",), (".json",), (".model", ".json")])

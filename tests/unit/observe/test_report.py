@@ -167,6 +167,23 @@ def test_settings_that_differ_are_spelled_as_in_a_configuration(make_run: RunMak
     assert "data.chat_template null true" in " ".join(printed.getvalue().split())
 
 
+def test_of_different_stages_only_keys_that_both_have_are_compared(make_run: RunMaker) -> None:
+    runs, printed = [make_run("a"), make_run("b")], io.StringIO()
+    configs = (
+        "rollout: {group_size: 8}\ndata: {prompts: p}\ntraining: {seed: 1, steps: 5}\n",
+        "data: {examples: e}\ntraining: {seed: 2, steps: 5, batch_size: 4}\n",
+    )
+    for run, text in zip(runs, configs, strict=True):
+        (run / "config.resolved.yaml").write_text(text)
+    (runs[1] / "metrics.jsonl").write_text('{"phase": "sft", "step": 1, "loss": 1.0}\n')
+    report.print_comparison(runs, printed)
+    lines = printed.getvalue().splitlines()
+    told = "The stages differ (rl, sft): only keys that all runs have are compared."
+    assert lines[:2] == [told, "settings that differ:"]
+    rows = [line.split() for line in lines[2:] if "." in line]
+    assert rows == [["training.seed", "1", "2"]]
+
+
 def test_equal_settings_and_healthy_runs_add_nothing(make_run: RunMaker, tmp_path: Path) -> None:
     runs, printed = [make_run("a"), make_run("b")], io.StringIO()
     for run in runs:

@@ -28,7 +28,7 @@ from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import FACTS, LENGTH, weights
 from tests.unit.rollout.test_service_client import settings
-from tools.asgi import handler_of
+from tools.bench.asgi import handler_of
 
 sys.path.append(str(WORKER_FOLDER))  # as in a server
 

@@ -14,7 +14,6 @@ import torch
 from gspo_megatron.batching.packing import pack
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-from gspo_megatron.data.corpus_files import write_indexed
 from gspo_megatron.data.examples import Counts, Example, SupervisedData
 from gspo_megatron.data.inputs import PretrainingInputs
 from gspo_megatron.errors import DataError
@@ -22,6 +21,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.supervised.batches import FineTuningBatches
 from gspo_megatron.supervised.loop import SupervisedBatch
 from gspo_megatron.supervised.pretraining import PretrainingBatches, rows_of_samples
+from tests.unit.data.datasets import write_indexed
 from tests.unit.models.one_rank import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -99,8 +99,7 @@ class Corpora:
             lengths = source.integers(1, 30, size=count)
             ends = used + np.cumsum(lengths)
             documents = [np.arange(e - n, e, dtype=np.int32) for e, n in zip(ends, lengths)]
-            files = [folder / f"{number}.{kind}" for kind in ("bin", "idx")]
-            write_indexed(documents, *files, VOCABULARY)
+            write_indexed(documents, folder / str(number), VOCABULARY)
             self.tokens.append(set(range(used, int(ends[-1]))))
             used = int(ends[-1])
         assert used < VOCABULARY

@@ -2,8 +2,8 @@
 
 The peer's side of the RL-step benchmark: a random Qwen3-MoE model, a rollout with the lengths that
 workload.py plans, old log-probabilities, 4 optimizer steps. It runs in its own environment
-(requirements.txt beside this file) and prints one JSON line on stdout. The defaults are the fastest
-configuration found; `--attention`, `--experts`, `--cache` and `--continuous-batching` try others.
+(requirements.txt beside this file) and prints one JSON line on stdout, in the fastest configuration
+found: grouped_mm experts, eager attention up to 128 positions and sdpa beyond, a growing cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
@@ -28,16 +27,6 @@ if TYPE_CHECKING:
 
 
 NO_TOKEN = 2**31 - 1  # an id of no token
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a user of TRL may choose, and what may change its speed but not its results."""
-
-    attention: str  # of transformers: eager or sdpa
-    experts: str  # of transformers: grouped_mm, batched_mm or eager
-    cache: str | None  # of transformers' generate: None (it grows) or static
-    continuous_batching: bool
 
 
 class StepClock:
@@ -109,7 +98,7 @@ def build_tokenizer(vocab_size: int, *, has_end: bool) -> PreTrainedTokenizerFas
     )
 
 
-def build_model(size: str, choices: Choices) -> Qwen3MoeForCausalLM:
+def build_model(size: str) -> Qwen3MoeForCausalLM:
     """A randomly initialised fp32 Qwen3-MoE."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -128,8 +117,8 @@ def build_model(size: str, choices: Choices) -> Qwen3MoeForCausalLM:
         num_experts_per_tok=shape["top_k"],
         norm_topk_prob=True,
         max_position_embeddings=max(128, work.prompt_tokens + work.longest),
-        attn_implementation=choices.attention,
-        experts_implementation=choices.experts,
+        attn_implementation="eager" if work.longest <= 128 else "sdpa",
+        experts_implementation="grouped_mm",
     )
     return Qwen3MoeForCausalLM(config)
 
@@ -146,7 +135,7 @@ def even_share_of(work: Workload) -> Callable[..., list[float]]:
     return even_share
 
 
-def plan_lengths(trainer: GRPOTrainer, work: Workload, choices: Choices) -> None:
+def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
     """Let the responses of each rollout have their planned lengths."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
@@ -171,27 +160,10 @@ def plan_lengths(trainer: GRPOTrainer, work: Workload, choices: Choices) -> None
     def generate(*args: Any, native: Any = model.generate, **kwargs: Any) -> Any:
         return native(*args, stopping_criteria=StoppingCriteriaList([PlannedEnds()]), **kwargs)
 
-    def generate_batch(prompts: Any, **kwargs: Any) -> Any:
-        """transformers' generate_batch, which has one limit for all requests."""
-        kwargs.pop("progress_bar")
-        lengths, found = work.lengths(next(steps)), {}
-        with model.continuous_batching_context_manager(**kwargs, block=True) as manager:
-            names = [
-                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-                for prompt, length in zip(prompts, lengths, strict=True)
-            ]
-            while len(found) < len(names):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    found[result.request_id] = result
-        return {name: found[name] for name in names}
-
-    model.generate, model.generate_batch = generate, generate_batch
+    model.generate = generate
 
 
-def training_arguments(
-    output_dir: str, rl_steps: int, work: Workload, choices: Choices
-) -> dict[str, Any]:
+def training_arguments(output_dir: str, rl_steps: int, work: Workload) -> dict[str, Any]:
     """GRPOConfig arguments: the GSPO loss; everything that only costs time is off."""
     end_is_drawn = {} if work.median is None else {"eos_token_id": NO_TOKEN}
     return {
@@ -208,8 +180,6 @@ def training_arguments(
         "max_steps": rl_steps * work.mini_batches,
         "max_completion_length": work.longest,
         "generation_kwargs": {"use_cache": True, **end_is_drawn},
-        "cache_implementation": choices.cache,
-        "use_transformers_continuous_batching": choices.continuous_batching,
         "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
@@ -227,9 +197,7 @@ def training_arguments(
     }
 
 
-def build_trainer(
-    size: str, rl_steps: int, output_dir: str, clock: StepClock, choices: Choices
-) -> GRPOTrainer:
+def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -> GRPOTrainer:
     """TRL's trainer for `rl_steps` rollouts, with its generation and old log-probs timed."""
     import torch
     from datasets import Dataset
@@ -251,9 +219,9 @@ def build_trainer(
         for _ in range(work.prompts * rl_steps)
     ]
     trainer = GRPOTrainer(
-        model=build_model(size, choices),
+        model=build_model(size),
         reward_funcs=even_share_of(work),
-        args=GRPOConfig(**training_arguments(output_dir, rl_steps, work, choices)),
+        args=GRPOConfig(**training_arguments(output_dir, rl_steps, work)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=build_tokenizer(vocab_size, has_end=work.median is not None),
         callbacks=[StepTimes()],
@@ -261,7 +229,7 @@ def build_trainer(
     # stdout is only for the JSON line
     trainer.remove_callback(PrinterCallback)
     if work.median is not None:
-        plan_lengths(trainer, work, choices)
+        plan_lengths(trainer, work)
     trainer._generate_single_turn = clock.timed("generation", trainer._generate_single_turn)
     # the loss calls this method, too; without gradients it computes the old log-probabilities
     trainer._get_per_token_logps_and_entropies = clock.timed(
@@ -272,7 +240,7 @@ def build_trainer(
     return trainer
 
 
-def run(size: str, steps: int, choices: Choices) -> dict[str, Any]:
+def run(size: str, steps: int) -> dict[str, Any]:
     """Measure `steps` RL steps of TRL at `size` after the warm-up; tokens/s and seconds a step."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -282,14 +250,13 @@ def run(size: str, steps: int, choices: Choices) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     clock, work = StepClock(), WORKLOADS[size]
     with tempfile.TemporaryDirectory() as output_dir:
-        trainer = build_trainer(size, work.warmup_steps + steps, output_dir, clock, choices)
+        trainer = build_trainer(size, work.warmup_steps + steps, output_dir, clock)
         trainer.train()
     seconds = clock.summary(work.warmup_steps)
     return {
         "peer": "trl",
         "size": size,
         "steps": steps,
-        "choices": vars(choices),
         "tokens_per_second": round(work.rate(clock.steps(work.warmup_steps)), 1),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "versions": {
@@ -304,25 +271,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    parser.add_argument(
-        "--attention", choices=("eager", "sdpa"), help="eager up to 128 positions, else sdpa"
-    )
-    parser.add_argument(
-        "--experts", choices=("grouped_mm", "batched_mm", "eager"), default="grouped_mm"
-    )
-    parser.add_argument("--cache", choices=("static",), help="of generate; it grows by default")
-    parser.add_argument("--continuous-batching", action="store_true")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
-    is_short = WORKLOADS[arguments.size].longest <= 128
-    choices = Choices(
-        arguments.attention or ("eager" if is_short else "sdpa"),
-        arguments.experts,
-        arguments.cache,
-        arguments.continuous_batching,
-    )
-    print(json.dumps(run(arguments.size, arguments.steps, choices)))
+    print(json.dumps(run(arguments.size, arguments.steps)))
 
 
 if __name__ == "__main__":

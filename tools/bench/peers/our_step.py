@@ -3,8 +3,7 @@
 The shapes and workloads of workload.py, as for trl_step.py, on the code path of `gspo-megatron
 train`: the package's launcher and its ReinforcementLoop. Each core of the workload has one
 data-parallel rank with one thread: with a second thread the operators of such a small model are
-only slower. Prints one JSON line; `--profile` prints the operators and functions of one rank by
-time instead.
+only slower. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -199,49 +198,20 @@ def world_size() -> int:
 PARTS = ("step", "rollout", "logprob", "train", "sync")
 
 
-def profile(size: str, steps: int) -> None:
-    """Print the operators and the Python functions that take the most time of their own."""
-    import cProfile
-    import pstats
-
-    import torch
-
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(size, 6 + 2 * steps, folder)
-        for number in range(1, 4):
-            step(loop, number)
-        with torch.profiler.profile() as operators:
-            for number in range(4, 4 + steps):
-                step(loop, number)
-        functions = cProfile.Profile()
-        functions.enable()
-        for number in range(4 + steps, 4 + 2 * steps):
-            step(loop, number)
-        functions.disable()
-    print(f"{WORKLOADS[size].responses} responses, {steps} steps, operators by own time:")
-    print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
-    pstats.Stats(functions).sort_stats("tottime").print_stats(35)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    parser.add_argument("--profile", action="store_true", help="print operators by time")
     parser.add_argument("--nproc", type=int, default=THREADS, help="ranks")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.nproc) < 1:
         parser.error("--steps and --nproc must be at least 1")
-    if arguments.profile:
-        profile(arguments.size, arguments.steps)
-    elif "RANK" not in os.environ and arguments.nproc > 1:
+    if "RANK" not in os.environ and arguments.nproc > 1:
         raise SystemExit(launch([sys.executable, *sys.argv], arguments.nproc))
-    else:
-        join_launcher()
-        record = measure(arguments.size, arguments.steps)
-        if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(record))
+    join_launcher()
+    record = measure(arguments.size, arguments.steps)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(record))
 
 
 if __name__ == "__main__":

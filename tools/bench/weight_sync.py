@@ -1,6 +1,6 @@
-"""Seconds and memory of new weights on their way from the trainer to a vLLM server.
+"""Seconds of new weights on their way from the trainer to a vLLM server.
 
-    python tools/bench_weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
+    python tools/bench/weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
 
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
 round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
@@ -17,10 +17,7 @@ buffers, on a CPU into the layout of its kernels, and into the tensors that the 
     export   the model into the folder           expected   the trainer's own answers
     load     the server stands still             check      the server's answers
 
-Memory of the trainer: its largest resident set during the call above that before (VmHWM, which the
-kernel keeps). Of the server: the same of all its processes, summed; `anonymous`, which is sampled,
-leaves out the pages of the mapped folder, which are no copy. The goals are a ratio of at least 0.3,
-and no more memory of the trainer than a layer has.
+The goal is a ratio of at least 0.3.
 """
 
 from __future__ import annotations
@@ -31,18 +28,15 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the cores are shared
 
 _LAYERS, _HIDDEN, _WIDTH, _VOCABULARY = 8, 512, 512, 8192
-_SAMPLE_SECONDS = 0.02
 PARTS = ("export", "expected", "load", "check")
 
 
@@ -121,52 +115,6 @@ class Parts:
         return timed
 
 
-def status_bytes(pid: int | str, name: str) -> int:
-    """A field of /proc/PID/status; 0 for a process that has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-class Memory:
-    """Peaks of processes above what they have now."""
-
-    def __init__(self, pids: Sequence[int | str]) -> None:
-        self._pids = pids
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
-        self._resident, self._anonymous = self._sum("VmRSS"), self._sum("RssAnon")
-        self._most_anonymous, self._ended = self._anonymous, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def finish(self) -> tuple[int, int]:
-        """Bytes of the resident set, and of anonymous pages."""
-        self._ended.set()
-        self._thread.join()
-        resident = self._sum("VmHWM") - self._resident
-        return resident, self._most_anonymous - self._anonymous
-
-    def _sum(self, name: str) -> int:
-        return sum(status_bytes(pid, name) for pid in self._pids)
-
-    def _sample(self) -> None:
-        while not self._ended.wait(_SAMPLE_SECONDS):
-            self._most_anonymous = max(self._most_anonymous, self._sum("RssAnon"))
-
-
-def server_pids() -> list[int]:
-    """The processes of the server, which are below this one."""
-    import psutil
-
-    below = psutil.Process().children(recursive=True)
-    servers = [p for p in below if "gspo_vllm_server" in p.cmdline()]
-    return [p.pid for server in servers for p in (server, *server.children(recursive=True))]
-
-
 def copy(folder: Path, to: Path) -> float:
     """Seconds of `cp -r`."""
     start = time.perf_counter()
@@ -212,9 +160,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
                     parameter.add_(parameter, alpha=0.01 * (-1) ** number)
             newest = place / f"version_{number - 1:08d}"
             cp = copy(newest, place.with_suffix(".copy")) if number % 2 else 0.0
-            trainer, server = Memory(["self"]), Memory(server_pids())
             metrics = run.collector.take_weights(number)
-            extra, (of_server, anonymous) = trainer.finish()[0], server.finish()
             newest = place / f"version_{number:08d}"
             cp = cp or copy(newest, place.with_suffix(".copy"))
             figures = run.collector._service().figures()
@@ -224,9 +170,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
                 "seconds": metrics["sync/seconds"],
                 "cp_seconds": cp,
                 **{f"{name}_seconds": seconds[name] for name in PARTS},
-                "trainer_extra_mb": extra / 1e6,
-                "server_extra_mb": of_server / 1e6,
-                "server_anonymous_mb": anonymous / 1e6,
             }
             rounds.append(figures)
             shown = " ".join(f"{name}={value:.2f}" for name, value in figures.items())
@@ -245,8 +188,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.gigabytes <= 0 or arguments.rounds < 1:
         parser.error("--gigabytes must be above 0, --rounds at least 1")
-    if sys.platform != "linux":
-        parser.error("memory is read from /proc: it needs Linux")
     with tempfile.TemporaryDirectory(prefix="bench_weight_sync_") as name:
         rounds = measure(arguments, Path(name))
     medians = {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}

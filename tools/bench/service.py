@@ -1,7 +1,7 @@
 """CPU time and memory of the rollout service beside simulated servers.
 
-    python tools/bench_service.py [--servers 64] [--groups 256] [--draws 4] [--lengths 2000,6000]
-                                  [--speed 0] [--json] [--profile]
+    python tools/bench/service.py [--servers 64] [--groups 256] [--draws 4] [--lengths 2000,6000]
+                                  [--speed 0] [--json]
 
 The service is real: client, scheduler, draws, scoring, bank. The servers are one process, each on a
 port of its own: our middleware, as vLLM's servers load it, over an application that answers in
@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import json
 import multiprocessing
 import os
-import pstats
 import resource
 import sys
 import tempfile
@@ -66,8 +64,8 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     Response,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.asgi import handler_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench.asgi import handler_of
 
 _LONGEST, _VOCABULARY = 32_768, 40
 _BODIES = 128  # different responses
@@ -235,13 +233,8 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
                 await fleet.close()
 
     def work() -> None:
-        profile = cProfile.Profile(time.thread_time)
         try:
-            if arguments.profile:
-                profile.runcall(asyncio.run, run())
-                pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-            else:
-                asyncio.run(run())
+            asyncio.run(run())
         finally:
             scorers.stop()
 
@@ -262,7 +255,6 @@ def main() -> None:
     parser.add_argument("--lengths", default="2000,6000", help="median,90th percentile")
     parser.add_argument("--speed", type=float, default=0.0, help="tokens/s of a response")
     parser.add_argument("--json", action="store_true", help="servers without our middleware")
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(

@@ -1,15 +1,15 @@
 """Tokens per second over the whole RL step, of this package and of TRL's GRPOTrainer.
 
-    python tools/bench_rl_step.py [--rounds 3] [--steps 10] [--sizes small mid long] [--busy]
+    python tools/bench/rl_step.py [--rounds 3] [--steps 10] [--sizes small mid long] [--busy]
 
-Both sides run the workloads of bench_peers/workload.py on the same cores: a random Qwen3-MoE-shaped
+Both sides run the workloads of peers/workload.py on the same cores: a random Qwen3-MoE-shaped
 model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
 responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
 experts. The lengths are planned, the same for both. The sides take turns, round after round, each
 in its own process. Each round has a ratio, and the share of our step that its matrix products take
 alone on this machine (the limit); the last line has the medians. With --busy another program keeps
 one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
-bench_peers/requirements.txt.
+peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PEERS = ROOT / "tools" / "bench_peers"
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = Path(__file__).resolve().parent / "peers"
 SIZES = {
     "small": 1.0,
     "mid": 1.0,
@@ -122,18 +122,10 @@ def main() -> None:
     parser.add_argument(
         "--environment", type=Path, default=ROOT / ".venv-bench", help="where TRL is installed"
     )
-    parser.add_argument(
-        "--profile", action="store_true", help="print our operators and functions by time, and stop"
-    )
     parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
-    if arguments.profile:
-        for size in arguments.sizes:
-            command = [sys.executable, str(PEERS / "our_step.py"), "--size", size, "--profile"]
-            subprocess.run([*command, "--steps", str(arguments.steps)], check=True)
-        return
     trl = peer_python(arguments.environment)
     with busy_core(wanted=arguments.busy):
         found = {s: compare(s, arguments.rounds, arguments.steps, trl) for s in arguments.sizes}

@@ -1,6 +1,6 @@
 """The step of an asynchronous run beside that of a synchronous one, with a real vLLM server.
 
-    python tools/bench_async.py --python VLLM_PYTHON [--steps 10] [--rounds 3]
+    python tools/bench/asynchronous.py --python VLLM_PYTHON [--steps 10] [--rounds 3]
 
 A small MoE model of random weights; one core for the server and one for the trainer, so neither
 takes time from the other. Lengths of responses are skewed: nearly geometric, up to 512 tokens. Each

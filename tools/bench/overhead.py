@@ -1,20 +1,18 @@
 """What a policy update costs beyond bare Megatron-Core: seconds per trained token.
 
-    python tools/bench_overhead.py [--ranks 1 4] [--sizes mid long] [--rounds 5]
+    python tools/bench/overhead.py [--ranks 1 4] [--sizes mid long] [--rounds 5]
 
 All sides train the same model on the same sequences, packed into the same micro-batches, through
 Megatron-Core's schedule, DDP and distributed optimizer, with the same number of updates:
 
     ours   the update of a GSPO step: packing, log-prob head, objective, metrics; no Routing Replay
-    head   the loop of `bare` with our log-prob head, and the sum of log-probs as the loss: what
-           `ours` takes beyond it is the objective and its metrics
     bare   packing, GPTModel's own output layer and vocab-parallel cross entropy over the same
            response tokens, and the loss as pre-training scripts of Megatron-LM write it
 
 They share one policy, whose last layer is switched, and take turns in one run. The ratios are
 medians over the rounds: by the clock, and by the processor time of all ranks, which can be trusted
 on a busy machine too and with more ranks than cores. The target is 1.05 for ours / bare. Shapes and
-lengths are those of bench_peers/workload.py, one thread a rank.
+lengths are those of peers/workload.py, one thread a rank.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-sys.path.insert(0, str(Path(__file__).parent / "bench_peers"))
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 import torch
 import torch.distributed as dist
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
     from gspo_megatron.rl.loop import ReinforcementLoop
 
 WARMUP_ROUNDS = 1
-SIDES = ("ours", "head", "bare")
+SIDES = ("ours", "bare")
 
 
 def draw_batch(size: str) -> RolloutBatch:
@@ -105,34 +103,30 @@ class Step:
             self.loop.updater, self.sequences, self.index, self.plan, self.advantages.clone()
         )
 
-    def head(self) -> None:
-        self._switch(PolicyModel, HiddenStates)
-        self._train(logprob_step)
-
     def bare(self) -> None:
         self._switch(GPTModel, ColumnParallelLinear)
-        self._train(pretraining_step)
+        self._train()
 
     def _switch(self, model_class: type[GPTModel], layer_class: type[ColumnParallelLinear]) -> None:
         """Both classes have the same parameters."""
         for model in self.models:
             model.__class__, model.output_layer.__class__ = model_class, layer_class
 
-    def _train(self, forward_step: Callable[..., Any]) -> None:
+    def _train(self) -> None:
         """The train_step of a pre-training script, for each mini-batch. Megatron-Core's own end of
         the backward pass divides the gradients by the number of tokens."""
         config = self.loop.run_components.policy.config
         with changed([(config, "finalize_model_grads_func", finalize_model_grads)]):
-            self._updates(forward_step)
+            self._updates()
 
-    def _updates(self, forward_step: Callable[..., Any]) -> None:
+    def _updates(self) -> None:
         run, trainer = self.loop.run_components, self.loop.trainer
         for micro_batches in run.builder.build_step(self.plan, self.sequences, self.index):
             for chunk in run.policy.chunks:
                 chunk.zero_grad_buffer()
             trainer.optimizer.zero_grad()
             get_forward_backward_func()(
-                forward_step_func=forward_step,
+                forward_step_func=pretraining_step,
                 data_iterator=iter(micro_batches),
                 model=run.policy.chunks[0],
                 num_microbatches=len(micro_batches),
@@ -158,32 +152,14 @@ def pretraining_step(
         tokens = loss_mask.sum().to(torch.int)
         return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
-    return run_model(model, micro_batch, labels), loss_function
-
-
-def logprob_step(
-    iterator: Iterator[MicroBatch], model: torch.nn.Module
-) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The same loss by our log-prob head."""
-    micro_batch = next(iterator)
-
-    def loss_function(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = -output[0].sum()
-        tokens = torch.tensor(len(output[0]), dtype=torch.int)
-        return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
-
-    return run_model(model, micro_batch, micro_batch.head), loss_function
-
-
-def run_model(model: torch.nn.Module, micro_batch: MicroBatch, labels: Any) -> Tensor:
-    packed = micro_batch.packed
-    return model(
+    output = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
         attention_mask=None,
         labels=labels,
         packed_seq_params=micro_batch.packed_seq_params,
     )
+    return output, loss_function
 
 
 def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:

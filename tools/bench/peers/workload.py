@@ -42,7 +42,6 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 # All experts together, 100 MB, are far larger than the caches, as in a real model.
 SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
-SHAPES["steady"] = SHAPES["small"]
 
 
 @dataclass(frozen=True)
@@ -85,5 +84,4 @@ WORKLOADS = {
     "small": Workload(prompts=16, group=8, longest=32),
     "mid": Workload(prompts=16, group=8, longest=32),
     "long": Workload(prompts=8, group=8, longest=512, median=96.0, warmup_steps=0),
-    "steady": Workload(prompts=4, group=8, longest=256, warmup_steps=0),  # of bench_steady.py
 }

@@ -1,0 +1,47 @@
+"""Text to a tokenizer and to the tokens that pre-training reads.
+
+    python tokenize_text.py DATA
+
+reads DATA/corpus.jsonl, and writes DATA/tokenizer and DATA/corpus.bin and .idx, an indexed dataset
+of Megatron-Core. It shows the format; for large corpora use tools/preprocess_data.py of
+Megatron-LM, which works in many processes (docs/data.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.platform.quiet import quiet_imports
+
+with quiet_imports():
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+
+def main(folder: Path) -> None:
+    lines = (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    model = write_character_tokenizer(folder / "tokenizer", texts, 48, byte_fallback=False)
+    tokenizer = load_tokenizer(model)
+    print(f"{model}: {tokenizer.vocab_size} pieces")
+
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
+    tokens = 0
+    for ids in tokenizer.encode_all(texts):
+        document = torch.tensor([*ids, tokenizer.eos_id])
+        builder.add_document(document, [len(document)])
+        tokens += len(document)
+    builder.finalize(str(folder / "corpus.idx.partial"))
+    os.replace(folder / "corpus.idx.partial", folder / "corpus.idx")  # now the dataset is whole
+    print(f"{folder}/corpus.bin: {len(texts):,} documents, {tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
