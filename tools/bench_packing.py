@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gspo_megatron.batching.packing import batch_shape
+from gspo_megatron.batching.packing import PackSpec
 from gspo_megatron.batching.plan import MiniBatch, plan_step
 
 MOST_PADDING, MOST_IMBALANCE = 0.02, 0.05
@@ -66,19 +66,13 @@ class Figures:
         self, plan: Sequence[MiniBatch], lengths: Sequence[int], cp: int, tp: int
     ) -> None:
         """The share of padding over a step."""
+        spec = PackSpec(0, context_parallel_size=cp, multiple=tp)
         given = sum(
             shape.rows * shape.tokens
             for mini_batch in plan
             for rank in mini_batch.micro_batches
             for members in rank
-            for shape in [
-                batch_shape(
-                    [lengths[n] for n in members],
-                    padded=False,
-                    context_parallel_size=cp,
-                    multiple=tp,
-                )
-            ]
+            for shape in [spec.smallest_shape([lengths[n] for n in members])]
         )
         self.padding.append(1 - sum(lengths) / given)
 

@@ -53,8 +53,9 @@ def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
 def test_every_advantage_exists_and_a_ratio_of_one_is_within_the_bounds():
     assert all(callable(getattr(advantages, name)) for name in ADVANTAGES)
     for correction in CORRECTIONS.values():
-        if "correction_low" in correction.defaults:
-            assert correction.defaults["correction_low"] < 1 < correction.defaults["correction_high"]
+        bounds = correction.defaults
+        if "correction_low" in bounds:
+            assert bounds["correction_low"] < 1 < bounds["correction_high"]
 
 
 TOKEN_CORRECTIONS = ("token_tis", "icepop")
