@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gspo_megatron.batching.packing import BatchShape, Branches, PackedBatch, batch_shape, pack
+from gspo_megatron.batching.packing import BatchShape, Branches, PackedBatch, PackSpec, pack
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
@@ -58,15 +58,25 @@ class MicroBatchBuilder:
         self, policy: Policy, pad_id: int, temperature: float, *, padded: bool = False
     ) -> None:
         config = policy.config
-        self.pad_id, self.temperature, self.padded = pad_id, temperature, padded
-        self.cp_size = config.context_parallel_size
-        self.cp_rank = parallel_state.get_context_parallel_rank()
-        self.multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.temperature = temperature
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:
             # of every rank's shard: the weights' gradients are products over its tokens
-            self.multiple *= get_fp8_align_size(config.fp8_recipe)
+            multiple *= get_fp8_align_size(config.fp8_recipe)
+        self.spec = PackSpec(
+            pad_id,
+            padded,
+            config.context_parallel_size,
+            parallel_state.get_context_parallel_rank(),
+            multiple,
+        )
         self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())
+
+    @property
+    def padded(self) -> bool:
+        """Whether each sequence has a row of its own."""
+        return self.spec.padded
 
     def build_step(
         self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
@@ -109,12 +119,7 @@ class MicroBatchBuilder:
         if self.shapes_vary:
             return None
         shapes = [
-            batch_shape(
-                list(chain.from_iterable(lengths[n] for n in numbers)),
-                padded=self.padded,
-                context_parallel_size=self.cp_size,
-                multiple=self.multiple,
-            )
+            self.spec.smallest_shape(list(chain.from_iterable(lengths[n] for n in numbers)))
             for plan in plans
             for rank in plan.micro_batches
             for numbers in rank
@@ -131,19 +136,8 @@ class MicroBatchBuilder:
         branches: Branches | None = None,
     ) -> MicroBatch:
         """See batching.packing.pack."""
-        packed = pack(
-            tokens,
-            response_lengths,
-            response_offsets,
-            members,
-            pad_id=self.pad_id,
-            padded=self.padded,
-            context_parallel_size=self.cp_size,
-            context_parallel_rank=self.cp_rank,
-            multiple=self.multiple,
-            shape=shape,
-            branches=branches,
-        ).to(self.device)
+        columns = tokens, response_lengths, response_offsets
+        packed = pack(self.spec, *columns, members, shape=shape, branches=branches).to(self.device)
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
         bounds = None
         if not self.padded:

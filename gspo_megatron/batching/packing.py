@@ -60,31 +60,39 @@ class PackedBatch:
         return PackedBatch(**moved)
 
 
-def batch_shape(
-    lengths: Sequence[int], *, padded: bool, context_parallel_size: int = 1, multiple: int = 1
-) -> BatchShape:
-    """The smallest shape that holds branches of these lengths. A rank's tokens are a multiple of
-    `multiple` (TP under sequence parallelism, times 16 or 32 in FP8)."""
-    chunks = 2 * context_parallel_size if context_parallel_size > 1 else 1
-    unit = math.lcm(multiple * context_parallel_size, chunks)
-    if padded:
-        longest = max(lengths, default=1)
-        return BatchShape(max(1, len(lengths)), -(-longest // unit) * unit)
-    total = sum(-(-length // chunks) * chunks for length in lengths)
-    return BatchShape(1, max(1, -(-total // unit)) * unit)
+@dataclass(frozen=True)
+class PackSpec:
+    """What is the same for all micro-batches of a rank."""
+
+    pad_id: int
+    padded: bool = False  # a row for each sequence; False: all in one row
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    # A rank's tokens are a multiple of this: TP under sequence parallelism, times 16 or 32 in FP8.
+    multiple: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """How many equal chunks context parallelism cuts a sequence into."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    def smallest_shape(self, lengths: Sequence[int]) -> BatchShape:
+        """The smallest shape that holds branches of these lengths."""
+        unit = math.lcm(self.multiple * self.context_parallel_size, self.chunks)
+        if self.padded:
+            longest = max(lengths, default=1)
+            return BatchShape(max(1, len(lengths)), -(-longest // unit) * unit)
+        total = sum(-(-length // self.chunks) * self.chunks for length in lengths)
+        return BatchShape(1, max(1, -(-total // unit)) * unit)
 
 
 def pack(
+    spec: PackSpec,
     tokens: Sequence[Tensor] | Mapping[int, Tensor],
     response_lengths: Sequence[int],
     response_offsets: Sequence[int] | Mapping[int, int],
     members: Sequence[int],
     *,
-    pad_id: int,
-    padded: bool = False,
-    context_parallel_size: int = 1,
-    context_parallel_rank: int = 0,
-    multiple: int = 1,
     shape: BatchShape | None = None,
     branches: Branches | None = None,
 ) -> PackedBatch:
@@ -96,61 +104,93 @@ def pack(
     members the batch is padding: a data-parallel rank without sequences needs it to take part in
     the collectives.
     """
-    cp, rank = context_parallel_size, context_parallel_rank
     pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
-    smallest = batch_shape(lengths, padded=padded, context_parallel_size=cp, multiple=multiple)
+    smallest = spec.smallest_shape(lengths)
     shape = shape or smallest
     assert smallest.rows <= shape.rows and smallest.tokens <= shape.tokens, (smallest, shape)
-    boundaries = _boundaries(lengths, padded, 2 * cp if cp > 1 else 1, shape)
+    boundaries = _boundaries(lengths, spec, shape)
     total = shape.rows * shape.tokens
 
-    ids = torch.full((total,), pad_id, dtype=torch.long)
-    positions = torch.zeros(total, dtype=torch.long)
-    targets = torch.zeros(total, dtype=torch.long)
-    owner = torch.full((total,), -1, dtype=torch.long)
-    flat = torch.zeros(total, dtype=torch.long)
-    source = torch.full((total,), -1, dtype=torch.long)
-    joined = torch.cat([tokens[number] for number in members]) if members else ids[:0]
-    offsets = [response_offsets[number] for number in members]
-    passed = 0
-    for (place, prompt, response), start in zip(pieces, boundaries):
-        length = prompt + response
-        taken = torch.arange(passed, passed + length)
-        ids[start : start + length] = joined[taken]
-        positions[start : start + length] = torch.arange(length)
-        source[start : start + length] = taken
-        passed += length
-        # the token before predicts: the row of the last prompt token is the first response row
-        first = start + prompt - 1
-        rows = slice(first, first + response)
-        targets[rows] = joined[taken[prompt:]]
-        owner[rows] = place
-        flat[rows] = torch.arange(offsets[place], offsets[place] + response)
-        offsets[place] += response
+    joined = torch.cat([torch.empty(0, dtype=torch.long), *(tokens[number] for number in members)])
+    positions = _Positions.padding(total, spec.pad_id)
+    positions.lay_out(pieces, boundaries, joined, [response_offsets[n] for n in members])
+    if spec.context_parallel_size > 1:
+        ranks = spec.context_parallel_size, spec.context_parallel_rank
+        positions = positions.shard(zigzag_shard(boundaries, *ranks))
 
-    if cp > 1:
-        shard = zigzag_shard(boundaries, cp, rank)
-        ids, positions, targets, owner, flat, source = (
-            vector[shard] for vector in (ids, positions, targets, owner, flat, source)
-        )
-    size = (shape.rows, shape.tokens // cp)
-    rows = (owner >= 0).nonzero()[:, 0]
+    size = (shape.rows, shape.tokens // spec.context_parallel_size)
     return PackedBatch(
-        input_ids=ids.view(size),
-        position_ids=positions.view(size),
+        input_ids=positions.ids.view(size),
+        position_ids=positions.position_ids.view(size),
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
         longest=max(end - start for start, end in zip(boundaries, boundaries[1:], strict=False)),
-        padding_mask=(source < 0).view(size) if sum(lengths) < total else None,
-        token_index=source.view(size),
-        # hidden states come with the tokens of a row first: [tokens, rows]
-        token_rows=rows % size[1] * size[0] + rows // size[1],
-        targets=targets[rows],
-        sequence_index=owner[rows],
-        response_index=flat[rows],
+        padding_mask=(positions.source < 0).view(size) if sum(lengths) < total else None,
+        token_index=positions.source.view(size),
         response_lengths=torch.tensor([response_lengths[i] for i in members], dtype=torch.long),
         members=tuple(members),
+        **positions.head_inputs(size),
     )
+
+
+@dataclass
+class _Positions:
+    """What stands at each position of a micro-batch, row after row; [positions] int64 each."""
+
+    ids: Tensor
+    position_ids: Tensor  # within its branch
+    source: Tensor  # into the members' tokens joined; -1: padding
+    targets: Tensor  # the response token that this position predicts
+    owner: Tensor  # the place in `members` of the sequence of that token; -1: predicts none
+    response_index: Tensor  # of that token in the rank's flat response vectors
+
+    @staticmethod
+    def padding(total: int, pad_id: int) -> _Positions:
+        """Nothing but padding."""
+        nothing = torch.full((total,), -1, dtype=torch.long)
+        zeros = torch.zeros(total, dtype=torch.long)
+        ids = torch.full((total,), pad_id, dtype=torch.long)
+        return _Positions(ids, zeros, nothing, zeros.clone(), nothing.clone(), zeros.clone())
+
+    def lay_out(
+        self,
+        pieces: Sequence[tuple[int, int, int]],
+        boundaries: Sequence[int],
+        joined: Tensor,
+        offsets: list[int],
+    ) -> None:
+        """Write each branch from its boundary on. `joined`: the members' tokens; `offsets`: where
+        the responses of each member start."""
+        passed = 0
+        for (place, prompt, response), start in zip(pieces, boundaries):
+            length = prompt + response
+            taken = torch.arange(passed, passed + length)
+            self.ids[start : start + length] = joined[taken]
+            self.position_ids[start : start + length] = torch.arange(length)
+            self.source[start : start + length] = taken
+            passed += length
+            # the token before predicts: the row of the last prompt token is the first response row
+            first = start + prompt - 1
+            rows = slice(first, first + response)
+            self.targets[rows] = joined[taken[prompt:]]
+            self.owner[rows] = place
+            self.response_index[rows] = torch.arange(offsets[place], offsets[place] + response)
+            offsets[place] += response
+
+    def shard(self, held: Tensor) -> _Positions:
+        """The positions that a context-parallel rank holds, in its order."""
+        return _Positions(**{name: values[held] for name, values in vars(self).items()})
+
+    def head_inputs(self, size: tuple[int, int]) -> dict[str, Tensor]:
+        """The fields of PackedBatch that tell the head which rows predict which tokens."""
+        rows = (self.owner >= 0).nonzero()[:, 0]
+        return {
+            # hidden states come with the tokens of a row first: [tokens, rows]
+            "token_rows": rows % size[1] * size[0] + rows // size[1],
+            "targets": self.targets[rows],
+            "sequence_index": self.owner[rows],
+            "response_index": self.response_index[rows],
+        }
 
 
 def _pieces(
@@ -170,13 +210,13 @@ def _pieces(
     return pieces
 
 
-def _boundaries(lengths: Sequence[int], padded: bool, chunks: int, shape: BatchShape) -> list[int]:
+def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> list[int]:
     """Where each sequence starts, and the end; what fills a packed batch up is a sequence too."""
-    if padded:
+    if spec.padded:
         return [row * shape.tokens for row in range(shape.rows + 1)]
     boundaries = [0]
     for length in lengths:
-        boundaries.append(boundaries[-1] - (-length // chunks) * chunks)
+        boundaries.append(boundaries[-1] - (-length // spec.chunks) * spec.chunks)
     return boundaries if boundaries[-1] == shape.tokens else [*boundaries, shape.tokens]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.config.load import STAGES, dump_yaml
+from gspo_megatron.config.load import STAGES
 from gspo_megatron.config.section import NAME, RESUME, sections_of
+from gspo_megatron.config.yaml12 import dump_yaml
 
 _TYPES = {"boolean": "true or false", "string": "text", "object": "mapping"}
 _LIMITS = {

@@ -1,7 +1,8 @@
 """The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
 
-The parts are in gspo_megatron/objectives/, under the same names; this file needs no torch. Another
-objective is one more entry here, and at most one more part there.
+The functions of the parts are in gspo_megatron/objectives/; this file needs no torch. Another
+objective is one more entry in RECIPES. A rule that does not exist yet is one more entry in RULES
+and its function in objectives/parts.py.
 """
 
 from __future__ import annotations
@@ -84,40 +85,67 @@ RECIPES: dict[str, Recipe] = {
     ),
 }
 
-# What each part reads of the `objective` section, and on which ratios a rule is defined.
 RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
-RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "min_clip": (("clip_low", "clip_high"), RATIOS),
-    "dual_clip": (("clip_low", "clip_high", "dual_clip"), RATIOS),
-    "capped": (("clip_high",), ("token",)),
-    "soft_gate": (("tau_positive", "tau_negative"), ("token", "sequence", "sequence_token")),
-    "masked": (("clip_low", "clip_high"), ("token",)),
-    "geometric_clip": (("log_clip",), ("sequence",)),
-}
 ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out")
 AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
-# The numbers of a correction, with their defaults.
-CORRECTIONS: dict[str, dict[str, float]] = {
-    "none": {},
-    "token_tis": {"correction_high": 2.0},
-    "icepop": {"correction_low": 0.5, "correction_high": 5.0},
-    "sequence_tis": {"correction_high": 2.0},
-    # a geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3
-    "sequence_mask": {"correction_low": 0.99, "correction_high": 1.01},
-    "sequence_product_tis": {"correction_high": 2.0},
-    "k3_mask": {"correction_high": 1e-3},
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done with a ratio far from 1."""
+
+    function: str  # in objectives/parts.py, which has `defaults` as keyword arguments
+    ratios: tuple[str, ...]  # on which it is defined
+    defaults: Mapping[str, float]  # the keys that it reads; a clip range is one for single tokens
+
+    @property
+    def has_clip_range(self) -> bool:
+        """Whether it clips on both sides of 1: to all such rules a range means the same."""
+        return "clip_low" in self.defaults
+
+
+# Dual clip's bound: arXiv 1912.09729.
+RULES: dict[str, Rule] = {
+    "min_clip": Rule("min_clip", RATIOS, _TOKEN_CLIP),
+    "dual_clip": Rule("dual_clip", RATIOS, {**_TOKEN_CLIP, "dual_clip": 3.0}),
+    "capped": Rule("cispo_cap", ("token",), _CISPO_CAP),
+    "soft_gate": Rule("sapo_gate", ("token", "sequence", "sequence_token"), _SAPO_GATE),
+    "masked": Rule("policy_gradient_mask", ("token",), _TOKEN_CLIP),
+    "geometric_clip": Rule("geometric_clip", ("sequence",), _GMPO_CLIP),
 }
-TOKEN_CORRECTIONS = ("token_tis", "icepop")
-# Numbers of parts that the objective's own recipe does not have. Dual clip: arXiv 1912.09729.
-_DEFAULTS: dict[str, float] = {"dual_clip": 3.0, **_SAPO_GATE, **_GMPO_CLIP}
-_CLIPPING_RULES = ("min_clip", "dual_clip", "masked")  # to which a clip range means the same
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Weights for responses that another engine sampled; the function in objectives/parts.py has
+    the name of the configuration."""
+
+    level: Literal["token", "sequence"]  # a weight for each
+    defaults: Mapping[str, float]  # the keys that it reads
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction("sequence", {}),
+    "token_tis": Correction("token", {"correction_high": 2.0}),
+    "icepop": Correction("token", {"correction_low": 0.5, "correction_high": 5.0}),
+    "sequence_tis": Correction("sequence", {"correction_high": 2.0}),
+    # a geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3
+    "sequence_mask": Correction("sequence", {"correction_low": 0.99, "correction_high": 1.01}),
+    "sequence_product_tis": Correction("sequence", {"correction_high": 2.0}),
+    "k3_mask": Correction("sequence", {"correction_high": 1e-3}),
+}
 
 # A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
 # clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
-_NUMBERS = tuple(_DEFAULTS | _TOKEN_CLIP | CORRECTIONS["icepop"])
+# The keys of numbers that some rule or correction reads.
+NUMBERS = tuple(
+    dict.fromkeys(
+        name for part in (*RULES.values(), *CORRECTIONS.values()) for name in part.defaults
+    )
+)
 
 
 # A part or a number that is null is that of the objective named.
@@ -208,22 +236,24 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
-    defaults = _default_numbers(named, recipe)
-    parameters = {name: defaults[name] for name in RULES[recipe.rule][0]}
-    parameters |= CORRECTIONS[recipe.correction]
+    parameters = _rule_numbers(named, recipe) | CORRECTIONS[recipe.correction].defaults
     given = {name: getattr(section, name) for name in parameters}
     parameters |= {name: value for name, value in given.items() if value is not None}
     return replace(recipe, parameters=parameters)
 
 
-def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
-    """Of all rules' numbers: the named objective's own where they mean the same to `recipe`."""
-    defaults = _DEFAULTS | (_SEQUENCE_CLIP if recipe.clips_sequences else _TOKEN_CLIP)
-    if recipe.rule == "capped":
-        defaults |= _CISPO_CAP
+def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
+    """Default numbers of the recipe's rule: those of the named objective if they mean the same to
+    this rule on this ratio, otherwise those of the rule."""
+    rule, rule_named = RULES[recipe.rule], RULES[named.rule]
     same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
-    same_rule = recipe.rule == named.rule or {recipe.rule, named.rule} <= set(_CLIPPING_RULES)
-    return defaults | dict(named.parameters) if same_ratio and same_rule else defaults
+    same_rule = rule is rule_named or (rule.has_clip_range and rule_named.has_clip_range)
+    numbers = dict(rule.defaults)
+    if recipe.clips_sequences:
+        numbers |= _SEQUENCE_CLIP
+    if same_ratio and same_rule:
+        numbers |= {name: named.parameters[name] for name in numbers if name in named.parameters}
+    return numbers
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
@@ -242,7 +272,7 @@ _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong
 
 
 def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Problems:
-    """Of keys that nothing reads: those that are given."""
+    """Problems for the keys among `names` that are set although nothing reads them."""
     for name in names:
         unset = ObjectiveSection.model_fields[name].default
         if getattr(section, name) != unset:
@@ -251,7 +281,7 @@ def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Probl
 
 
 def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
-    parts = ("ratio", "rule", "aggregation", "correction", *_NUMBERS)
+    parts = ("ratio", "rule", "aggregation", "correction", *NUMBERS)
     others = ("off_policy_mask", "allow_wide_clip", "entropy_coefficient")
     why = "a custom objective reads only objective.options"
     yield from _unread(section, (*parts, *others), why)
@@ -261,8 +291,8 @@ def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
 
 
 def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
-    if recipe.ratio not in RULES[recipe.rule][1]:
-        legal = ", ".join(name for name, (_, on) in RULES.items() if recipe.ratio in on)
+    if recipe.ratio not in RULES[recipe.rule].ratios:
+        legal = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
         yield "rule", f"is not defined on ratio {recipe.ratio}; legal: {legal}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
@@ -274,7 +304,7 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     correction = recipe.correction
-    if correction in TOKEN_CORRECTIONS and recipe.ratio != "token":
+    if CORRECTIONS[correction].level == "token" and recipe.ratio != "token":
         wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
         yield "correction", f"{wrong}; legal: sequence_tis, sequence_mask, k3_mask"
     if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
@@ -300,7 +330,7 @@ def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     why = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}, which "
     why += f"read {', '.join(recipe.parameters)}"
-    yield from _unread(section, [name for name in _NUMBERS if name not in recipe.parameters], why)
+    yield from _unread(section, [name for name in NUMBERS if name not in recipe.parameters], why)
     if section.options:
         wrong = "nothing reads it without a custom objective"
         yield "options", f"{wrong}; legal: {{}}, or objective.import_path = package.module:function"

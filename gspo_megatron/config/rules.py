@@ -212,27 +212,35 @@ def environment_is_one(plan: Plan) -> Problems:
         yield key, "is no program; legal: the interpreter of an environment that has verifiers"
 
 
-def servers_fit(plan: Plan) -> Problems:
-    """With rollout.engine: vllm there are servers, and they do what the trainer does."""
-    rollout, servers = plan.config.rollout, plan.config.rollout.vllm
-    fields = type(servers).model_fields
+def staleness_fits(plan: Plan) -> Problems:
+    """What only responses of earlier weights need is set where there are any."""
+    rollout, bound = plan.config.rollout, plan.config.objective.max_token_staleness
     if rollout.kv_after_update != "recompute" and not rollout.staleness:
         wrong = "with max_staleness = 0 no response is under way then; legal: recompute"
         yield "rollout.kv_after_update", wrong
-    bound = plan.config.objective.max_token_staleness
     if bound is not None and bound >= rollout.staleness:
         wrong = f"no token misses more than {rollout.staleness} updates; legal: null"
         below = f", or 0 to {rollout.staleness - 1}" if rollout.staleness else ""
         yield "objective.max_token_staleness", f"{wrong}{below}"
-    if rollout.engine != "vllm":
-        for name, info in fields.items():
-            usual = info.get_default(call_default_factory=True)
-            if getattr(servers, name) != usual:
-                wrong = f"nothing reads it with rollout.engine = {rollout.engine}; legal: "
-                yield f"rollout.vllm.{name}", f"{wrong}{format_value(usual)}, or engine = vllm"
-        if rollout.max_staleness:
-            wrong = "the model that is trained draws the responses itself; legal: 0"
-            yield "rollout.max_staleness", f"{wrong}, or engine = vllm"
+    if rollout.engine != "vllm" and rollout.max_staleness:
+        wrong = "the model that is trained draws the responses itself; legal: 0, or engine = vllm"
+        yield "rollout.max_staleness", wrong
+
+
+def servers_are_there(plan: Plan) -> Problems:
+    """With rollout.engine: vllm the run starts servers or names running ones; without it nothing
+    is set for them."""
+    engine, servers = plan.config.rollout.engine, plan.config.rollout.vllm
+    defaults = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in type(servers).model_fields.items()
+    }
+    given = [name for name, default in defaults.items() if getattr(servers, name) != default]
+    if engine != "vllm":
+        for name in given:
+            legal = f"{format_value(defaults[name])}, or engine = vllm"
+            wrong = f"nothing reads it with rollout.engine = {engine}"
+            yield f"rollout.vllm.{name}", f"{wrong}; legal: {legal}"
         return
     if bool(servers.servers) == bool(servers.urls):
         wrong = "both start servers and name running ones" if servers.urls else "there are none"
@@ -244,13 +252,21 @@ def servers_fit(plan: Plan) -> Problems:
         if count > 1:
             yield "rollout.vllm.urls", f"{url} is there {count} times; legal: each server once"
     for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
-        if getattr(servers, name) != fields[name].get_default(call_default_factory=True):
+        if name in given:
             yield f"rollout.vllm.{name}", "is for servers that the run starts; legal: leave it out"
     if plan.here and servers.python is not None and shutil.which(servers.python) is None:
         wrong = "is no program; legal: the interpreter of an environment that has vLLM"
         yield "rollout.vllm.python", wrong
     for name in sorted(_OWN_OPTIONS & {key.replace("-", "_") for key in servers.options}):
         yield f"rollout.vllm.options.{name}", "the run decides it; legal: leave it out"
+
+
+def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
+    """vLLM samples from the distribution that the trainer computes log-probs of, and has the
+    abilities of the in-process engine that the configuration asks for."""
+    rollout = plan.config.rollout
+    if rollout.engine != "vllm":
+        return
     for name, usual in (("top_p", 1.0), ("top_k", 0)):
         if getattr(rollout, name) != usual:
             wrong = "vLLM's log-probs are of the tokens that are left, the trainer's of all"
@@ -431,7 +447,9 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         prompts_are_sound,
         rollouts_fit,
         environment_is_one,
-        servers_fit,
+        staleness_fits,
+        servers_are_there,
+        servers_do_what_the_trainer_does,
         rollout_nodes_are_used,
         rewards_are_shaped,
         suites_fit,

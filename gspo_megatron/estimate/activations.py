@@ -53,8 +53,8 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
             tokens,
             tokens,
             torch.ones_like(tokens, dtype=torch.bool),
-            context_parallel_size=builder.cp_size,
-            context_parallel_rank=builder.cp_rank,
+            context_parallel_size=builder.spec.context_parallel_size,
+            context_parallel_rank=builder.spec.context_parallel_rank,
         )
         built = MicroBatch(packed, None, HeadInputs(packed.token_rows, packed.targets))
     else:

@@ -1,25 +1,20 @@
-"""An objective put together from its parts: LossInputs in, LossOutputs out.
+"""GSPO's loss, and the objectives of the configuration: LossInputs in, LossOutputs out.
 
-`Surrogate.__call__` goes from log-probs to the loss, top to bottom; the parts that it names are in
-parts.py. GSPO is: mean log-ratios of sequences, exponentiated; min_clip; sequence_mean. Which
-objective is made of which parts, with which numbers: RECIPES in config/objectives.py.
+`gspo` is the method on half a page. `PolicyLoss` generalises it to every recipe of
+config/objectives.py: other ratios, rules, weights and means, and the terms that a configuration may
+add. The functions of these parts are in parts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from gspo_megatron.config.objectives import (
-    CORRECTIONS,
-    RULES,
-    TOKEN_CORRECTIONS,
-    Recipe,
-    resolve_objective,
-)
+from gspo_megatron.config.objectives import CORRECTIONS, RULES, Recipe, resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import metrics, parts
@@ -57,12 +52,12 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
         )
-    surrogate = Surrogate(section, resolve_objective(section), max_response_tokens)
+    loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
     return Objective(
         name=section.name,
-        function=surrogate,
+        function=loss,
         advantages=advantages,
-        complete=surrogate.complete,
+        complete=loss.complete,
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
     )
@@ -92,8 +87,22 @@ def custom_objective(
     return function, objective
 
 
+def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
+    """GSPO (arXiv 2507.18071, eqs. 5-7), with the loss and gradient of `PolicyLoss` for the recipe
+    `gspo`. A custom objective may begin as a copy of this function."""
+    log_ratio = parts.token_log_ratio(inputs)  # [tokens], 0 outside the mask
+    mean_log_ratio = parts.sequence_log_ratio(inputs, log_ratio)  # [num_sequences]
+    ratio = parts.exponentiate(mean_log_ratio)  # s_i, one for each whole sequence
+    advantages = inputs.advantages  # [num_sequences]
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    loss, mean = aggregate_sequences(surrogate, inputs, "sequence_mean")
+    means = {"loss": mean, **metrics.policy_metrics(inputs, log_ratio)}
+    return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, mean_log_ratio))
+
+
 @dataclass(frozen=True)
-class Surrogate:
+class PolicyLoss:
     """A recipe with its numbers, and what the section adds to it. Minimising the loss maximises
 
         aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
@@ -110,18 +119,18 @@ class Surrogate:
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         section, recipe, of_tokens = self.section, self.recipe, self.recipe.terms == "token"
         parts.check_inputs(inputs, token_advantages=of_tokens)
-        numbers = {name: recipe.parameters[name] for name in RULES[recipe.rule][0]}
         spread_advantages = inputs.advantages[inputs.sequence_index]  # [tokens]
 
         # Log-ratios of tokens, and all sums over whole sequences in one collective.
         log_ratio = parts.token_log_ratio(inputs)  # [tokens]
         summed, limited, log_k = {"log_ratio": log_ratio}, None, None
         if recipe.rule == "geometric_clip":  # limits the tokens' log-ratios before their mean
-            limited = parts.clip_log_ratio(log_ratio, spread_advantages, **numbers)
+            bound = recipe.parameters["log_clip"]
+            limited = parts.clip_log_ratio(log_ratio, spread_advantages, bound)
             summed["limited"] = limited.surrogate
         if recipe.correction != "none":
             log_k = parts.log_mismatch(inputs)  # [tokens]
-            if recipe.correction not in TOKEN_CORRECTIONS:
+            if CORRECTIONS[recipe.correction].level == "sequence":
                 is_k3 = recipe.correction == "k3_mask"
                 summed["correction"] = parts.k3(log_k) if is_k3 else log_k
         sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
@@ -131,17 +140,22 @@ class Surrogate:
         ratio = self._ratio(inputs, log_ratio, sums)
         advantages = inputs.advantages
         if of_tokens:
-            given = inputs.token_advantages
-            advantages = spread_advantages if given is None else given
+            own = inputs.token_advantages
+            advantages = spread_advantages if own is None else own
         assert ratio.shape == advantages.shape, (
             f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
         )
-        clipped = parts.RULES[recipe.rule](inputs, ratio, advantages, **numbers)
+        rule = RULES[recipe.rule]
+        apply_rule = getattr(parts, rule.function)
+        clipped = apply_rule(inputs, ratio, advantages, **self._numbers(rule.defaults))
 
         # Weights of the terms.
         terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
         if log_k is not None:
-            weights, level = self._correction(inputs, log_k, sums.get("correction"))
+            weights, level = (
+                self._correction(inputs, log_k, sums),
+                CORRECTIONS[recipe.correction].level,
+            )
             terms = self._weighted(terms, weights, level, inputs)
             means |= metrics.weight_metrics("correction", level, weights, inputs)
         if section.off_policy_mask is not None:
@@ -172,38 +186,41 @@ class Surrogate:
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
         """A step's metrics from the reduced means: the whole loss, and effective sample sizes."""
-        found = dict(reduced)
-        if "kl/penalty" in found:
+        completed = dict(reduced)
+        if "kl/penalty" in completed:
             assert self.section.kl_coefficient is not None
-            found["loss"] += self.section.kl_coefficient * found["kl/penalty"]
-        found["loss"] -= self.section.entropy_coefficient * found.get("policy/entropy", 0.0)
+            completed["loss"] += self.section.kl_coefficient * completed["kl/penalty"]
+        completed["loss"] -= self.section.entropy_coefficient * completed.get("policy/entropy", 0.0)
         for name in ("ratio", "correction"):
-            squared = found.pop(f"{name}/squared_weight", None)
+            squared = completed.pop(f"{name}/squared_weight", None)
             if squared is not None:
-                share = found[f"{name}/weight"] ** 2 / squared if squared else 0.0
-                found[f"{name}/effective_sample_share"] = share
-        return found
+                share = completed[f"{name}/weight"] ** 2 / squared if squared else 0.0
+                completed[f"{name}/effective_sample_share"] = share
+        return completed
+
+    def _numbers(self, names: Iterable[str]) -> dict[str, float]:
+        return {name: self.recipe.parameters[name] for name in names}
 
     def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
         """w_it or s_it [tokens], s_i or the product of w_it [num_sequences]."""
-        means = sums.get("limited", sums["log_ratio"]) / inputs.sequence_lengths.clamp_min(1)
-        log_ratios = {
-            "token": log_ratio,
-            "sequence": means,
-            "sequence_token": parts.sequence_token_log_ratio(inputs, log_ratio, means),
-            "sequence_product": sums["log_ratio"],
-        }
-        return parts.exponentiate(log_ratios[self.recipe.ratio])
+        kind = self.recipe.ratio
+        if kind == "token":
+            return parts.exponentiate(log_ratio)
+        if kind == "sequence_product":
+            return parts.exponentiate(sums["log_ratio"])
+        mean = sums.get("limited", sums["log_ratio"]) / inputs.sequence_lengths.clamp_min(1)
+        if kind == "sequence":
+            return parts.exponentiate(mean)
+        assert kind == "sequence_token", kind
+        return parts.exponentiate(parts.sequence_token_log_ratio(inputs, log_ratio, mean))
 
-    def _correction(
-        self, inputs: LossInputs, log_k: Tensor, sums: Tensor | None
-    ) -> tuple[Tensor, Literal["token", "sequence"]]:
-        """The weights, [tokens] or [num_sequences], and which of the two."""
+    def _correction(self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]) -> Tensor:
+        """The weights, [tokens] or [num_sequences]."""
         name = self.recipe.correction
-        bounds = {key: self.recipe.parameters[key] for key in CORRECTIONS[name]}
-        if sums is None:
-            return parts.token_weights(name, log_k, **bounds), "token"
-        return parts.sequence_weights(name, sums, inputs.sequence_lengths, **bounds), "sequence"
+        weights, bounds = getattr(parts, name), self._numbers(CORRECTIONS[name].defaults)
+        if CORRECTIONS[name].level == "token":
+            return weights(log_k, **bounds)
+        return weights(sums["correction"], inputs.sequence_lengths, **bounds)
 
     def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
         """Terms times weights; those of a sequence hold for each of its tokens."""

@@ -7,7 +7,6 @@ values nor gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +139,8 @@ def exponentiate(log_ratio: Tensor) -> Tensor:
 # --- Rules: what is done with a ratio far from 1 -------------------------------------------------
 #
 # ratio and advantages are both [tokens] or both [num_sequences]; log-probs of tokens are taken from
-# `inputs`. RULES, at the end, has the rules by the names of the configuration.
+# `inputs`. RULES in config/objectives.py declares each rule: its function here, its numbers, and
+# the ratios on which it is defined.
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def dual_clip(
     return Clipped(surrogate, inner.low, inner.high | beyond, inner.outside | beyond)
 
 
-def capped(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
+def cispo_cap(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
     """sg[min(ratio, 1 + clip_high)] A log pi (CISPO, arXiv 2506.13585, eqs. 4-5).
 
     The weight is cut and the gradient is not: every token keeps learning. `high` says where the cut
@@ -198,7 +198,7 @@ def capped(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: flo
     return Clipped(surrogate, torch.zeros_like(above), above & (advantages != 0), above)
 
 
-def soft_gate(
+def sapo_gate(
     inputs: LossInputs,
     ratio: Tensor,
     advantages: Tensor,
@@ -211,7 +211,7 @@ def soft_gate(
     return _unclipped(torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages)
 
 
-def masked(
+def policy_gradient_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Clipped:
     """M sg[pi / pi_rollout] A log pi with M = 0 where `min_clip` would bind (MiniRL, arXiv
@@ -247,10 +247,6 @@ def _unclipped(surrogate: Tensor) -> Clipped:
     return Clipped(surrogate, nothing, nothing, nothing)
 
 
-_RULES = (min_clip, dual_clip, capped, soft_gate, masked, geometric_clip)
-RULES: dict[str, Callable[..., Clipped]] = {rule.__name__: rule for rule in _RULES}
-
-
 # --- Weights of terms, detached ------------------------------------------------------------------
 #
 # Corrections weigh responses that another engine sampled than the one that computes the gradient,
@@ -264,41 +260,45 @@ def log_mismatch(inputs: LossInputs) -> Tensor:
     return (inputs.old_logprobs - inputs.rollout_logprobs).where(inputs.mask > 0, 0.0)
 
 
-def token_weights(
-    correction: str, log_k: Tensor, correction_high: float, correction_low: float = 0.0
-) -> Tensor:
-    """[tokens]. token_tis: min(k, high), truncated importance sampling. icepop: k where low <= k <=
-    high, else 0 (IcePop of Ring-1T, arXiv 2510.18855)."""
+def token_tis(log_k: Tensor, correction_high: float) -> Tensor:
+    """min(k, high), [tokens]: truncated importance sampling."""
+    return exponentiate(log_k.detach()).clamp(max=correction_high)
+
+
+def icepop(log_k: Tensor, correction_low: float, correction_high: float) -> Tensor:
+    """k where low <= k <= high, else 0, [tokens] (IcePop of Ring-1T, arXiv 2510.18855)."""
     k = exponentiate(log_k.detach())
-    if correction == "token_tis":
-        return k.clamp(max=correction_high)
-    assert correction == "icepop", correction
     return k.where((k >= correction_low) & (k <= correction_high), 0.0)
 
 
-def sequence_weights(
-    correction: str,
-    sums: Tensor,
-    lengths: Tensor,
-    correction_high: float,
-    correction_low: float = 0.0,
-) -> Tensor:
-    """[num_sequences] from `sums` of log k over whole sequences; for k3_mask of `k3(log k)`.
+# `sums` are those of log k over whole sequences, for k3_mask those of `k3(log k)`: [num_sequences].
 
-    With g the geometric mean of k over the sequence: sequence_tis: min(g, high); sequence_mask: 1
-    where low <= g <= high, else 0. sequence_product_tis: min(product of k, high). k3_mask: 1 where
-    the mean of k - 1 - log k is at most high, else 0.
-    """
-    sums = sums.detach()
-    means = sums / lengths.clamp_min(1)
-    if correction == "k3_mask":
-        return (means <= correction_high).to(sums.dtype)
-    if correction == "sequence_mask":
-        g = exponentiate(means)
-        return ((g >= correction_low) & (g <= correction_high)).to(sums.dtype)
-    assert correction in ("sequence_tis", "sequence_product_tis"), correction
-    log_weights = means if correction == "sequence_tis" else sums
-    return exponentiate(log_weights).clamp(max=correction_high)
+
+def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
+    """min(g, high) with g the geometric mean of k over a sequence."""
+    return exponentiate(_mean(sums, lengths)).clamp(max=correction_high)
+
+
+def sequence_product_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
+    """min(product of k, high)."""
+    return exponentiate(sums.detach()).clamp(max=correction_high)
+
+
+def sequence_mask(
+    sums: Tensor, lengths: Tensor, correction_low: float, correction_high: float
+) -> Tensor:
+    """1 where low <= g <= high with g the geometric mean of k over a sequence, else 0."""
+    g = exponentiate(_mean(sums, lengths))
+    return ((g >= correction_low) & (g <= correction_high)).to(sums.dtype)
+
+
+def k3_mask(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
+    """1 where the mean of k - 1 - log k over a sequence is at most high, else 0."""
+    return (_mean(sums, lengths) <= correction_high).to(sums.dtype)
+
+
+def _mean(sums: Tensor, lengths: Tensor) -> Tensor:
+    return sums.detach() / lengths.clamp_min(1)
 
 
 def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: float) -> Tensor:

@@ -97,15 +97,15 @@ def test_a_presets_row_is_its_recipe(name: str) -> None:
 def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
     rows = {row["rule"].strip("`"): row for row in table("rule")}
     assert set(rows) == set(RULES) == choices("rule")
-    for rule, (read, ratios) in RULES.items():
-        row = rows[rule]
-        assert tuple(code(row["on ratios"])) == ratios
-        assert tuple(each.partition("=")[0] for each in code(row["reads"])) == read
+    for name, rule in RULES.items():
+        row = rows[name]
+        assert tuple(code(row["on ratios"])) == rule.ratios
+        assert [each.partition("=")[0] for each in code(row["reads"])] == list(rule.defaults)
         # the numbers it has with an objective to which this rule is foreign
-        foreign = "grpo" if rule != "min_clip" else "sapo"
-        ratio = "token" if "token" in ratios else ratios[0]
-        resolved = resolve_objective(ObjectiveSection(name=foreign, rule=rule, ratio=ratio))
-        assert numbers(row["reads"]).items() <= dict(resolved.parameters).items(), rule
+        foreign = "grpo" if name != "min_clip" else "sapo"
+        ratio = "token" if "token" in rule.ratios else rule.ratios[0]
+        resolved = resolve_objective(ObjectiveSection(name=foreign, rule=name, ratio=ratio))
+        assert numbers(row["reads"]).items() <= dict(resolved.parameters).items(), name
 
 
 def test_every_aggregation_and_advantage_stands_there() -> None:
@@ -125,7 +125,7 @@ def test_every_correction_stands_there_with_its_bounds() -> None:
     rows = {row["correction"].strip("`"): row for row in table("correction")}
     assert set(rows) == set(CORRECTIONS) == choices("correction")
     for name, row in rows.items():
-        assert numbers(row["numbers"]) == CORRECTIONS[name]
+        assert numbers(row["numbers"]) == CORRECTIONS[name].defaults
 
 
 def test_the_clip_ranges_of_a_ratio_that_is_not_the_presets_own() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo_megatron.batching.packing import (
     BatchShape,
     PackedBatch,
-    batch_shape,
+    PackSpec,
     pack,
     zigzag_shard,
 )
@@ -29,15 +29,9 @@ class Batch:
     response_offsets: list[int]  # with gaps: not all of a rank's sequences are packed together
     flat_responses: list[int]
 
-    def pack(self, members: list[int], **options: Any) -> PackedBatch:
-        return pack(
-            self.tokens,
-            self.response_lengths,
-            self.response_offsets,
-            members,
-            pad_id=PAD,
-            **options,
-        )
+    def pack(self, members: list[int], shape: BatchShape | None = None, **spec: Any) -> PackedBatch:
+        columns = self.tokens, self.response_lengths, self.response_offsets
+        return pack(PackSpec(PAD, **spec), *columns, members, shape=shape)
 
     def predictions(self, members: list[int]) -> list[tuple[int, int, int, int, int]]:
         """(place, position, token before, target, flat index) of each response token."""
@@ -189,10 +183,8 @@ def test_shards_are_in_megatrons_zigzag_order(cp: int) -> None:
 def test_a_sequence_without_padding_needs_no_mask_on_any_shard() -> None:
     tokens = [torch.arange(100, 108), torch.arange(200, 204)]
     for rank in range(2):
-        packed = pack(
-            tokens, [3, 1], [0, 3], [0, 1], pad_id=PAD,
-            context_parallel_size=2, context_parallel_rank=rank, multiple=2,
-        )  # fmt: skip
+        spec = PackSpec(PAD, context_parallel_size=2, context_parallel_rank=rank, multiple=2)
+        packed = pack(spec, tokens, [3, 1], [0, 3], [0, 1])
         assert packed.padding_mask is None
         assert packed.input_ids.shape == (1, 6)
 
@@ -200,10 +192,8 @@ def test_a_sequence_without_padding_needs_no_mask_on_any_shard() -> None:
 @pytest.mark.parametrize(("cp", "multiple"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (4, 3)])
 def test_an_empty_micro_batch_is_padding_only(cp: int, multiple: int) -> None:
     for rank in range(cp):
-        packed = pack(
-            [], [], [], [], pad_id=PAD,
-            context_parallel_size=cp, context_parallel_rank=rank, multiple=multiple,
-        )  # fmt: skip
+        place = {"context_parallel_size": cp, "context_parallel_rank": rank}
+        packed = pack(PackSpec(PAD, multiple=multiple, **place), [], [], [], [])
         local = packed.input_ids.shape[1]
         assert local >= 1 and local % multiple == 0
         assert packed.boundaries.tolist() == [0, local * cp]
@@ -216,7 +206,7 @@ def test_an_empty_micro_batch_is_padding_only(cp: int, multiple: int) -> None:
 
 def test_a_response_without_prompt_is_refused() -> None:
     with pytest.raises(AssertionError, match="prompt"):
-        pack([torch.tensor([41, 42])], [2], [0], [0], pad_id=PAD)
+        pack(PackSpec(PAD), [torch.tensor([41, 42])], [2], [0], [0])
 
 
 def test_to_moves_the_tensors_and_keeps_the_rest() -> None:
@@ -237,12 +227,12 @@ def test_padded_shards_predict_every_response_token_once(
 ) -> None:
     batch, members = random_batch(10 * cp + multiple), [4, 0, 3]
     lengths = [len(batch.tokens[n]) for n in members]
-    shape = batch_shape(lengths, padded=True, context_parallel_size=cp, multiple=multiple)
+    options: dict[str, Any] = {"padded": True, "context_parallel_size": cp, "multiple": multiple}
+    shape = PackSpec(PAD, **options).smallest_shape(lengths)
     if extra is not None:
         shape = BatchShape(shape.rows + extra[0], shape.tokens + extra[1])
-    options = {"padded": True, "context_parallel_size": cp, "multiple": multiple}
-    options["shape"] = shape if extra else None
-    shards = [batch.pack(members, context_parallel_rank=rank, **options) for rank in range(cp)]
+    filled = shape if extra else None
+    shards = [batch.pack(members, filled, context_parallel_rank=r, **options) for r in range(cp)]
     together = sorted(p for shard in shards for p in predictions_of(shard))
     assert together == sorted(batch.predictions(members))
     for shard in shards:
@@ -268,7 +258,7 @@ def test_packed_batch_filled_up_to_a_shape_predicts_the_same(seed: int) -> None:
 
 def test_rows_of_equal_length_have_no_padding() -> None:
     tokens = [torch.arange(5), torch.arange(5, 10)]
-    batch = pack(tokens, [2, 3], [0, 2], [0, 1], pad_id=PAD, padded=True)
+    batch = pack(PackSpec(PAD, padded=True), tokens, [2, 3], [0, 2], [0, 1])
     assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert batch.padding_mask is None
     # rows of the hidden states [5 tokens, 2 rows]
@@ -278,7 +268,7 @@ def test_rows_of_equal_length_have_no_padding() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) -> None:
     shape = BatchShape(3, 8) if padded else BatchShape(1, 24)
-    batch = pack([], [], [], [], pad_id=PAD, padded=padded, shape=shape, multiple=2)
+    batch = pack(PackSpec(PAD, padded, multiple=2), [], [], [], [], shape=shape)
     assert batch.input_ids.shape == (shape.rows, shape.tokens)
     assert batch.padding_mask is not None and batch.padding_mask.all()
     assert len(batch.token_rows) == 0
@@ -301,8 +291,8 @@ def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, ra
         branches.append([(len(apart.tokens[n]) - own, own) for n, own in zip(own, lengths)])
         offsets.append(sum(responses))
         responses.append(sum(lengths))
-    options = {"pad_id": PAD, "branches": branches, **place}
-    found = pack(tokens, responses, offsets, [0, 1, 2], **options)
+    columns = tokens, responses, offsets
+    found = pack(PackSpec(PAD, **place), *columns, [0, 1, 2], branches=branches)
     alike = ("input_ids", "position_ids", "boundaries", "token_index", "token_rows", "targets")
     for name in alike:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

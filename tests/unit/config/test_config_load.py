@@ -20,14 +20,9 @@ from gspo_megatron.config import (
     to_shown_yaml,
     to_yaml,
 )
-from gspo_megatron.config.load import (
-    dump_yaml,
-    load_any_config,
-    override,
-    parse_yaml,
-    stage_of,
-)
+from gspo_megatron.config.load import load_any_config, override, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError
 
 MINIMAL = "data: {tokenizer: letters.model}\n"
@@ -142,7 +137,7 @@ def test_aliases_that_stand_for_very_much_are_refused_at_once(
 
 
 def test_a_long_file_without_aliases_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo_megatron.config.load.MOST_VALUES", 1000)
+    monkeypatch.setattr("gspo_megatron.config.yaml12.MOST_VALUES", 1000)
     assert len(parse_yaml("a: [" + "z, " * 2000 + "z]", "x")["a"]) == 2001
     with pytest.raises(ConfigError, match=r"stand for 1,024 values; legal: 1,000 at most"):
         parse_yaml("a: &a [" + "z, " * 100 + "z]\nb: [" + "*a, " * 8 + "*a]", "x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from gspo_megatron.config.objectives import (
     CORRECTIONS,
     RECIPES,
     RULES,
-    TOKEN_CORRECTIONS,
     objective_problems,
     resolve_objective,
 )
@@ -34,22 +34,31 @@ def numbers(**keys: Any) -> dict[str, float]:
 def test_the_parts_of_a_recipe_exist_and_mix(name):
     recipe = RECIPES[name]
     assert recipe.aggregation in AGGREGATIONS and recipe.correction in CORRECTIONS
-    assert recipe.ratio in RULES[recipe.rule][1]
+    assert recipe.ratio in RULES[recipe.rule].ratios
     assert callable(getattr(advantages, recipe.advantage))
-    assert set(recipe.parameters) == set(RULES[recipe.rule][0])
+    assert set(recipe.parameters) == set(RULES[recipe.rule].defaults)
     assert "arXiv" in recipe.source
     assert problems(name=name) == []
 
 
-def test_every_part_exists_and_a_ratio_of_one_is_within_the_bounds():
-    assert parts.RULES.keys() == RULES.keys()
+def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
+    tensors = {"inputs", "ratio", "advantages", "log_k", "sums", "lengths"}
+    declared = [(rule.function, rule.defaults) for rule in RULES.values()]
+    declared += [(name, each.defaults) for name, each in CORRECTIONS.items() if name != "none"]
+    for function, defaults in declared:
+        arguments = inspect.signature(getattr(parts, function)).parameters.keys()
+        assert arguments - tensors == defaults.keys(), function
+
+
+def test_every_advantage_exists_and_a_ratio_of_one_is_within_the_bounds():
     assert all(callable(getattr(advantages, name)) for name in ADVANTAGES)
-    assert set(TOKEN_CORRECTIONS) <= set(CORRECTIONS)
-    for bounds in CORRECTIONS.values():
+    for correction in CORRECTIONS.values():
+        bounds = correction.defaults
         if "correction_low" in bounds:
             assert bounds["correction_low"] < 1 < bounds["correction_high"]
 
 
+TOKEN_CORRECTIONS = ("token_tis", "icepop")
 SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "clip_high": 0.27}
 
 

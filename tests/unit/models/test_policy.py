@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
 ) -> None:
     sequences = random_sequences(3, LENGTHS)
     builder = MicroBatchBuilder(policy, PAD, temperature)
-    builder.multiple = multiple
+    builder.spec = replace(builder.spec, multiple=multiple)
     batch = micro_batch(builder, sequences)
     model = policy.models[0]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random micro-batches, cut into shards or not, and objectives by name."""
+"""Random micro-batches, their parts on several ranks, and objectives by name."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.config.objectives import objective_problems
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import Objective, build_objective
-from gspo_megatron.objectives.parts import _PER_TOKEN
 from gspo_megatron.types import LossInputs, LossOutputs
-from tests.unit.objectives.papers import SPREADS, Expected
+from tests.unit.objectives.papers import LONGEST, PAPERS
 
-EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(SPREADS))
+EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(PAPERS))
 # Float64 on both sides: only the order of additions differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
+# Vectors of tokens, with the sign of what may stand outside the mask.
+OF_TOKENS = {"logprobs": 1, "old_logprobs": -1, "mask": 0, "sequence_index": 0, "entropy": 1,
+             "token_advantages": 1, "rollout_logprobs": 1, "reference_logprobs": -1}  # fmt: skip
 
 
 def make_objective(name: str, **keys: Any) -> Objective:
-    """An objective by name and the keys of its section; 40 response tokens at most."""
-    return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=40)
+    """An objective by name and the keys of its section."""
+    return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=LONGEST)
 
 
 def make_inputs(
@@ -81,17 +82,9 @@ def make_inputs(
     )
 
 
-def run(name: str, inputs: LossInputs, **keys: Any) -> tuple[LossOutputs, Tensor]:
-    """The outputs of an objective, and the gradient of `logprobs`."""
-    inputs.logprobs.grad = inputs.entropy.grad = None
-    outputs = make_objective(name, **keys)(inputs)
-    outputs.loss.backward()
-    return outputs, inputs.logprobs.grad
-
-
 def inputs_of(name: str, seed: int, **options: Any) -> LossInputs:
     """`make_inputs` with the spread at which the clip of the objective `name` binds for a part."""
-    return make_inputs(seed, spread=SPREADS[name], **options)
+    return make_inputs(seed, spread=PAPERS[name].spread, **options)
 
 
 def as_mini_batch(inputs: LossInputs) -> LossInputs:
@@ -101,17 +94,36 @@ def as_mini_batch(inputs: LossInputs) -> LossInputs:
     return inputs
 
 
+def without_tokens(inputs: LossInputs, sequence: int) -> LossInputs:
+    """The same with every token of a sequence outside the mask."""
+    inputs.mask[inputs.sequence_index == sequence] = 0
+    inputs.sequence_lengths[sequence] = 0
+    return inputs
+
+
+def poisoned(inputs: LossInputs, value: float) -> LossInputs:
+    """The same with `value` wherever the mask is 0."""
+    holes = inputs.mask == 0
+    changed = {
+        name: getattr(inputs, name).detach().masked_fill(holes, sign * value)
+        for name, sign in OF_TOKENS.items()
+        if sign and getattr(inputs, name) is not None
+    }
+    return _leaves(dataclasses.replace(inputs, **changed))
+
+
 def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
     """The same with the tokens `which` alone (a mask or an order), as leaves of a new graph."""
-    cut = {}
-    for name in ("logprobs", *_PER_TOKEN):
-        tensor = getattr(inputs, name)
-        if tensor is not None:
-            cut[name] = tensor[which].detach().clone()
-    cut["logprobs"].requires_grad_()
-    if "entropy" in cut:
-        cut["entropy"].requires_grad_()
-    return dataclasses.replace(inputs, **(cut | others))
+    tensors = {name: getattr(inputs, name) for name in OF_TOKENS}
+    cut = {name: t[which].detach().clone() for name, t in tensors.items() if t is not None}
+    return _leaves(dataclasses.replace(inputs, **(cut | others)))
+
+
+def _leaves(inputs: LossInputs) -> LossInputs:
+    inputs.logprobs.requires_grad_()
+    if inputs.entropy is not None:
+        inputs.entropy.requires_grad_()
+    return inputs
 
 
 def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
@@ -126,14 +138,21 @@ def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
     return part
 
 
-def problems(**keys: Any) -> list[str]:
-    """The error lines of a configuration with these keys."""
-    return list(objective_problems(ObjectiveSection(**keys)))
+def owners(kind: str, tokens: int, num_shards: int) -> Tensor:
+    """The shard of each token."""
+    if kind == "zigzag":  # as context parallelism cuts a sequence: chunk i and chunk 2n-1-i
+        chunk = torch.arange(tokens) * 2 * num_shards // tokens
+        return torch.minimum(chunk, 2 * num_shards - 1 - chunk)
+    if kind == "random":
+        generator = torch.Generator().manual_seed(num_shards)
+        return torch.randint(num_shards, (tokens,), generator=generator)
+    # All tokens on the last shard, none on the others.
+    return torch.full((tokens,), num_shards - 1)
 
 
 def run_shards(
-    inputs: LossInputs, owner: Tensor, function: Callable[[LossInputs], object]
-) -> list[tuple[LossInputs, object]]:
+    inputs: LossInputs, owner: Tensor, function: Callable[[LossInputs], LossOutputs]
+) -> list[tuple[LossInputs, LossOutputs]]:
     """Call `function` on every shard at the same time, as ranks of context parallelism would.
 
     `owner` [tokens] is the shard that holds each token. The shards are threads that really wait for
@@ -159,7 +178,7 @@ def run_shards(
             is_primary_shard=shard == num_shards - 1,
         )
 
-    def work(shard: int) -> tuple[LossInputs, object]:
+    def work(shard: int) -> tuple[LossInputs, LossOutputs]:
         try:
             mine = shard_inputs(shard)
             return mine, function(mine)
@@ -174,11 +193,3 @@ def run_shards(
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
-
-
-def assert_is(outputs: LossOutputs, inputs: LossInputs, expected: Expected) -> None:
-    """Loss and gradient are those of the paper's loops, and not zeros."""
-    outputs.loss.backward()
-    torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
-    torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
-    assert float(expected.gradient.abs().max()) > 1e-4

@@ -1,53 +1,33 @@
 """The objectives as the papers print them: one response and one token at a time, in float64.
 
-Nothing of the package is used but the record that the batch arrives in. N responses y_i with
-advantage A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| counts the tokens inside the mask; mu
-in the papers is the policy as the rollout engine evaluated it.
+Nothing of the package is used but the records that batches arrive in and results leave in. N
+responses y_i with advantage A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| counts the tokens
+inside the mask; mu in the papers is the policy as the rollout engine evaluated it.
+
+Another objective is one more formula and one more entry in PAPERS.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-# Every paper's own numbers. CISPO's cap of 5 is 1 + clip_high.
-NUMBERS: dict[str, dict[str, float]] = {
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.27},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "cispo": {"clip_high": 4.0},
-    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
-    "gmpo": {"log_clip": 0.4},
-    "luspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "minirl": {"clip_low": 0.2, "clip_high": 0.27},
-    "reinforce_leave_one_out": {"clip_low": 0.2, "clip_high": 0.2},
-}
-
-
-# The spread of log-ratios at which these bind for a part of them.
-SPREADS = {
-    **dict.fromkeys(("gspo", "gspo_token", "luspo"), 1e-3),
-    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "sapo", "gmpo", "minirl"), 0.4),
-    "cispo": 1.2,
-    "reinforce_leave_one_out": 0.1,
-}
+Clip = tuple[str, bool]  # "low" or "high" where a bound decides the value; whether it is outside
 
 
 class Term(NamedTuple):
-    """A summand of an objective, and what the clip did to it."""
+    """A summand of an objective, its importance ratio, and what the clip did to it."""
 
     value: Tensor | float
-    side: str = ""  # "low" or "high" where a bound decides the value
-    outside: bool = False
+    ratio: float
+    clip: Clip | list[Clip] = ("", False)  # a list: a clip for each token of the response
 
 
 @dataclass
@@ -65,6 +45,10 @@ class Response:
     def __len__(self) -> int:
         return len(self.old)
 
+    def drift(self) -> list[float]:
+        """D_it."""
+        return [float(n.detach()) - o for n, o in zip(self.new, self.old, strict=True)]
+
     def token_ratio(self, t: int) -> Tensor:
         return torch.exp(self.new[t]) / math.exp(self.old[t])
 
@@ -78,30 +62,17 @@ class Response:
         return product
 
 
-@dataclass
-class Expected:
-    """A loss, to be minimised, its gradients [tokens], and the clip per masked token."""
-
-    loss: Tensor
-    gradient: Tensor
-    entropy_gradient: Tensor
-    binding: list[list[str]] = field(default_factory=list)
-    outside: list[list[bool]] = field(default_factory=list)
-    weights: list[list[float]] = field(default_factory=list)
-
-
 def clipped(
     ratio: Tensor, advantage: float, clip_low: float, clip_high: float, dual_clip: float = math.inf
 ) -> Term:
     """min(r A, clip(r, 1 - low, 1 + high) A), and not below dual_clip * A where A < 0."""
     value = float(ratio.detach())
     bound = min(max(value, 1 - clip_low), 1 + clip_high)
-    outside = bound != value
     if advantage < 0 and value > dual_clip:
-        return Term(dual_clip * advantage, "high", True)
+        return Term(dual_clip * advantage, value, ("high", True))
     if bound * advantage < value * advantage:
-        return Term(bound * advantage, "low" if value < 1 else "high", outside)
-    return Term(ratio * advantage, "", outside)
+        return Term(bound * advantage, value, ("low" if value < 1 else "high", True))
+    return Term(ratio * advantage, value, ("", bound != value))
 
 
 # --- The objectives of whole responses: one term each -------------------------------------------
@@ -123,29 +94,25 @@ def reinforce_leave_one_out(response: Response, **numbers: float) -> Term:
     return clipped(response.product_ratio(), response.advantage, **numbers)
 
 
-def gmpo(response: Response, log_clip: float) -> list[Term]:
-    """arXiv 2507.20673, eq. 4: (prod_t |min(w_it A, clip(w_it, e^-c, e^c) A)|)^(1/|y|) sgn(A).
-
-    A list: the value is that of the whole response, divided up evenly among its tokens; the clip
-    is that of each token.
-    """
+def gmpo(response: Response, log_clip: float) -> Term:
+    """arXiv 2507.20673, eq. 4: (prod_t |min(w_it A, clip(w_it, e^-c, e^c) A)|)^(1/|y|) sgn(A). The
+    ratio is the geometric mean of what is left of w_it; the clip is that of each token."""
     advantage = response.advantage
     product = torch.ones((), dtype=torch.float64)
-    flags = []
+    left, clips = [], []
     for t in range(len(response)):
         ratio = response.token_ratio(t)
         value = float(ratio.detach())
         bound = min(max(value, math.exp(-log_clip)), math.exp(log_clip))
-        if bound * advantage < value * advantage:
-            product = product * abs(bound * advantage)
-            flags.append(("low" if value < 1 else "high", True))
-        else:
-            product = product * abs(ratio * advantage)
-            flags.append(("", bound != value))
+        binds = bound * advantage < value * advantage
+        product = product * abs((bound if binds else ratio) * advantage)
+        left.append(bound if binds else value)
+        side = "low" if value < 1 else "high"
+        clips.append((side if binds else "", bound != value))
+    mean = math.prod(left) ** (1 / len(response))
     if advantage == 0:
-        return [Term(0.0, side, outside) for side, outside in flags]
-    mean = product ** (1 / len(response)) * math.copysign(1.0, advantage)
-    return [Term(mean / len(response), side, outside) for side, outside in flags]
+        return Term(0.0, mean, clips)
+    return Term(product ** (1 / len(response)) * math.copysign(1.0, advantage), mean, clips)
 
 
 # --- The objectives of tokens: a term for each --------------------------------------------------
@@ -176,7 +143,7 @@ def cispo(response: Response, clip_high: float) -> list[Term]:
         over = ratio > 1 + clip_high
         weight = 1 + clip_high if over else ratio
         side = "high" if over and advantage != 0 else ""
-        terms.append(Term(weight * advantage * response.new[t], side, over))
+        terms.append(Term(weight * advantage * response.new[t], ratio, (side, over)))
     return terms
 
 
@@ -185,8 +152,9 @@ def sapo(response: Response, tau_positive: float, tau_negative: float) -> list[T
     terms = []
     for t, advantage in enumerate(response.token_advantages):
         tau = tau_positive if advantage > 0 else tau_negative
-        gate = 1 / (1 + torch.exp(-tau * (response.token_ratio(t) - 1)))
-        terms.append(Term(4 / tau * gate * advantage))
+        ratio = response.token_ratio(t)
+        gate = 1 / (1 + torch.exp(-tau * (ratio - 1)))
+        terms.append(Term(4 / tau * gate * advantage, float(ratio.detach())))
     return terms
 
 
@@ -199,36 +167,51 @@ def minirl(response: Response, clip_low: float, clip_high: float) -> list[Term]:
         side = "high" if advantage > 0 and high else "low" if advantage < 0 and low else ""
         weight = math.exp(float(response.new[t].detach())) / math.exp(response.rollout[t])
         value = 0.0 if side else weight * advantage * response.new[t]
-        terms.append(Term(value, side, low or high))
+        terms.append(Term(value, ratio, (side, low or high)))
     return terms
 
 
-# --- The objective and its divisor ---------------------------------------------------------------
+# --- The table -----------------------------------------------------------------------------------
 
 
-# By response, sequences, tokens and the longest response.
-DIVISORS: dict[str, Callable[[Response, int, int, int], float]] = {
-    "sequence_mean": lambda i, n, tokens, longest: 1 / (n * len(i)),
-    "token_mean": lambda i, n, tokens, longest: 1 / tokens,
-    "token_sum": lambda i, n, tokens, longest: 1 / n,
-    "constant_length": lambda i, n, tokens, longest: 1 / (n * longest),
+class Paper(NamedTuple):
+    """A formula, what divides each token's term (a response's one term is divided by N), and the
+    paper's own numbers."""
+
+    terms: Callable[..., Term | list[Term]]
+    aggregation: str
+    numbers: dict[str, float]
+    spread: float  # of log-ratios, at which the numbers bind for a part of them
+
+
+_SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
+_PPO = {"clip_low": 0.2, "clip_high": 0.2}
+_GRPO = {"clip_low": 0.2, "clip_high": 0.27}
+PAPERS: dict[str, Paper] = {
+    "gspo": Paper(gspo, "sequence_mean", _SEQUENCES, 1e-3),
+    "gspo_token": Paper(gspo_token, "sequence_mean", _SEQUENCES, 1e-3),
+    "grpo": Paper(grpo, "sequence_mean", _GRPO, 0.4),
+    "dapo": Paper(grpo, "token_mean", {"clip_low": 0.2, "clip_high": 0.28}, 0.4),
+    "dr_grpo": Paper(grpo, "constant_length", _PPO, 0.4),
+    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # a cap of 5
+    "sapo": Paper(sapo, "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}, 0.4),
+    "gmpo": Paper(gmpo, "sequence_mean", {"log_clip": 0.4}, 0.4),
+    "luspo": Paper(luspo, "token_sum", _SEQUENCES, 1e-3),
+    "minirl": Paper(minirl, "token_sum", _GRPO, 0.4),
+    "reinforce_leave_one_out": Paper(reinforce_leave_one_out, "sequence_mean", _PPO, 0.1),
 }
+LONGEST = 40  # rollout.max_response_tokens of the tests
 
 
-# What divides each token's term; a single term for a response is divided by N.
-PAPERS: dict[str, tuple[Callable[..., Term | list[Term]], str]] = {
-    "gspo": (gspo, "sequence_mean"),
-    "gspo_token": (gspo_token, "sequence_mean"),
-    "grpo": (grpo, "sequence_mean"),
-    "dapo": (grpo, "token_mean"),
-    "dr_grpo": (grpo, "constant_length"),
-    "cispo": (cispo, "token_mean"),
-    "sapo": (sapo, "sequence_mean"),
-    "gmpo": (gmpo, "token_sum"),  # its terms are parts of one for the response already
-    "luspo": (luspo, "token_sum"),
-    "minirl": (minirl, "token_sum"),
-    "reinforce_leave_one_out": (reinforce_leave_one_out, "sequence_mean"),
-}
+def divisor(aggregation: str, length: int, inputs: LossInputs) -> float:
+    """1 / what a token's term is divided by."""
+    sequences, tokens = inputs.global_num_sequences, inputs.global_num_tokens
+    return {
+        "sequence_mean": 1 / (sequences * length),
+        "token_mean": 1 / tokens,
+        "token_sum": 1 / sequences,
+        "constant_length": 1 / (sequences * LONGEST),
+    }[aggregation]
 
 
 def correction_weights(
@@ -246,9 +229,7 @@ def correction_weights(
         "sequence_tis": min(mean, high),
         "sequence_mask": 1.0 if low <= mean <= high else 0.0,
         "sequence_product_tis": min(math.prod(ratios), high),
-        "k3_mask": 1.0
-        if sum(k - 1 - log for k, log in zip(ratios, logs, strict=True)) / len(logs) <= high
-        else 0.0,
+        "k3_mask": float(sum(k - 1 - math.log(k) for k in ratios) / len(logs) <= high),
     }[name]
     return [one] * len(logs)
 
@@ -259,58 +240,112 @@ def divergence(kind: str, new: Tensor, reference: float) -> Tensor:
     return {"k1": -log, "k2": log**2 / 2, "k3": torch.exp(log) - log - 1}[kind]
 
 
-def expect(
-    name: str,
-    inputs: LossInputs,
-    *,
-    longest: int = 40,
-    numbers: dict[str, float] | None = None,
-    correction: Callable[[Response], list[float]] | None = None,
-    off_policy_mask: float | None = None,
-    kl: tuple[str, float] | None = None,
-    entropy_coefficient: float = 0.0,
-) -> Expected:
-    """The loss of a micro-batch: -J + coefficient * KL - coefficient * entropy."""
+# --- A whole batch -------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """A loss, to be minimised, with its gradients [tokens], and the metrics."""
+
+    loss: Tensor
+    gradient: Tensor
+    entropy_gradient: Tensor
+    means: dict[str, list[float]] = field(default_factory=dict)  # [sum, count]
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def equals(self, other: Expected) -> bool:
+        own, others = ((each.loss, each.gradient, each.entropy_gradient) for each in (self, other))
+        return self.means.keys() == other.means.keys() and all(map(torch.equal, own, others))
+
+    def count(self, key: str, values: Iterable[float]) -> None:
+        values = [float(value) for value in values]
+        self.means[key] = [sum(values), len(values)]
+
+
+def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
+    """What objective `name` has to return for these keys of its section: -J + kl_coefficient * KL -
+    entropy_coefficient * entropy, and all metrics."""
+    paper = PAPERS[name]
+    numbers = paper.numbers | {k: keys[k] for k in (*paper.numbers, "dual_clip") if k in keys}
+    aggregation = keys.get("aggregation", paper.aggregation)
+    correction, kl = keys.get("correction", "none"), keys.get("kl", "none")
+    bounds = {side: keys[k] for side in ("low", "high") if (k := f"correction_{side}") in keys}
     new = inputs.logprobs.detach().double().requires_grad_()
     entropy = inputs.entropy.detach().double().requires_grad_()
-    terms_of, divided = PAPERS[name]
-    divisor_of = DIVISORS[divided]
-    numbers = NUMBERS[name] if numbers is None else numbers
-    sizes = inputs.global_num_sequences, inputs.global_num_tokens, longest
-    loss = torch.zeros((), dtype=torch.float64)
-    found = Expected(loss, new, entropy)
+    policy = penalty = bonus = torch.zeros((), dtype=torch.float64)
+    rows: list[tuple[Response, list[Term], list[Clip], list[float], bool]] = []
+    geometric = []
     for i in range(len(inputs.advantages)):
         response = _response(inputs, i, new, entropy)
         if len(response) == 0:
+            geometric.append(1.0)
             continue
-        terms = terms_of(response, **numbers)
-        if isinstance(terms, Term):
-            # the same for every token, each carrying its share of the response's one term
-            terms = [terms._replace(value=terms.value / len(response))] * len(response)
-            divisor = 1 / inputs.global_num_sequences
-        else:
-            divisor = divisor_of(response, *sizes)
-        weights = [1.0] * len(response) if correction is None else correction(response)
-        if off_policy_mask is not None and response.advantage < 0:
-            drift = sum(
-                o - float(n.detach()) for o, n in zip(response.old, response.new, strict=True)
-            )
-            if drift / len(response) > off_policy_mask:
-                weights = [0.0] * len(response)
-        for t, (weight, term) in enumerate(zip(weights, terms, strict=True)):
-            loss = loss - divisor * weight * term.value
-            if kl is not None:
-                penalty = divergence(kl[0], response.new[t], response.reference[t])
+        geometric.append(math.exp(sum(response.drift()) / len(response)))
+        found = paper.terms(response, **numbers)
+        terms = found if isinstance(found, list) else [found]
+        clips = [term.clip for term in terms] if isinstance(found, list) else found.clip
+        clips = clips if isinstance(clips, list) else [clips] * len(response)
+        weights = [1.0] * len(response)
+        if correction != "none":
+            weights = correction_weights(correction, response, **bounds)
+        mask = keys.get("off_policy_mask")
+        dropped = mask is not None and response.advantage < 0
+        dropped = dropped and -sum(response.drift()) / len(response) > mask
+        by = divisor(aggregation, len(response), inputs)
+        of_term = by if isinstance(found, list) else 1 / inputs.global_num_sequences
+        for term, weight in zip(terms, weights, strict=False):
+            policy = policy - of_term * weight * (not dropped) * term.value
+        if kl != "none":
+            for n, reference in zip(response.new, response.reference, strict=True):
                 # a penalty is a token's whatever the ratio: by the objective's own divisor
-                by = DIVISORS["sequence_mean"] if name == "gmpo" else divisor_of
-                loss = loss + by(response, *sizes) * kl[1] * penalty
-            loss = loss - entropy_coefficient * response.entropy[t] / inputs.global_num_tokens
-        found.binding.append([term.side for term in terms])
-        found.outside.append([term.outside for term in terms])
-        found.weights.append(weights)
+                penalty = penalty + by * divergence(kl, n, reference)
+        bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
+        rows.append((response, terms, clips, weights, dropped))
+    in_loss = kl != "none" and keys.get("kl_in") != "reward"
+    loss = policy - keys.get("entropy_coefficient", 0.0) * bonus
+    loss = loss + keys["kl_coefficient"] * penalty if in_loss else loss
     gradients = torch.autograd.grad(loss + 0 * (new.sum() + entropy.sum()), (new, entropy))
-    found.loss, (found.gradient, found.entropy_gradient) = loss.detach(), gradients
-    return found
+    expected = Expected(loss.detach(), *gradients)
+    expected.values["ratio/sequence"] = geometric
+    _count_metrics(expected, rows, keys)
+    global_count, count = inputs.global_num_sequences, len(inputs.advantages)
+    if aggregation == "token_mean":
+        global_count, count = inputs.global_num_tokens, sum(len(row[0]) for row in rows)
+    expected.means["loss"] = [float(policy.detach()) * global_count, count]
+    if in_loss:
+        expected.means["kl/penalty"] = [float(penalty.detach()) * global_count, count]
+    return expected
+
+
+def _count_metrics(expected: Expected, rows: list[Any], keys: dict[str, Any]) -> None:
+    """Metrics that are sums and counts of tokens or of responses."""
+    drifts = [d for response, *_ in rows for d in response.drift()]
+    expected.values["ratio/token"] = [math.exp(d) for d in drifts]
+    expected.count("kl/k1", (-d for d in drifts))
+    expected.count("kl/k3", (math.exp(d) - 1 - d for d in drifts))
+    expected.count("policy/entropy", (e.detach() for row in rows for e in row[0].entropy))
+    left = [r - float(n.detach()) for row in rows for n, r in zip(row[0].new, row[0].reference)]
+    if not any(map(math.isnan, left)):
+        expected.count("kl/reference_k1", (-d for d in left))
+        expected.count("kl/reference_k3", (math.exp(d) - 1 - d for d in left))
+    ratios = [term.ratio for row in rows for term in row[1]]
+    expected.count("ratio/weight", ratios)
+    expected.count("ratio/squared_weight", (ratio**2 for ratio in ratios))
+    for key, sides in {"binding": ("low", "high"), "low": ("low",), "high": ("high",)}.items():
+        flags = [[side in sides for side, _ in clips] for _, _, clips, _, _ in rows]
+        expected.count(f"clip/token/{key}", (flag for row in flags for flag in row))
+        expected.count(f"clip/sequence/{key}", map(any, flags))
+    flags = [[outside for _, outside in clips] for _, _, clips, _, _ in rows]
+    expected.count("clip/token/outside", (flag for row in flags for flag in row))
+    expected.count("clip/sequence/outside", map(any, flags))
+    if keys.get("correction", "none") != "none":
+        of_tokens = keys["correction"] in ("token_tis", "icepop")
+        weights = [w for row in rows for w in (row[3] if of_tokens else row[3][:1])]
+        expected.count("correction/weight", weights)
+        expected.count("correction/squared_weight", (w * w for w in weights))
+        expected.count("correction/dropped", (w == 0 for w in weights))
+    if "off_policy_mask" in keys:
+        expected.count("off_policy/dropped", (row[4] for row in rows))
 
 
 def _response(inputs: LossInputs, i: int, new: Tensor, entropy: Tensor) -> Response:

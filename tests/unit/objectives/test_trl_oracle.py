@@ -29,8 +29,13 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.types import LossInputs, LossOutputs
-from tests.unit.objectives.batches import as_mini_batch, inputs_of, make_objective
-from tests.unit.objectives.papers import SPREADS
+from tests.unit.objectives.batches import (
+    as_mini_batch,
+    inputs_of,
+    make_objective,
+    without_tokens,
+)
+from tests.unit.objectives.papers import PAPERS
 
 # How each objective reads in TRL. `epsilon_high` of CISPO is the cap itself, not its distance to 1.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -205,10 +210,13 @@ def ragged(name: str, seed: int, **options: Any) -> LossInputs:
 
 
 def assert_same_loss(ours: LossOutputs, theirs: TrlResult, inputs: LossInputs) -> None:
+    inputs.entropy.grad = None
     ours.loss.backward()
     torch.testing.assert_close(ours.loss.detach(), theirs.loss, **EXACT)
     torch.testing.assert_close(inputs.logprobs.grad, theirs.gradient, **EXACT)
     assert float(theirs.gradient.abs().max()) > 1e-4  # the comparison is not of zeros
+    if inputs.entropy.grad is not None:
+        torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
 
 
 def mean(pair: Tensor) -> float:
@@ -234,60 +242,45 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
             assert ours_too == pytest.approx(expected, rel=FRACTION), key
 
 
-def test_trl_counts_capped_tokens_of_positive_advantages_alone():
-    inputs = ragged("cispo", seed=1)
-    theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
-    ours = mean(our_loss("cispo", inputs).means["clip/token/high"])
-    assert 0 < theirs < ours
-    inputs.advantages.abs_()
-    theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
-    rewarded = (inputs.advantages > 0)[inputs.sequence_index].double()
-    inputs.mask *= rewarded  # where the advantage is 0 neither counts
-    inputs.sequence_lengths = inputs.sequence_lengths * (inputs.advantages > 0)
-    ours = our_loss("cispo", inputs).means["clip/token/high"][0] / inputs.global_num_tokens
-    assert float(ours) == pytest.approx(theirs, rel=FRACTION)
+KL = {"kl": "k3", "kl_coefficient": 0.3}  # TRL's beta
+OFF_POLICY = {name: {"off_policy_mask": 0.2 * paper.spread} for name, paper in PAPERS.items()}
+# Objective and level, our keys, TRL's settings, and options of the batch.
+WITH_MORE: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    *((*pair, {}, {}, {"with_token_advantages": True}) for pair in OF_TOKENS),
+    *((*pair, KL, {"beta": 0.3}, {"with_reference": True}) for pair in PAIRS),
+    *(
+        (*pair, {"entropy_coefficient": 0.2},
+         {"_entropy_bonus_enabled": True, "entropy_coef": 0.2}, {})
+        for pair in MAIN
+    ),
+    *(
+        (name, level, {"rule": "dual_clip", "dual_clip": bound}, {"delta": bound}, {})
+        for name, level, bound in (
+            ("grpo", "token", 1.5), ("dapo", "token", 2.0), ("gspo", "sequence", 1.001)
+        )
+    ),
+    *(
+        (name, level, OFF_POLICY[name] | KL,
+         {"off_policy_mask_threshold": OFF_POLICY[name]["off_policy_mask"], "beta": 0.3},
+         {"with_reference": True})
+        for name, level in MAIN
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "level"), OF_TOKENS)
-def test_advantages_of_single_tokens(name, level, seed):
-    inputs = ragged(name, seed, with_token_advantages=True)
-    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
-
-
-@pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
-    # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
-    inputs = ragged(name, seed=6)
-    inputs.global_num_sequences *= 3
-    inputs.global_num_tokens *= 3
-    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs, steps=3), inputs)
-    inputs = ragged(name, seed=7)
-    inputs.mask[inputs.sequence_index == 5] = 0.0
-    inputs.sequence_lengths[5] = 0.0
-    as_mini_batch(inputs)
-    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
-
-
-@pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_divergence_in_the_loss(name, level):
-    inputs = ragged(name, seed=8, with_reference=True)
-    ours = our_loss(name, inputs, kl="k3", kl_coefficient=0.3)
-    theirs = trl_loss(name, level, inputs, beta=0.3)
-    assert_same_loss(ours, theirs, inputs)
-    expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
-    assert mean(ours.means["kl/reference_k3"]) == expected
-    # the penalty is the same mean where the aggregation has tokens as its divisor
-    if name in ("dapo", "cispo"):
-        assert mean(ours.means["kl/penalty"]) == expected
-
-
-@pytest.mark.parametrize(("name", "level"), MAIN)
-def test_entropy_bonus(name, level):
-    inputs = ragged(name, seed=9)
-    theirs = trl_loss(name, level, inputs, _entropy_bonus_enabled=True, entropy_coef=0.2)
-    assert_same_loss(our_loss(name, inputs, entropy_coefficient=0.2), theirs, inputs)
-    torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
+@pytest.mark.parametrize(("name", "level", "keys", "settings", "options"), WITH_MORE)
+def test_additions_are_those_of_trl(name, level, keys, settings, options):
+    for seed in (8, 11):
+        inputs = ragged(name, seed, **options)
+        theirs, ours = trl_loss(name, level, inputs, **settings), our_loss(name, inputs, **keys)
+        assert_same_loss(ours, theirs, inputs)
+        assert not settings or theirs.loss != trl_loss(name, level, inputs).loss, "has no effect"
+        if "kl" in keys:
+            expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
+            assert mean(ours.means["kl/reference_k3"]) == expected
+            # the penalty is the same mean where the aggregation has tokens as its divisor
+            if name in ("dapo", "cispo"):
+                assert mean(ours.means["kl/penalty"]) == expected
 
 
 @pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
@@ -307,19 +300,28 @@ def test_corrections_of_tokens_and_of_products(name, mode):
         weights = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), 0.0)
     # the penalty is not weighted
     theirs = trl_loss(name, "token", inputs, beta=0.3, importance_sampling_ratio=weights)
-    ours = our_loss(name, inputs, correction=mode, kl="k3", kl_coefficient=0.3)
-    assert_same_loss(ours, theirs, inputs)
+    assert_same_loss(our_loss(name, inputs, correction=mode, **KL), theirs, inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "level", "bound"),
-    [("grpo", "token", 1.5), ("dapo", "token", 2.0), ("gspo", "sequence", 1.001)],
-)
-def test_two_sided_clip(name, level, bound):
-    inputs = ragged(name, seed=11)
-    theirs = trl_loss(name, level, inputs, delta=bound)
-    assert_same_loss(our_loss(name, inputs, rule="dual_clip", dual_clip=bound), theirs, inputs)
-    assert theirs.loss != trl_loss(name, level, inputs).loss, "the bound does not bind"
+@pytest.mark.parametrize(("name", "level"), PAIRS)
+def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
+    # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
+    inputs = ragged(name, seed=6)
+    inputs.global_num_sequences *= 3
+    inputs.global_num_tokens *= 3
+    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs, steps=3), inputs)
+    inputs = as_mini_batch(without_tokens(ragged(name, seed=7), 5))
+    assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
+
+
+# --- Where TRL means another thing by a name -----------------------------------------------------
+
+
+def test_trl_counts_capped_tokens_of_positive_advantages_alone():
+    inputs = ragged("cispo", seed=1)
+    theirs = trl_loss("cispo", "token", inputs).metrics["cispo_clip_ratio"]
+    ours = mean(our_loss("cispo", inputs).means["clip/token/high"])
+    assert 0 < theirs < ours
 
 
 def test_two_sided_clip_inside_the_range_is_another_thing_in_trl():
@@ -329,24 +331,6 @@ def test_two_sided_clip_inside_the_range_is_another_thing_in_trl():
     ours = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
     torch.testing.assert_close(ours.loss.detach(), our_loss("grpo", inputs).loss.detach(), **EXACT)
     assert ours.loss < theirs.loss  # there positive advantages are clipped at 1.1, not at 1.27
-    inputs.advantages.neg_()
-    theirs = trl_loss("grpo", "token", inputs, delta=1.1)
-    bounded = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
-    clipped_at_the_usual_bound = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.27)
-    torch.testing.assert_close(clipped_at_the_usual_bound.loss.detach(), theirs.loss, **EXACT)
-    assert bounded.loss < theirs.loss
-
-
-@pytest.mark.parametrize(("name", "level"), MAIN)
-def test_off_policy_mask(name, level):
-    bound = 0.2 * SPREADS[name]
-    inputs = ragged(name, seed=12, with_reference=True)
-    settings = {"off_policy_mask_threshold": bound, "beta": 0.3}
-    keys = {"off_policy_mask": bound, "kl": "k3", "kl_coefficient": 0.3}
-    theirs = trl_loss(name, level, inputs, **settings)
-    assert_same_loss(our_loss(name, inputs, **keys), theirs, inputs)
-    dropped, of = our_loss(name, inputs, **keys).means["off_policy/dropped"].tolist()
-    assert 0 < dropped < of / 2
 
 
 def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Setting:
 
     def micro_batches(self, multiple: int = 1) -> list[MicroBatch]:
         builder = MicroBatchBuilder(self.policy, PAD, 1.0)
-        builder.multiple = multiple
+        builder.spec = replace(builder.spec, multiple=multiple)
         return [micro_batch(builder, sequences) for sequences in BATCHES]
 
     def gradients(

@@ -99,50 +99,6 @@ def replay_of_nothing() -> Mistake:
     return _replacing(lambda self, layer, scores, native: native())
 
 
-def weights_of_the_recorded_pass() -> Mistake:
-    """Not only the experts are kept but their scores too."""
-    native_record, native_replay = Recording.choose, Replaying.choose
-    kept: dict[int, Tensor] = {}
-
-    def record(self: Recording, layer: int, *args: Any) -> Choice:
-        scores, experts = native_record(self, layer, *args)
-        kept[layer] = scores.detach()
-        return scores, experts
-
-    def replayed(self: Replaying, layer: int, *args: Any) -> Choice:
-        return kept[layer], native_replay(self, layer, *args)[1]
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(Recording, "choose", record))
-    stack.enter_context(mock.patch.object(Replaying, "choose", replayed))
-    return stack
-
-
-def weights_of_what_the_router_would_have_chosen() -> Mistake:
-    """The recorded experts' scores are looked up among those of the router's own top k, where
-    the others have none, and no gradient."""
-    native_replay = Replaying.choose
-
-    def choose(self: Replaying, layer: int, scores: Tensor, native: Any) -> Choice:
-        own_scores, own = native()
-        sparse = torch.zeros_like(scores).scatter(1, own, own_scores)
-        return native_replay(self, layer, sparse, native)
-
-    return _replacing(choose)
-
-
-def padding_replays_zeros() -> Mistake:
-    """Every row of a rollout's table counts as known, those without routes are zeros."""
-    native = RoutingReplay._of_rollout
-
-    def of_rollout(self: RoutingReplay, *args: Any) -> tuple[RouteTable, Tensor]:
-        table, sound = native(self, *args)
-        table.known = None
-        return table, sound
-
-    return mock.patch.object(RoutingReplay, "_of_rollout", of_rollout)
-
-
 def routes_are_never_given_up() -> Mistake:
     return mock.patch.object(RoutingReplay, "_release", return_value=None)
 

@@ -80,18 +80,6 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
     assert metrics["replay/bytes"] == tokens * LAYERS * TOP_K
 
 
-@pytest.mark.parametrize("mode", ["r2", "r3"])
-def test_recomputation_and_storage_change_no_weight(mode: str) -> None:
-    plain = parameters_after({"replay": mode})
-    others = [parameters_after({"replay": mode}, recompute=name) for name in RECOMPUTES[1:]]
-    others.append(parameters_after({"replay": mode, "store_on_host": True}))
-    others.append(parameters_after({"replay": mode, "volatility": True}))
-    for other in others:
-        assert all(torch.equal(plain[name], other[name]) for name in plain)
-    without = parameters_after({})
-    assert not all(torch.equal(plain[name], without[name]) for name in plain)
-
-
 class Recorded:
     """A policy whose routes of the last two of three micro-batches are recorded."""
 

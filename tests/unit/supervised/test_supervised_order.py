@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.batching.packing import pack
+from gspo_megatron.batching.packing import PackSpec, pack
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.examples import Counts, Example, SupervisedData
@@ -242,7 +242,8 @@ def test_rows_are_those_of_the_packer(cp: int) -> None:
         place = {"context_parallel_size": cp, "context_parallel_rank": rank}
         mine = rows_of_samples(tokens, labels, learned, **place)
         lengths = [length - 1] * 3
-        theirs = pack(list(tokens), lengths, [0] * 3, range(3), pad_id=0, padded=True, **place)
+        spec = PackSpec(0, padded=True, **place)
+        theirs = pack(spec, list(tokens), lengths, [0] * 3, range(3))
         names = ("input_ids", "position_ids", "boundaries", "token_rows", "targets")
         for name in (*names, "sequence_index"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
