@@ -12,7 +12,6 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -99,6 +98,8 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
     values = np.asarray(of_problems, dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():
         return float(values[0]), float(values[0])
+    from scipy import stats  # a fifth of the start of each rank, which most runs never need
+
     found = stats.bootstrap(
         (values,),
         np.mean,
