@@ -18,7 +18,6 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.resuming import (
     TINY_MODEL,
     assert_same_run,
-    checkpoint_names,
     environment,
     records,
     write_corpus,
@@ -103,7 +102,7 @@ def test_losses_are_the_same_on_any_layout(
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase: str) -> None:
-    """It continues from the middle and exports again; a finished run does nothing."""
+    """It continues from the middle and exports again."""
     again = tmp_path / "run"
     shutil.copytree(base / phase, again)
     for step in range(3, STEPS + 1):
@@ -114,9 +113,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
     exported = base / f"{phase}-hf" / "model.safetensors"
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported.read_bytes()
-    before = checkpoint_names(again)
-    run(phase, base / f"{phase}.yaml", *words)
-    assert checkpoint_names(again) == before and len(records(again)) == STEPS + 1
 
 
 @pytest.mark.full
