@@ -37,22 +37,22 @@ test-fast: lint  ## lint, and the unit tests without those that are marked `slow
 
 test: lint  ## the tests of CI: lint, and all tests that take seconds
 	@$(call pytest,tests/unit,-n 2)
-	@$(call pytest,tests/parallel)
-	@$(call pytest,tests/cuda_rehearsal)
+	@$(call pytest,tests/parallel,-n 2 --dist loadfile)
+	@$(call pytest,tests/cuda_rehearsal,-n 2 --dist loadfile)
 	@$(call pytest,tests/gpu,-k cpu)
-	@$(call pytest,tests/slurm,-n 2)
-	@$(call pytest,tests/vllm,-n 2)
-	@$(call pytest,tests/e2e,-n 2)
+	@$(call pytest,tests/slurm,-n 2 --dist loadgroup)
+	@$(call pytest,tests/vllm,-n 2 --dist loadgroup)
+	@$(call pytest,tests/e2e,-n 2 --dist loadgroup)
 	@$(call pytest,tests/docs,-n 2)
 
 test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
 	@$(call pytest,tests/unit,-n 2 -m '')
-	@$(call pytest,tests/parallel,-m '')
-	@$(call pytest,tests/cuda_rehearsal,-m '')
+	@$(call pytest,tests/parallel,-n 2 --dist loadfile -m '')
+	@$(call pytest,tests/cuda_rehearsal,-n 2 --dist loadfile -m '')
 	@$(call pytest,tests/gpu,-m '')
-	@$(call pytest,tests/slurm,-n 2 -m '')
-	@$(call pytest,tests/vllm,-n 2 -m '')
-	@$(call pytest,tests/e2e,-n 2 -m '')
+	@$(call pytest,tests/slurm,-n 2 --dist loadgroup -m '')
+	@$(call pytest,tests/vllm,-n 2 --dist loadgroup -m '')
+	@$(call pytest,tests/e2e,-n 2 --dist loadgroup -m '')
 	@$(call pytest,tests/docs,-n 2 -m '')
 
 lint: docs  ## ruff, the layers of the package, size limits, types; the links of the documentation

@@ -248,6 +248,7 @@ def test_the_rehearsal_catches(host: Host, make_config: MakeConfig, case: Case) 
         host.on(config, with_fault, fault=case.fault, task=case.task)
 
 
+@pytest.mark.full  # says why there is a rehearsal, and finds no mistake of the package
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
     expected = cpus.on(config_of(case, make_config), case.task)
@@ -307,6 +308,7 @@ def test_what_costs_time_is_over_the_budget(host: Host, make_config: MakeConfig,
     assert is_slow or figures.doubles > MOST_DOUBLES[part] * figures.size, figures
 
 
+@pytest.mark.full  # likewise
 @pytest.mark.parametrize("name", COSTS)
 def test_results_do_not_tell_what_it_costs(cpus: Pool, make_config: MakeConfig, name: str) -> None:
     _, fault = COSTS[name]

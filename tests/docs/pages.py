@@ -5,6 +5,7 @@ How a page marks its blocks; the marks are HTML comments, which no reader sees:
     ```bash, ```sh, ```shell, ```python    run; a failing block fails the test
     ```yaml title="my.yaml"                saved under that name, whatever the language
     <!-- not run: REASON --> before it     not run
+    <!-- shorter: WORDS --> before it      run with these words in each `gspo-megatron train`
     <!-- output --> before a ```text       what the block above prints; `...` stands for anything
     <!-- setup, then lines of bash, -->    run like a block: what the page takes for granted
 
@@ -37,7 +38,8 @@ _FENCE = re.compile(
     r"|^<!-- setup\n(?P<setup>.*?)^-->$",
     re.MULTILINE | re.DOTALL,
 )
-_REASON = "not run: "
+_REASON, _SHORTER = "not run: ", "shorter: "
+_TRAIN = re.compile(r"^gspo-megatron train \S+", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def parse(content: str, name: str) -> Iterator[Block]:
         language = info.split(" ")[0]
         title = re.search(r'title="([^"]+)"', info)
         reason = mark.removeprefix(_REASON).strip() if mark.startswith(_REASON) else None
+        if mark.startswith(_SHORTER):
+            text = _TRAIN.sub(rf"\g<0> {mark.removeprefix(_SHORTER)}", text)
         yield Block(place, language, text, title and title[1], reason, mark == "output")
 
 

@@ -17,6 +17,14 @@ __all__ = ["command_environment"]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of pytest-xdist has all tests of a module that share a run."""
+    runs = {"base", "dumped_run", "finished", "published", "undisturbed"}
+    for item in items:
+        if runs.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with train.jsonl, test.jsonl and tokenizer.model."""

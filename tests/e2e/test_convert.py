@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from gspo_megatron.checkpoint.convert import hf_to_megatron
-from gspo_megatron.checkpoint.convert_source import open_checkpoint
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, command_environment
@@ -28,9 +27,6 @@ from tests.unit.hf.published import (
     write_folder,
     write_model,
 )
-
-# fp32 logits of size 1 from four layers, summed in another order
-TOLERANCE = 1e-5
 
 
 def converted(gspo: Command, *arguments: object) -> None:
@@ -87,39 +83,6 @@ def logits_by_transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     assert not any(loading.values()), loading
     with torch.no_grad():
         return model(tokens).logits
-
-
-def test_a_sharded_run_as_a_model_of_transformers(
-    gspo: Command, config_file: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    overrides = ["parallel.layout=tp=2,ep=2", "checkpoint.interval=1", "training.steps=1"]
-    result = gspo("train", config_file, *overrides)
-    assert result.returncode == 0, result.stderr
-    run, back = tmp_path / "run", tmp_path / "back"
-    converted(gspo, "megatron-to-hf", run, back)
-    tokens = torch.randint(30, (1, 9))
-    ours = logits_of_checkpoint(run / "checkpoints", config_file, tokens)
-    theirs = logits_by_transformers(back, tokens)
-    torch.testing.assert_close(theirs[0], ours, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def logits_of_checkpoint(
-    checkpoints: Path, config_file: Path, tokens: torch.Tensor
-) -> torch.Tensor:
-    """[length, vocabulary] by Megatron-Core on one rank."""
-    from gspo_megatron.checkpoint.tensors import load_model
-    from gspo_megatron.config import load_config, resolve_parallel
-    from gspo_megatron.models.build import build_policy
-    from tests.unit.hf.policies import logits_of
-    from tests.unit.models.one_rank import one_rank_groups
-
-    source = open_checkpoint(checkpoints)
-    config = load_config(str(config_file), [])
-    with one_rank_groups():
-        policy = build_policy(config, resolve_parallel(config, 1), source.vocab_size)
-        load_model(source.folder, policy)
-        return logits_of(policy, tokens[0].tolist())
 
 
 def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

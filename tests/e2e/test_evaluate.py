@@ -165,13 +165,3 @@ def test_a_fine_tuned_model_is_evaluated_as_it_is(
     (exported,) = records(tmp_path / "out")
     assert figures(found, "near") == figures(exported, "near")
     assert "names nothing to evaluate" in gspo("evaluate", run, expect=2).stderr
-
-
-def test_a_hugging_face_folder_is_evaluated(finished: Path, gspo: Command, tmp_path: Path) -> None:
-    """The run's model, exported."""
-    gspo("convert", "megatron-to-hf", finished, tmp_path / "hf")
-    words = ["--suite", finished.parent / "near.yaml", "-o", tmp_path / "out"]
-    model = ["rollout.max_response_tokens=6", "training.precision=fp32"]
-    gspo("evaluate", tmp_path / "hf", *words, *model)
-    (record,) = records(tmp_path / "out")
-    assert figures(record, "near") == figures(records(finished)[-1], "near")

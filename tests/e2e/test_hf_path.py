@@ -11,17 +11,24 @@ import pytest
 import torch
 import yaml
 
-from gspo_megatron.checkpoint.convert import megatron_to_hf
+from gspo_megatron.checkpoint.convert import megatron_to_hf, open_checkpoint
+from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.cli.main import main
+from gspo_megatron.config import load_config, resolve_parallel
+from gspo_megatron.models.build import build_policy
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import assert_same_run, make_small, train
-from tests.e2e.test_convert import TOLERANCE, logits_by_transformers, logits_of_checkpoint
+from tests.e2e.test_convert import logits_by_transformers
 from tests.programs import gspo
+from tests.unit.hf.policies import logits_of
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
+from tests.unit.models.one_rank import one_rank_groups
 
 VOCABULARY = 53  # of the published model: the tokenizer has fewer pieces
-LAYOUT = "tp=2,pp=2,ep=2"
+LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
+# fp32 logits of size 1 from four layers, summed in another order
+TOLERANCE = 1e-5
 
 
 @dataclass
@@ -90,3 +97,15 @@ def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: 
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(values))
     ours = logits_of_checkpoint(published.run / "checkpoints", tmp_path / "alone.yaml", tokens)
     torch.testing.assert_close(theirs[0], ours, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def logits_of_checkpoint(
+    checkpoints: Path, config_file: Path, tokens: torch.Tensor
+) -> torch.Tensor:
+    """[length, vocabulary] by Megatron-Core on one rank."""
+    source = open_checkpoint(checkpoints)
+    config = load_config(str(config_file), [])
+    with one_rank_groups():
+        policy = build_policy(config, resolve_parallel(config, 1), source.vocab_size)
+        load_model(source.folder, policy)
+        return logits_of(policy, tokens[0].tolist())

@@ -3,10 +3,8 @@ and does not where that would be another run."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +27,10 @@ from tests.e2e.resuming import (
     flip_a_bit,
     make_small,
     records,
-    start,
     tensors,
     train,
 )
-from tests.programs import run_program, wait_until
+from tests.programs import run_program
 
 STEPS = 6
 LAST = f"rl_{STEPS:08d}"
@@ -102,7 +99,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     result = train(again, "training.steps=3")
     assert "resuming from" in result.stderr and "parallel.layout" in result.stderr
     train(again, "training.steps=4", "parallel.layout=dp=2,ep=2")
-    train(again, "parallel.layout=tp=2,cp=2")
+    train(again, "parallel.layout=cp=2")
 
     # once each, and the evaluations at the ends of the shorter runs
     assert sampled(again) == evaluated + STEPS * responses + 3 * evaluated
@@ -145,20 +142,6 @@ def test_a_run_stopped_after_rollouts_ends_as_if_it_had_not(base: Path, again: P
     train(again)
     assert_same_run(again.parent / "run", base.parent / "run", LAST)
     assert sampled(again) == sampled(base)
-
-
-def test_the_launcher_lets_the_ranks_save_before_they_end(again: Path, run: Path) -> None:
-    shutil.rmtree(run)
-    metrics = run / "metrics.jsonl"
-    process = start(again, "parallel.layout=dp=2", "training.steps=100000")
-    assert wait_until(lambda: metrics.exists() and '"rl"' in metrics.read_text(), process)
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=60) == 75
-    said = (again.parent / "stderr").read_text().splitlines()[-1]
-    newest = (run / "checkpoints" / "latest").read_text().strip()
-    assert "stopped as asked" in said and newest in said
-    done = json.loads((run / "checkpoints" / newest / "run.json").read_text())["step"]
-    assert records(run)[-1]["step"] == done
 
 
 def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
@@ -213,25 +196,18 @@ def test_fresh_wants_an_empty_folder(again: Path, run: Path) -> None:
     assert result.stderr == (
         f"--fresh: {run} is not empty; move it away, or give another logging.dir\n"
     )
-    shutil.rmtree(run)
-    run.mkdir()
-    train(again, "--fresh", "training.steps=1")
-    assert records(run)[-1]["step"] == 1
 
 
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: Path) -> None:
-    """Also where that has written nothing yet, and its folder was not there."""
-    refusal = f"{run}: another run is at work here"
     before = (run / "metrics.jsonl").read_bytes()
     with RunLock() as lock:
         lock.hold(run)
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
-    assert refusal in told.stderr and (run / "metrics.jsonl").read_bytes() == before
-    shutil.rmtree(run)
-    with RunLock() as lock:
-        lock.hold(run)
-        assert refusal in train(again, expect=2).stderr
-        assert [path.name for path in run.iterdir()] == [LOCK_FILE]
+    assert f"{run}: another run is at work here" in told.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
+    for path in [*run.iterdir()]:
+        if path.name != LOCK_FILE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     train(again, "--fresh", "training.steps=1")  # which a lock file is not in the way of
 
 
@@ -270,18 +246,7 @@ def test_a_new_run_starts_from_given_weights(again: Path, run: Path) -> None:
     }
 
 
-def test_given_weights_that_do_not_fit_are_refused(again: Path, run: Path) -> None:
-    new = again.parent / "new"
-    misfit = ("model.megatron.hidden_size=64", "model.megatron.num_moe_experts=8")
-    result = train(again, f"logging.dir={new}", f"model.checkpoint_path={run}", *misfit, expect=2)
-    assert "model.megatron.hidden_size = 64" in result.stderr
-    assert "model.megatron.num_moe_experts = 8" in result.stderr
-    result = train(again, f"logging.dir={new}", "model.checkpoint_path=nowhere", expect=2)
-    assert result.stderr == "model.checkpoint_path = 'nowhere': no such folder\n"
-    assert not new.exists()
-
-
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.full)])
 def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     again: Path, run: Path, asynchronous: str
 ) -> None:

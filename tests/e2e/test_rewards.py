@@ -88,15 +88,10 @@ def test_a_reward_that_fails_loses_no_finished_step(
     assert checkpoint_names(run) == ["latest", saved.name]
     assert [r["step"] for r in records(run)] == list(range(min(finished + 1, STEPS)))
 
-    if finished < STEPS:  # it is still away
-        again = train(path, "parallel.layout=dp=2", expect=2).stderr
-        assert kept in again and checkpoint_names(run) == ["latest", saved.name]
     broken.unlink()
     train(path, "parallel.layout=dp=2")
     assert_same_run(run, undisturbed, LAST)
     assert held_out(run) == held_out(undisturbed)
-    if finished == STEPS:
-        assert "finished, with 4 of 4 steps" in train(path, "parallel.layout=dp=2").stdout
 
 
 def test_held_out_responses_and_parts_are_written(undisturbed: Path, toy: Path) -> None:

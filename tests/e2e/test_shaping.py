@@ -23,10 +23,6 @@ def two_turns(sample: Sample, bonus: float) -> TurnRewards:
         return TurnRewards([right], [1])
     starts = sample.response[:1] == sample.answer[:1]
     return TurnRewards([bonus * starts, right], [1, sample.num_tokens])
-
-
-def at_times(sample: Sample) -> "float | TurnRewards":
-    return 1.0 if sample.num_tokens < 6 else TurnRewards([1.0], [sample.num_tokens])
 """
 
 
@@ -83,25 +79,8 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path) -> None:
         assert sample["reward"] in map(pytest.approx, possible)
 
 
-@pytest.mark.parametrize(
-    ("function", "objective", "expected"),
-    [
-        ("two_turns", "gspo", "objective.name = 'gspo': there are rewards of turns, which"),
-        ("at_times", "gspo_token", "reward 'judge_of_turns:at_times' returned rewards of turns"),
-    ],
-)
-def test_rewards_of_turns_that_are_of_no_use(
-    config_file: Path, tmp_path: Path, function: str, objective: str, expected: str
-) -> None:
-    options = ["reward.options={bonus: 0.25}"] if function == "two_turns" else []
-    result = gspo(
-        "train",
-        config_file,
-        "parallel.layout=dp=2",
-        f"objective.name={objective}",
-        f"reward.import_path=judge_of_turns:{function}",
-        *options,
-        PYTHONPATH=str(tmp_path),
-        expect=2,
-    )
-    assert expected in result.stderr
+def test_rewards_of_turns_that_are_of_no_use(config_file: Path, tmp_path: Path) -> None:
+    words = ("objective.name=gspo", "reward.import_path=judge_of_turns:two_turns")
+    options = "reward.options={bonus: 0.25}"
+    result = gspo("train", config_file, *words, options, PYTHONPATH=str(tmp_path), expect=2)
+    assert "objective.name = 'gspo': there are rewards of turns, which" in result.stderr

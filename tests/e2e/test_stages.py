@@ -18,7 +18,6 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.resuming import (
     TINY_MODEL,
     assert_same_run,
-    checkpoint_names,
     environment,
     records,
     write_corpus,
@@ -103,7 +102,7 @@ def test_losses_are_the_same_on_any_layout(
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase: str) -> None:
-    """It continues from the middle and exports again; a finished run does nothing."""
+    """It continues from the middle and exports again."""
     again = tmp_path / "run"
     shutil.copytree(base / phase, again)
     for step in range(3, STEPS + 1):
@@ -114,9 +113,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
     exported = base / f"{phase}-hf" / "model.safetensors"
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported.read_bytes()
-    before = checkpoint_names(again)
-    run(phase, base / f"{phase}.yaml", *words)
-    assert checkpoint_names(again) == before and len(records(again)) == STEPS + 1
 
 
 @pytest.mark.full
@@ -201,20 +197,11 @@ def test_mistakes_are_named_before_anything_starts(base: Path, tmp_path: Path) -
     assert f"{bad}:1: no field 'answer'" in errors and f"{bad}:2: " in errors
     assert "model.vocab_size = 5" in errors
 
-    errors = run("sft", base / "sft.yaml", "training.batch_size=7", expect=2)
-    assert "training.batch_size = 7: was 12" in errors
-
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     words = (f"export.hf_path={tmp_path / 'full'}", f"logging.dir={tmp_path / 'run'}")
     errors = run("sft", base / "sft.yaml", *words, expect=2)
     assert "has files in it already" in errors and not (tmp_path / "run").exists()
-
-    shutil.copy(base / "a.idx", tmp_path / "c.idx")
-    (tmp_path / "c.bin").write_bytes((base / "a.bin").read_bytes()[:-2])
-    words = (f"data.train=[{tmp_path / 'c'}]", "data.weights=", "data.evaluation_share=0.0001")
-    errors = run("pretrain", base / "pretrain.yaml", *words, expect=2)
-    assert "they do not belong together" in errors
 
 
 def test_the_summary_is_of_the_stage(base: Path) -> None:

@@ -99,10 +99,15 @@ DIMENSIONS: Dimensions = {
     "precision": ("fp32", "fp64"),
 }
 
-# Where a sequence, the batch, the vocabulary or the layers are cut, for all objectives: their code
-# is the same on every layout, and so is what they rely on.
+# The rest of the objectives and of the ways to split meets fewer layouts: see below.
+LAYOUT_DIMENSIONS: Dimensions = DIMENSIONS | {
+    "split": ("one", "uneven"),
+    "objective": ("gspo", "grpo"),
+}
+# Where a sequence, the batch or the vocabulary is cut, for all objectives: their code is the same
+# on every layout, and so is what they rely on.
 OBJECTIVE_DIMENSIONS: Dimensions = {
-    "layout": ("dp=2", "cp=2", "tp=2", "tp=2,pp=2,ep=2"),
+    "layout": ("dp=2", "cp=2", "tp=2"),
     "packing": (True, False),
     "split": ("one", "even", "uneven"),
     "objective": tuple(RECIPES),
@@ -132,7 +137,7 @@ def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
         wanted = min(missing, key=repr)
         candidates = [
             {name: source.choice(dimensions[name]) for name in names} | dict(wanted)
-            for _ in range(40)
+            for _ in range(200)
         ]
         best = max(candidates, key=lambda values: len(missing & _pairs(values)))
         missing -= _pairs(best)

@@ -33,7 +33,7 @@ TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
 # torch.distributed does not give back all threads of a world that has ended, and a few hundred of
 # them slow every collective down; a new worker takes 0.1 s.
 TASKS_OF_A_WORKER = 8
-_GRACE = 3.0  # seconds for the other ranks to tell what they saw when one has failed
+_GRACE = 1.0  # seconds for the other ranks to tell what they saw when one has failed
 _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.branches import branched_batch
 from tests.parallel.matrix import (
     DIMENSIONS,
+    LAYOUT_DIMENSIONS,
     LAYOUTS,
     OBJECTIVE_DIMENSIONS,
     Case,
@@ -23,12 +26,13 @@ from tests.parallel.matrix import (
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, Updates, assert_follows_formulas
 
-SELECTION = covering_selection(DIMENSIONS)
+SELECTION = covering_selection(LAYOUT_DIMENSIONS)
 OBJECTIVES = covering_selection(OBJECTIVE_DIMENSIONS)
 
 
 @pytest.mark.parametrize(
-    ("selection", "dimensions"), [(SELECTION, DIMENSIONS), (OBJECTIVES, OBJECTIVE_DIMENSIONS)]
+    ("selection", "dimensions"),
+    [(SELECTION, LAYOUT_DIMENSIONS), (OBJECTIVES, OBJECTIVE_DIMENSIONS)],
 )
 def test_any_two_values_of_two_dimensions_meet_in_the_selection(
     selection: list[Case], dimensions: Dimensions
@@ -96,10 +100,26 @@ def edge_batch() -> SyntheticBatch:
 EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2")
 
 
-@pytest.mark.parametrize("layout", EDGE_LAYOUTS)
+def two_each(layouts: Sequence[str], ways: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: each layout meets two of the ways, in turn; with `full` all of them."""
+    turns = [{(2 * row) % len(ways), (2 * row + 1) % len(ways)} for row in range(len(layouts))]
+    return [
+        pytest.param(layout, *way, marks=() if column in quick else pytest.mark.full)
+        for layout, quick in zip(layouts, turns, strict=True)
+        for column, way in enumerate(ways)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("objective", "packing", "dispatcher"),
-    [("gspo", True, "alltoall"), ("grpo", False, "alltoall"), ("gspo_token", True, "allgather")],
+    ("layout", "objective", "packing", "dispatcher"),
+    two_each(
+        EDGE_LAYOUTS,
+        [
+            ("gspo", True, "alltoall"),
+            ("grpo", False, "alltoall"),
+            ("gspo_token", True, "allgather"),
+        ],
+    ),
 )
 def test_update_on_edge_cases_follows_the_formulas(
     updates: Updates, layout: str, objective: str, packing: bool, dispatcher: str
@@ -128,10 +148,12 @@ def masked_batch() -> SyntheticBatch:
     return batch
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2"])
 @pytest.mark.parametrize(
-    ("objective", "packing"),
-    [("gspo", True), ("grpo", False), ("gspo_token", True), ("dapo", True), ("gmpo", True)],
+    ("layout", "objective", "packing"),
+    two_each(
+        ["cp=4", "tp=1", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2"],
+        [("gspo", True), ("grpo", False), ("gspo_token", True), ("dapo", True), ("gmpo", True)],
+    ),
 )
 def test_masked_tokens_have_no_part_in_an_update(
     updates: Updates, layout: str, objective: str, packing: bool
@@ -144,15 +166,17 @@ def test_masked_tokens_have_no_part_in_an_update(
     assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "dp=4", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])
 @pytest.mark.parametrize(
-    ("objective", "packing", "dispatcher"),
-    [
-        ("gspo", True, "alltoall"),
-        ("gspo_token", False, "allgather"),
-        ("grpo", True, "allgather"),
-        ("luspo", False, "alltoall"),
-    ],
+    ("layout", "objective", "packing", "dispatcher"),
+    two_each(
+        ["tp=1", "dp=4", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"],
+        [
+            ("gspo", True, "alltoall"),
+            ("gspo_token", False, "allgather"),
+            ("grpo", True, "allgather"),
+            ("luspo", False, "alltoall"),
+        ],
+    ),
 )
 def test_branches_of_an_episode_are_one_sequence_of_the_loss(
     updates: Updates, layout: str, objective: str, packing: bool, dispatcher: str

@@ -244,14 +244,18 @@ def test_policy_and_reference_replay_apart_on_every_layout(
 # Traps of Routing Replay that only several stages or ranks show, each put in and noticed.
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,vpp=2", "tp=2"])
-def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool, layout: str) -> None:
+def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
     with pytest.raises(RankError, match="never asked for their routes"):
-        run(pool, layout, mistake="recomputation_without_context", recompute="full", replay="r2")
+        run(
+            pool,
+            "pp=2,vpp=2",
+            mistake="recomputation_without_context",
+            recompute="full",
+            replay="r2",
+        )
 
 
-@pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,vpp=2"])
+@pytest.mark.parametrize(("layout", "alike"), [("pp=2", False), ("pp=2,vpp=2", True)])
 def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
     pool: Pool, layout: str, alike: bool
 ) -> None:

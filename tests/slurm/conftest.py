@@ -14,6 +14,13 @@ from tests.slurm.packages import Unavailable, slurm_prefix
 from tests.vllm.environment import find_vllm_python
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of pytest-xdist has all tests that compare with the undisturbed run."""
+    for item in items:
+        if "undisturbed" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("undisturbed"))
+
+
 @pytest.fixture(scope="session")
 def prefix() -> Path:
     """Slurm's programs."""
@@ -50,14 +57,8 @@ def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A very small run, not submitted yet."""
+    """A very small run with a rank on each node, not submitted yet."""
     return make_run(tmp_path)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Run:
-    """One with a rank on each node, for tests that train nothing to the end."""
-    return make_run(tmp_path, ranks=2)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ class Run:
     """Everything of one run lies in `folder`; it has as many ranks on each of two nodes."""
 
     folder: Path
-    ranks_per_node: int = 2
+    ranks_per_node: int = 1
     script: str = "train_gspo"
 
     @property
@@ -118,8 +118,8 @@ class Run:
         assert_same_run(self.out, other.out, f"rl_{STEPS:08d}")
 
 
-def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) -> Run:
-    """Write a run's configuration, data and reward into a folder. Two ranks start faster."""
+def make_run(folder: Path, *, ranks: int = 2, **sections: Mapping[str, object]) -> Run:
+    """Write a run's configuration, data and reward into a folder. Four ranks start more slowly."""
     (folder / "slurm_test_reward.py").write_text(_REWARD)
     config = {
         **_base_config(folder, ranks),
@@ -137,9 +137,9 @@ def make_run(folder: Path, *, ranks: int = 4, **sections: Mapping[str, object]) 
     return run
 
 
-def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
+def make_stage_run(folder: Path, stage: str) -> Run:
     """The same for pre-training or fine-tuning, without any reward: stage is sft or pretrain."""
-    config = _base_config(folder, ranks)
+    config = _base_config(folder, ranks=2)
     if stage == "sft":
         config["data"]["examples"] = str(folder / "toy" / "train.jsonl")
     else:
@@ -148,7 +148,7 @@ def make_stage_run(folder: Path, stage: str, *, ranks: int = 4) -> Run:
     training = {"steps": STAGE_STEPS, "batch_size": 8, "precision": "fp32"}
     config["training"] = {**training, "micro_batch_tokens": 64}
     config["checkpoint"] = {"interval": STAGE_STEPS}
-    run = Run(folder, ranks // 2, stage)
+    run = Run(folder, script=stage)
     run.config.write_text(yaml.safe_dump(config))
     return run
 
@@ -236,10 +236,9 @@ def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
     """The same where only the second node was gone. Nothing is left there to say who was killed;
     the tasks of the first node lose their connections and end with an error of their own."""
     assert cluster.restarts(number) > 0, "late signals do not reach a first start"
-    for rank in (2, 3):
-        task = psutil.Process(find_task(run, rank))
-        for process in (task.parent(), task):  # the shell of the task, too
-            process.kill()
+    task = psutil.Process(find_task(run, rank=1))
+    for process in (task.parent(), task):  # the shell of the task, too
+        process.kill()
     run.let_go()
 
 

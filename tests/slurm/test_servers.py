@@ -24,24 +24,25 @@ from tests.slurm.jobs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # calls of the reward
 PROBE_SECONDS = 5
-drawing_ahead = pytest.mark.parametrize("served", [1], indirect=True)
 
 
 @pytest.fixture
-def served(tmp_path: Path, vllm_python: Path, request: pytest.FixtureRequest) -> Run:
-    """A run with one server, which draws nothing ahead unless a parameter says so."""
-    return make_run(
+def served(tmp_path: Path, vllm_python: Path) -> Run:
+    """A run with one server, which draws a step ahead; it is to stand still in step 2."""
+    run = make_run(
         tmp_path,
+        ranks=4,  # of which the nodes of servers take two
         model={"megatron": {**TINY_MODEL, "kv_channels": 32}},  # the least that vLLM's kernels take
         parallel={"layout": "dp=2,ep=2"},
         rollout={
             "engine": "vllm",
-            "max_staleness": getattr(request, "param", 0),
+            "max_staleness": 1,
             "vllm": {"servers": 1, "python": str(vllm_python), "restarts": 1},
         },
     )
+    run.hold(CALLS_PER_STEP + 5)  # calls of the reward
+    return run
 
 
 def submit(run: Run, cluster: Cluster) -> str:
@@ -81,49 +82,25 @@ def processes(run: Run) -> list[str]:
     return found
 
 
-@drawing_ahead
 def test_servers_on_a_node_of_their_own_through_signals_and_requeues(
     isolated_cluster: Cluster, served: Run
 ) -> None:
-    served.hold(IN_STEP_2)
-    number = submit(served, isolated_cluster)
-    disturb(isolated_cluster, served, number, signalled)
-    served.hold((served.folder / "calls").stat().st_size + 3)
-    disturb(isolated_cluster, served, number, requeued)
-    log = finish(isolated_cluster, served, number)
-    second = isolated_cluster.nodes[1]
-    assert log.count(f"2 tasks on 1 nodes; rollout servers on {second}") == 3
-    assert f"{second}: server 0 started at http://{second}:" in log
-    assert "stopped as asked" in log
-
-
-@drawing_ahead
-def test_the_node_of_the_servers_is_lost(cluster: Cluster, served: Run) -> None:
-    served.hold(IN_STEP_2)
+    """In the third start the agent dies. It is started again, and the job goes on."""
+    cluster, second = isolated_cluster, isolated_cluster.nodes[1]
     number = submit(served, cluster)
-    served.wait_until_held(cluster, number)
-    since = time.monotonic()
-    node_failed(cluster, served, number)
-    # one restart, whose agent is silent for 30 s
-    assert time.monotonic() - since < 30 + PROBE_SECONDS + 60
-    log = finish(cluster, served, number)
-    second = cluster.nodes[1]
-    assert f"server 0 on {second}: there is no sign of life from {second} for " in log
-    assert "a node of the job does not answer: the run continues from its last checkpoint" in log
-
-
-def test_an_agent_that_dies_is_started_again(cluster: Cluster, served: Run) -> None:
-    served.hold(IN_STEP_2)
-    number = submit(served, cluster)
+    for disturbance in (signalled, requeued):
+        disturb(cluster, served, number, disturbance)
+        served.hold((served.folder / "calls").stat().st_size + 1)
     served.wait_until_held(cluster, number)
     [agent] = [p for p in psutil.process_iter(["cmdline"]) if is_agent(p, served)]
     agent.kill()
-    second = cluster.nodes[1]
     wait_for_line(cluster, number, f"the agent on {second} has ended: starting it again")
     served.let_go()
     log = finish(cluster, served, number)
-    assert log.count(f"{second}: server 0 started at ") >= 2
-    assert cluster.restarts(number) == 0
+    assert log.count(f"2 tasks on 1 nodes; rollout servers on {second}") == 3
+    assert log.count(f"{second}: server 0 started at http://{second}:") >= 4
+    assert "stopped as asked" in log
+    assert cluster.restarts(number) == 2
 
 
 def is_agent(process: psutil.Process, run: Run) -> bool:
@@ -131,30 +108,47 @@ def is_agent(process: psutil.Process, run: Run) -> bool:
     return words[1:5] == ["-m", "gspo_megatron", "serve", "--join"] and str(run.config) in words
 
 
+@pytest.mark.full  # a quick member: the node of a component
+def test_the_node_of_the_servers_is_lost(cluster: Cluster, served: Run) -> None:
+    lose_the_servers(cluster, served, submit(served, cluster))
+
+
 def test_the_second_component_of_a_heterogeneous_job_serves(cluster: Cluster, served: Run) -> None:
     """The whole job is requeued once the node of this component is lost."""
-    served.hold(IN_STEP_2)
-    second = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
-    number = served.submit(cluster, options=second, GSPO_PROBE_SECONDS=str(PROBE_SECONDS))
-    disturb(cluster, served, number, node_failed)
-    log = finish(cluster, served, number)
-    node = cluster.nodes[1]
-    assert log.count(f"2 tasks on 1 nodes; rollout servers on {node}") == 2
-    assert f"{node}: server 0 started at http://" in log
+    options = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
+    number = served.submit(cluster, options=options, GSPO_PROBE_SECONDS=str(PROBE_SECONDS))
+    log = lose_the_servers(cluster, served, number)
+    second = cluster.nodes[1]
+    assert log.count(f"2 tasks on 1 nodes; rollout servers on {second}") == 2
+    assert f"{second}: server 0 started at http://" in log
+
+
+def lose_the_servers(cluster: Cluster, run: Run, number: str) -> str:
+    """The node of the servers is lost, and the job restarted; returns its log."""
+    run.wait_until_held(cluster, number)
+    since = time.monotonic()
+    node_failed(cluster, run, number)
+    # one restart, whose agent is silent for 30 s
+    assert time.monotonic() - since < 30 + PROBE_SECONDS + 60
+    log = finish(cluster, run, number)
+    second = cluster.nodes[1]
+    assert f"server 0 on {second}: there is no sign of life from {second} for " in log
     assert "a node of the job does not answer: the run continues from its last checkpoint" in log
+    return log
 
 
-def test_components_that_nothing_runs_on_are_refused(cluster: Cluster, small: Run) -> None:
-    usual = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
-    number = small.submit(cluster, "--rollout-nodes=1", options=usual)
-    log = cluster.ended(number, "FAILED 2:0")
-    assert "a heterogeneous job of 2 components: legal: 2, in train_gspo.sbatch, without" in log
-
-
-def test_servers_that_do_not_spread_over_the_nodes(cluster: Cluster, small: Run) -> None:
-    number = small.submit(cluster, "--rollout-nodes=1")
-    log = cluster.ended(number, "FAILED 2:0")
-    assert "rollout.engine = 'megatron': nothing runs on the nodes of GSPO_ROLLOUT_NODES" in log
-    number = small.submit(cluster, "--rollout-nodes", "2")
-    log = cluster.ended(number, "FAILED 2:0")
-    assert "--rollout-nodes 2: legal in train_gspo.sbatch: less than the 2 nodes of the job" in log
+def test_nodes_that_nothing_runs_on_are_refused(cluster: Cluster, run: Run) -> None:
+    component = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
+    refusals = {
+        run.submit(cluster, "--rollout-nodes=1", options=component): (
+            "a heterogeneous job of 2 components: legal: 2, in train_gspo.sbatch, without"
+        ),
+        run.submit(cluster, "--rollout-nodes=1"): (
+            "rollout.engine = 'megatron': nothing runs on the nodes of GSPO_ROLLOUT_NODES"
+        ),
+        run.submit(cluster, "--rollout-nodes", "2"): (
+            "--rollout-nodes 2: legal in train_gspo.sbatch: less than the 2 nodes of the job"
+        ),
+    }
+    for number, told in refusals.items():
+        assert told in cluster.ended(number, "FAILED 2:0")

@@ -1,4 +1,4 @@
-"""sft.sbatch and pretrain.sbatch, on two nodes x two tasks of a real Slurm cluster."""
+"""sft.sbatch and pretrain.sbatch, on two nodes of a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stop(cluster: Cluster, run: Run, number: str) -> None:
     """SIGUSR1 to the batch script in the middle of the run: a rank is frozen until Slurm has it,
     and the others wait for that rank."""
     wait_until((run.out / "metrics.jsonl").exists, seconds=600)
-    frozen = find_task(run, rank=3)
+    frozen = find_task(run, rank=1)
     os.kill(frozen, signal.SIGSTOP)
     try:
         signalled(cluster, run, number)
@@ -68,9 +68,7 @@ def test_pretraining_that_is_stopped_ends_as_it_would_have_and_fine_tuning_takes
 def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    sft, pretrain = (
-        make_stage_run(tmp_path / stage, stage, ranks=2) for stage in ("sft", "pretrain")
-    )
+    sft, pretrain = (make_stage_run(tmp_path / stage, stage) for stage in ("sft", "pretrain"))
     # 7 samples on 2 data-parallel ranks; and a file of the other stage
     bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
     foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")

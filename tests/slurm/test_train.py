@@ -1,4 +1,4 @@
-"""The batch script that users submit, on two nodes x two tasks of a real Slurm cluster."""
+"""The batch script that users submit, on two nodes of a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.process.ranks import first_host
+from tests.e2e.resuming import records
 from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     CALLS_PER_STEP,
+    STEPS,
     Disturbance,
     Run,
     disturb,
@@ -61,7 +63,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
             run.hold((run.folder / "calls").stat().st_size + 3)
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
-        assert f"slurm: job {number}, restart {restart}: 4 tasks on 2 nodes" in log
+        assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
     assert log.count("stopped as asked") >= 2  # the others may get too little time for it
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())
@@ -82,10 +84,10 @@ def test_each_disturbance_by_itself(
 
 
 def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: Run
+    cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
     # Longer than the limit of the first start: the run stops as soon as it can.
-    run = make_run(tmp_path_factory.mktemp("run"), training={"stop_margin_seconds": 700})
+    run = make_run(tmp_path, training={"stop_margin_seconds": 700})
     number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
     cluster.wait(number, lambda job: job["Restarts"] == "1")
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
@@ -96,9 +98,9 @@ def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
 
 @pytest.mark.full
 def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, undisturbed: Run
+    cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    run = make_run(tmp_path_factory.mktemp("run"), training={"stop_margin_seconds": 0})
+    run = make_run(tmp_path, training={"stop_margin_seconds": 0})
     run.hold(IN_STEP_2)
     # Of two minutes Slurm sends the signal after at most one; it may be a minute early.
     number = run.submit(cluster, options=["--time=2", "--signal=B:USR1@60"])
@@ -109,11 +111,11 @@ def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
     finish_as(cluster, run, number, undisturbed)
 
 
-def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, small: Run) -> None:
-    number = small.submit_held(cluster, IN_STEP_2)
-    (small.folder / "fail").write_text("1")
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, run: Run) -> None:
+    number = run.submit_held(cluster, IN_STEP_2)
+    (run.folder / "fail").write_text("1")
     since = time.monotonic()
-    small.let_go()
+    run.let_go()
     log = cluster.ended(number, "FAILED 1:0")
     assert time.monotonic() - since < 30
     assert cluster.restarts(number) == 0
@@ -124,10 +126,10 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, sma
 
 
 @pytest.mark.full
-def test_a_cancelled_job_does_not_come_back(cluster: Cluster, small: Run) -> None:
-    number = small.submit_held(cluster, IN_STEP_2)
+def test_a_cancelled_job_does_not_come_back(cluster: Cluster, run: Run) -> None:
+    number = run.submit_held(cluster, IN_STEP_2)
     cluster.run("scancel", number)
-    small.let_go()
+    run.let_go()
     job = cluster.finish(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
     time.sleep(3)  # longer than a script takes to put it back
@@ -139,40 +141,29 @@ def test_a_rank_that_stands_still_ends_the_job_and_all_tell_where_they_were(
 ) -> None:
     run = make_run(tmp_path, training={"hang_timeout_seconds": 12})
     number = run.submit_held(cluster, IN_STEP_2)
-    stopped = find_task(run, rank=3)
+    stopped = find_task(run, rank=1)
     os.kill(stopped, signal.SIGSTOP)
     run.let_go()
     log = cluster.ended(number, "FAILED 70:0")
-    for rank in range(3):
-        stacks = (run.out / "hang" / f"rank_{rank:05d}.txt").read_text()
-        assert stacks.startswith(f"rank {rank} on ")
-        assert "run_training" in stacks
-        assert f"{rank}: rank {rank} on " in log
-    assert "no stacks from rank 3:" in log
+    stacks = (run.out / "hang" / "rank_00000.txt").read_text()
+    assert stacks.startswith("rank 0 on ") and "run_training" in stacks
+    assert "0: rank 0 on " in log and "no stacks from rank 1:" in log
 
 
 def test_a_wrong_configuration_is_refused_before_any_task_starts(
     cluster: Cluster, run: Run
 ) -> None:
-    # 4 tasks do not make 3 pipeline stages
-    number = run.submit(cluster, "parallel.layout=pp=3")
-    log = cluster.ended(number, "FAILED 2:0")
-    assert "pp" in log and "Traceback" not in log
-    assert not lines_of(0, log)
+    checked = run.submit(cluster, "--check-only")
+    # 2 tasks do not make 3 pipeline stages
+    refused = run.submit(cluster, "parallel.layout=pp=3")
+    logs = cluster.ended(checked, "COMPLETED 0:0"), cluster.ended(refused, "FAILED 2:0")
+    assert not any(lines_of(0, log) for log in logs)
+    assert "pp" in logs[1] and "Traceback" not in logs[1]
     assert not run.out.exists()
 
 
-def test_check_only_starts_no_task(cluster: Cluster, small: Run) -> None:
-    good = small.submit(cluster, "--check-only")
-    bad = small.submit(cluster, "--check-only", "rollout.group_size=none")
-    logs = cluster.ended(good, "COMPLETED 0:0"), cluster.ended(bad, "FAILED 2:0")
-    assert not any(lines_of(0, log) for log in logs)
-    assert "rollout.group_size" in logs[1]
-    assert not small.out.exists()
-
-
 def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path) -> None:
-    run = make_run(tmp_path, ranks=2, training={"idle_restarts": 0})
+    run = make_run(tmp_path, training={"idle_restarts": 0})
     number = run.submit_held(cluster, 3)
     cluster.run("scontrol", "requeue", number)
     log = cluster.ended(number, "FAILED 2:0")
@@ -180,11 +171,13 @@ def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path
     assert cluster.restarts(number) == 1
 
 
-def test_nodes_that_share_no_loopback(
-    isolated_cluster: Cluster, run: Run, undisturbed: Run
+def test_nodes_that_share_no_loopback_with_two_tasks_each(
+    isolated_cluster: Cluster, tmp_path: Path
 ) -> None:
-    number = run.submit(isolated_cluster)
-    finish_as(isolated_cluster, run, number, undisturbed)
+    run = make_run(tmp_path, ranks=4)
+    log = isolated_cluster.ended(run.submit(isolated_cluster), "COMPLETED 0:0")
+    assert "restart 0: 4 tasks on 2 nodes" in log
+    assert [record["step"] for record in records(run.out)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +189,7 @@ def test_the_first_node_is_the_one_that_scontrol_says(shared_cluster: Cluster, n
 
 
 _TORCHRUN = """#!/bin/bash
-srun --ntasks-per-node=1 bash -c '"$GSPO_PYTHON" -m torch.distributed.run --nproc-per-node 2 \\
+srun --ntasks-per-node=1 bash -c '"$GSPO_PYTHON" -m torch.distributed.run --nproc-per-node 1 \\
     --nnodes "$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \\
     --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29400" \\
     "$0/pretrain_scripts/train_gspo.py" "$1"' "$@"

@@ -14,6 +14,13 @@ from tests.vllm.environment import find_vllm_python
 from tests.vllm.servers import Server, run_options, serve
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process of pytest-xdist has all tests of the server, which takes long to start."""
+    for item in items:
+        if "vllm_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("vllm_server"))
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The interpreter of an environment with vLLM for CPUs, made where it is missing."""

@@ -115,22 +115,25 @@ class Killer:
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [pytest.param(5), pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(9000)])],
+    "victims",
+    [
+        ["trainer", "server", "server and service"],
+        pytest.param(20 * VICTIMS, marks=[pytest.mark.full, pytest.mark.timeout(9000)]),
+    ],
+    ids=len,
 )
 def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
-    vllm_python: Path, tmp_path: Path, kills: int
+    vllm_python: Path, tmp_path: Path, victims: list[str]
 ) -> None:
     """And every response is scored once: what was finished is not drawn again, but for a group that
     was being scored at a kill."""
+    kills = len(victims)
     steps = kills + 3
     run, random = run_with(tmp_path, vllm_python, steps), Random(kills)
     killer = Killer(run, random)
     # the first step is saved; before that a start is a new run
     run.wait(killer.process, lambda: finished_steps(run) > 1 and draws_ahead(run))
-    victims = VICTIMS * (kills // len(VICTIMS))
-    random.shuffle(victims)
-    for number, victim in enumerate(victims):
+    for number, victim in enumerate(random.sample(victims, kills)):
         killer.kill_after(2 + number, victim, seconds=1.0)
     run.finish(killer.process)
     wait_for(lambda: not any(map(is_alive, killer.seen)), seconds=30)

@@ -8,29 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from gspo_megatron.config.load import load_config
-from gspo_megatron.rl.served_rollouts import origin_of_rollouts
-from gspo_megatron.rollout.store import DrawFile, Group, _records, read_groups
+from gspo_megatron.rollout.store import read_groups
 from tests.unit.test_metrics_doc import SERVED
 from tests.vllm.runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
-    vllm_python: Path, tmp_path: Path
-) -> None:
+def test_servers_sample_from_the_policy_at_every_step(vllm_python: Path, tmp_path: Path) -> None:
     run = make_run(
         tmp_path,
         vllm_python,
         parallel={"layout": "tp=2,pp=2,ep=2"},
         rollout={"max_response_tokens": 24, "temperature": 0.7},
         optimizer={"learning_rate": 2e-3},
-        training={"steps": 20, "precision": "fp32", "evaluation_interval": 10},
+        training={"steps": 6, "precision": "fp32", "evaluation_interval": 3},
         evaluation={
-            "interval": 10,
+            "interval": 3,
             "suites": {
                 "near": {
                     "prompts": str(tmp_path / "toy" / "test.jsonl"),
@@ -49,7 +44,7 @@ def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
     )
     run.finish(run.start())
     steps = run.steps()
-    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert [record["step"] for record in steps] == list(range(1, 7))
     for record in steps:
         # float32 on both sides, of other kernels; 1.5e-7 was measured
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
@@ -61,7 +56,7 @@ def test_servers_sample_from_the_policy_at_every_one_of_twenty_steps(
     of_suite = [response for response in drawn if "suite" in response]
     assert len(drawn) - len(of_suite) == 3 * 8 and len(of_suite) == 3 * 8 * 2
     assert max(response["num_tokens"] for response in of_suite) == 4
-    assert all(record["evaluation/near/problems"] == 8 for record in (steps[9], steps[19]))
+    assert all(record["evaluation/near/problems"] == 8 for record in (steps[2], steps[5]))
     assert not list((run.out / "rollouts").glob("*.groups"))  # nothing needs them any more
 
 
@@ -80,16 +75,6 @@ class Echo:
 """
 
 
-def hand_on(bank: Path, to: Path, config: Path) -> None:
-    """Give a run the finished groups of another one, as if they were its own."""
-    _, content, _ = next(_records(bank))
-    request = {**json.loads(content), "origin": origin_of_rollouts(load_config(config))}
-    file = DrawFile(to, request)
-    for number, columns in read_groups(bank).items():
-        file.append(Group(number, columns))
-    file.close()
-
-
 def sampled_tokens(bank: Path) -> list[list[int]]:
     """What the policy wrote in each episode, in any order."""
     found = []
@@ -105,50 +90,34 @@ def sampled_tokens(bank: Path) -> list[list[int]]:
 def test_the_servers_experts_are_those_of_training(
     vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs of the same episodes of several turns: one replays the servers' experts, in the
-    other the routers choose. In fp32 they choose alike, so both updates are the same."""
-    updated = []
-    for name in ("r3", "off"):
-        folder = tmp_path / name
-        folder.mkdir()
-        monkeypatch.syspath_prepend(folder)  # the modules of reward and environment
-        (folder / "vllm_test_environment.py").write_text(ENVIRONMENT)
-        run = make_run(
-            folder,
-            vllm_python,
-            parallel={"layout": "pp=2,ep=2,dp=2"},
-            environment={"import_path": "vllm_test_environment:Echo"},
-            rollout={"max_response_tokens": 24, "max_staleness": 1},
-            objective={"name": "gspo", "mini_batches": 1, "max_token_staleness": 0},
-            routing={"replay": name},
-            training={"steps": 1, "precision": "fp32"},
-            checkpoint={"interval": 2},
-        )
-        bank = run.out / "rollouts" / "step_00000001_0.groups"
-        if name == "off":
-            hand_on(tmp_path / "kept.groups", bank, folder / "config.yaml")
-        process = run.start()
-        if name == "r3":
-            # the file goes once the run is saved
-            while not bank.exists() or len(read_groups(bank)) < 6:
-                assert process.poll() is None, process.communicate()[0]
-            shutil.copy(bank, tmp_path / "kept.groups")
-        run.finish(process)
-        [record] = run.steps()
-        assert record["mismatch/abs_mean"] <= 1e-5
-        if name == "r3":
-            seen = [json.loads(line) for line in (folder / "seen").read_text().splitlines()]
-            captured = sampled_tokens(tmp_path / "kept.groups")
-            assert sorted([n for turn in turns for n in turn] for turns in seen) == captured
-            assert 1.5 < record["environment/turns"] < 3 and record["environment/errors"] == 0
-            assert 0.5 < record["environment/sampled_share"] < 1
-            assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
-            assert record.keys() >= SERVED
-            busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))
-            assert busy > 0 and idle > 0 and busy + idle < 1  # the rest is the new weights
-        updated.append(run.out / "checkpoints" / "rl_00000001" / "model")
-    replayed, native = (_load_state_dict_from_keys(checkpoint_id=str(path)) for path in updated)
-    assert replayed.keys() == native.keys() and replayed
-    for name, tensor in replayed.items():
-        # Adam's first update moves every weight by the learning rate, 3e-3, along its gradient
-        np.testing.assert_allclose(tensor, native[name], rtol=0, atol=1e-6, err_msg=name)
+    """Episodes of several turns, whose experts the update follows: others would give other
+    log-probs than the servers'."""
+    monkeypatch.syspath_prepend(tmp_path)  # the modules of reward and environment
+    (tmp_path / "vllm_test_environment.py").write_text(ENVIRONMENT)
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        parallel={"layout": "pp=2,ep=2,dp=2"},
+        environment={"import_path": "vllm_test_environment:Echo"},
+        rollout={"max_response_tokens": 24, "max_staleness": 1},
+        objective={"name": "gspo", "mini_batches": 1, "max_token_staleness": 0},
+        routing={"replay": "r3"},
+        training={"steps": 1, "precision": "fp32"},
+        checkpoint={"interval": 2},
+    )
+    bank, kept = run.out / "rollouts" / "step_00000001_0.groups", tmp_path / "kept.groups"
+    process = run.start()
+    # the file goes once the run is saved
+    run.wait(process, lambda: bank.exists() and len(read_groups(bank)) == 6)
+    shutil.copy(bank, kept)
+    run.finish(process)
+    [record] = run.steps()
+    assert record["mismatch/abs_mean"] <= 1e-5
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert sorted([n for turn in turns for n in turn] for turns in seen) == sampled_tokens(kept)
+    assert 1.5 < record["environment/turns"] < 3 and record["environment/errors"] == 0
+    assert 0.5 < record["environment/sampled_share"] < 1
+    assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
+    assert record.keys() >= SERVED
+    busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))
+    assert busy > 0 and idle > 0 and busy + idle < 1  # the rest is the new weights
