@@ -48,7 +48,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from gspo_megatron.checkpoint.folder import write_file
 from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.files import make_folder
-from gspo_megatron.platform.collectives import raised_everywhere
 from gspo_megatron.process.heartbeat import heartbeat
 
 _FORMAT = {
@@ -154,7 +153,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
     shape, or belongs to no rank's pieces.
     """
     # Not at the top: it loads Megatron-Core, which the offline converter does without.
-    from gspo_megatron.platform.collectives import gather_objects
+    from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
     wanted = {piece.key: piece.global_shape for piece in pieces}
     with raised_everywhere():

@@ -22,10 +22,11 @@ from gspo_megatron.checkpoint.model_pieces import (
     pieces_to_write,
     scale_pieces,
 )
-from gspo_megatron.checkpoint.storage import Piece, raised_everywhere, read_pieces, write_pieces
+from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.platform.collectives import raised_everywhere
 
 T = TypeVar("T")
 MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
