@@ -43,12 +43,8 @@ def exported(source: Path, target: Path, name: str, **sides: bool) -> Policy:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("side", ["importing", "exporting"])
-def test_a_mistake_on_one_side_changes_bits(
-    tmp_path: Path, source: Path, name: str, side: str
-) -> None:
-    sides = {each: each == side for each in ("importing", "exporting")}
-    exported(source, tmp_path / "again", name, **sides)
+def test_a_mistake_on_one_side_changes_bits(tmp_path: Path, source: Path, name: str) -> None:
+    exported(source, tmp_path / "again", name, importing=False, exporting=True)
     with pytest.raises(AssertionError):
         assert_same_bits(read_folder(tmp_path / "again"), read_folder(source))
 
