@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 import time
+import weakref
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,8 +213,10 @@ class Gateway:
             app.router.add_post(path, self._take_reward)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        listener = socket.create_server(("127.0.0.1", 0))
+        weakref.finalize(self, listener.close)  # the event loop does not close it at its own end
+        await web.SockSite(runner, listener).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     def _session(self, request: Any) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -105,6 +105,7 @@ def job(tmp_path: Path) -> Job:
         "python": _PYTHON,
         "apptainer": _APPTAINER,
         "nvidia-smi": _NVIDIA_SMI,  # as on a host without a GPU, unless MEMORY is set
+        "sleep": f"exec {shutil.which('sleep')} 0.1",  # a job looks at its tasks once a second
     }
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}")

@@ -57,11 +57,10 @@ def test_it_works_without_megatron_core() -> None:
     subprocess.run([sys.executable, "-c", f"import sys; {code}"], check=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
-def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: str) -> None:
+def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None:
     family, changes = variant
-    source = write_model(tmp_path / "hf", family, seed=3, **changes, torch_dtype=dtype)
+    source = write_model(tmp_path / "hf", family, seed=3, **changes)
     (source / "generation_config.json").write_text('{"top_k": 3}')
     assert_same_bits(there_and_back(source, max_shard_bytes=30_000), read_folder(source))
     assert find_damage(tmp_path / "ours") == []
@@ -76,7 +75,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: 
 def test_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Blocks that end in the middle of an expert, a query group, a matrix, a row."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=4)
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, num_hidden_layers=2)
     assert_same_bits(there_and_back(source), read_folder(source))
     index = read_index(tmp_path / "ours/model")
     experts = index.state_dict_metadata["decoder.layers.0.mlp.experts.weight1"]

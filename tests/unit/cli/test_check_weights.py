@@ -65,9 +65,6 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     lines = refused(gspo, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
     names = [line.split(" = ")[0].rpartition(".")[2] for line in lines]
     assert names == ["vocab_size", "num_layers", "moe_layer_freq"]
-    # not a size, but another function
-    (line,) = refused(gspo, config, given, "model.megatron.layernorm_epsilon=1e-3")
-    assert line == f"model.megatron.layernorm_epsilon = 0.001: {path} has 1e-06"
     assert gspo("check", config, given, "model.megatron.moe_expert_capacity_factor=2.0")[0] == 0
     (path / "model" / "__0_0.distcp").unlink()
     assert str(path) in refused(gspo, config, given, SIZE)[0]
@@ -116,12 +113,3 @@ def test_the_advice_on_a_refused_change_can_be_followed(
     keys = re.findall(r"model\.\w+=\S+", advice)
     assert weights(gspo, config, *words, *keys, "logging.dir=new") == str(path)
     assert load_any_config(config, [*words, *keys]).resolved_model() == begun.resolved_model()
-
-
-def test_folders_of_the_other_kind_are_told_apart(config: Path, hf: Path, gspo: Command) -> None:
-    for preset in ("model.preset=", "model.preset=tiny"):
-        (line,) = refused(gspo, config, f"model.checkpoint_path={hf}", preset)
-        assert line.endswith("is a Hugging Face folder; use model.hf_path for it")
-    add(load_any_config(config, [SIZE, "logging.dir=run"]), Position("rl", 2))
-    (line,) = refused(gspo, config, "model.hf_path=run")
-    assert line.endswith("is a checkpoint of gspo-megatron; use model.checkpoint_path for it")

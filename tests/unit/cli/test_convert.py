@@ -61,17 +61,6 @@ def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
     assert code == 2 and "there is no whole one in it" in err
 
 
-def test_many_damaged_files_do_not_fill_the_screen(
-    run: Path, tmp_path: Path, gspo: Command
-) -> None:
-    for number in range(50):
-        (weights(run, 3).parent / f"foreign{number:02d}").touch()
-    code, _, err = gspo(*EXPORT, run, tmp_path / "out")
-    notes = [line for line in err.splitlines() if line.startswith("checkpoint ")]
-    assert (code, len(notes)) == (0, 9)
-    assert notes[-1] == "checkpoint rl_00000003: 42 more files are damaged"
-
-
 def test_altered_contents_end_the_command_and_are_named(
     run: Path, tmp_path: Path, gspo: Command
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config.load import load_any_config
 from tests.unit.checkpoint.test_resume_start import add
-from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.cli.conftest import Command
 from tests.unit.hf.published import write_model
 
 VOCAB = 48
@@ -19,33 +18,26 @@ CHECKPOINT = "run/checkpoints/rl_00000002"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face model, and two that are not supported or damaged."""
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """config.yaml, Hugging Face models of which some are not supported or damaged, and runs of
+    which one is whole. No test changes it."""
     folder = tmp_path_factory.mktemp("folders")
+    (folder / "prompts.jsonl").write_text('{"prompt": "abc", "answer": "cba"}\n')
+    path = folder / "config.yaml"
+    path.write_text(f"data: {{tokenizer: {tokenizer}, prompts: {folder}/prompts.jsonl}}\n")
     write_model(folder / "hf", "qwen3_moe", seed=1, vocab_size=VOCAB)
     write_model(folder / "small", "qwen3_moe", seed=1, vocab_size=5)
     (folder / "llama").mkdir()
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (folder / "llama" / "config.json").write_text(json.dumps(llama))
-    return folder
-
-
-@pytest.fixture
-def config(
-    write_config: ConfigWriter, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    """With the folders, and runs of which one is whole, below the current directory."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
-    path = write_config()
     size = f"model.vocab_size={VOCAB}"
     for name, words in (
         ("run", [size]),
         ("damaged", [size]),
         ("cut", [size]),
-        ("of_small", ["model.hf_path=small"]),
+        ("of_small", [f"model.hf_path={folder}/small"]),
     ):
-        made = load_any_config(path, [f"logging.dir={name}", *words])
+        made = load_any_config(path, [f"logging.dir={folder / name}", *words])
         for step in (1, 2):
             whole = add(made, Position("rl", step))
             if name == "damaged":
@@ -55,8 +47,14 @@ def config(
         if name == "of_small":  # `add` says 48
             document = json.loads((whole / "model.json").read_text())
             (whole / "model.json").write_text(json.dumps(document | {"vocab_size": 5}))
-    (tmp_path / "empty").mkdir()
-    return path
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.fixture
+def config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder / "config.yaml"
 
 
 WRONG = {

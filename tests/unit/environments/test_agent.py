@@ -14,17 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.agent import Agent
 from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
 from gspo_megatron.types import Prompt
+from tests.tasksets import TEMPLATE, letters
 
-TEMPLATE = (
-    "{%- for tool in tools or [] -%}[{{- tool.function.name -}}]{%- endfor -%}"
-    "{%- for message in messages -%}"
-    "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ eos_token -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 # What every program here begins with: the protocol of the openai package, by the standard library.
 HEAD = """
@@ -62,10 +57,9 @@ user = {"role": "user", "content": row["prompt"]}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("letters")
-    letters = "".join(map(chr, range(32, 127)))
-    symbols = [f"<|{role}|>" for role in ("user", "assistant", "tool", "system")]
-    train_sentencepiece([letters] * 9, 140, folder / "tokenizer", "char", control_symbols=symbols)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    letters(folder)
+    tools = "{%- for tool in tools or [] -%}[{{- tool.function.name -}}]{%- endfor -%}"
+    (folder / "chat_template.jinja").write_text(tools + TEMPLATE)
     return load_tokenizer(folder / "tokenizer.model")
 
 

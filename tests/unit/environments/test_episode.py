@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.episode import (
     Asked,
     Client,
@@ -29,8 +29,8 @@ from gspo_megatron.environments.episode import (
 from gspo_megatron.environments.registry import get_environment
 from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.types import Message, Prompt, TurnRewards
+from tests.unit.environments.characters import character_tokenizer
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n"
 # Drops what stands before "!" in all answers but the last, as Qwen3's template does with thoughts.
 FORGETFUL = (
     "{%- for message in messages -%}{%- set content = message['content'] -%}"
@@ -44,8 +44,7 @@ FORGETFUL = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("letters")
-    lines = [LETTERS.replace("\n", " ") + "!", "a!b\nc"] * 9
-    train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=["<|im_start|>"])
+    character_tokenizer(folder)
     return folder
 
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.environments.episode import (
     Asked,
     Client,
@@ -27,16 +26,12 @@ from gspo_megatron.environments.transcript import record_of
 from gspo_megatron.rewards.values import Score, checked
 from gspo_megatron.rollout.vllm.episodes import read_records, record_columns
 from gspo_megatron.types import Prompt
+from tests.unit.environments.characters import character_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("letters")
-    letters = "abcdefghijklmnopqrstuvwxyz0123456789 "
-    symbols = ["<|im_start|>"]
-    train_sentencepiece([letters] * 9, 60, folder / "tokenizer", "char", control_symbols=symbols)
-    (folder / "chat_template.jinja").write_text(CHATML)
-    return load_tokenizer(folder / "tokenizer.model")
+    return character_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 def played(

@@ -7,22 +7,17 @@ import json
 
 import pytest
 
-from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.episode import Asked, Client, Limits, Written
 from gspo_megatron.types import Message, Prompt
+from tests.unit.environments.characters import character_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """The template ends a turn with </s>; <|end|> ends responses too."""
     folder = tmp_path_factory.mktemp("ends")
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    symbols = ["<|im_start|>", "<|end|>"]
-    lines = [letters, "a b\nc"] * 9
-    train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=symbols)
-    (folder / "chat_template.jinja").write_text(CHATML)
-    plain = load_tokenizer(folder / "tokenizer.model")
+    plain = character_tokenizer(folder, "<|end|>")
     ends = [plain.eos_id, plain.special_tokens["<|end|>"]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     found = load_tokenizer(folder / "tokenizer.model")

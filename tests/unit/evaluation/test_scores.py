@@ -50,16 +50,6 @@ def test_pass_at_k_is_the_product_form_of_the_codex_paper() -> None:
     assert pass_at_k(5, 200, 10) == pytest.approx(1 - odds, rel=1e-12)
 
 
-def test_pass_at_k_is_unbiased_where_the_naive_estimate_is_not() -> None:
-    """Over all outcomes of n responses of a model with accuracy p it is 1 − (1 − p)^k."""
-    n, k, p = 8, 4, 0.3
-    chances = stats.binom.pmf(range(n + 1), n, p)
-    expected = sum(w * pass_at_k(c, n, k) for c, w in enumerate(chances))
-    naive = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(chances))
-    assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-    assert abs(naive - expected) > 0.01
-
-
 @pytest.mark.parametrize("given", [(-1, 2, 1), (3, 2, 1), (1, 2, 3), (1, 2, 0)])
 def test_pass_at_k_refuses_impossible_counts(given: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="pass@"):

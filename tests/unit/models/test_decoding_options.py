@@ -112,8 +112,11 @@ def both(policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", [*ROUTERS, *NORMS])
+@pytest.mark.parametrize(
+    "options", ["softmax of all, scaled", "sigmoid, expert bias, groups, scaled", *NORMS]
+)
 def test_hidden_states_are_those_of_the_full_pass(options: str, precision: str) -> None:
+    """Each router chooses as the stock one does: two are enough here."""
     policy = policy_with(precision, **{**ROUTERS, **NORMS}[options])
     found, expected = both(policy)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)  # [sequences, tokens]

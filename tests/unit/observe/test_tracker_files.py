@@ -144,6 +144,7 @@ def test_what_a_tracker_has_of_runs_that_were_resumed(tracker: str, tmp_path: Pa
     assert read(two) == of_steps(two, range(6))
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard"], indirect=True)
 def test_a_tracker_that_is_added_later_has_the_whole_run(tracker: str, tmp_path: Path) -> None:
     run = tmp_path / "one"
     config = config_of(run, tracker)

@@ -1,6 +1,8 @@
 """Hostile programs, each short: what they try must be refused, or end at a limit.
 
-Numbers of calls are those of x86-64. `call` raises OSError where the kernel refuses.
+Numbers of calls are those of x86-64. `call` raises OSError where the kernel refuses. FOLDER, OWNER,
+PORT and DATAGRAMS stand for what is outside: a folder with the file `secret`, the process of the
+tests, and what listens in it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,45 @@ def write(path, text):
 
 # Each ends with an error, or the sandbox does not hold. Quick: many share a sandbox.
 REFUSED = {
+    # what is outside
+    "writes to the root": "write('/escaped', 'x')",
+    "writes beside Python": "write(os.path.join(os.path.dirname(os.__file__), 'x'), 'x')",
+    "changes the harness": "open('/harness.py', 'w')",
+    "makes the root writable": (
+        "import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)"
+    ),
+    "a link to the outside": (
+        "os.symlink('/proc/1/root/etc/passwd', '/tmp/passwd'); open('/tmp/passwd').read()"
+    ),
+    "a link up": "os.symlink('../../../../FOLDER/secret', '/tmp/up'); open('/tmp/up')",
+    "reads the run folder": "open('FOLDER/secret').read()",
+    "reads the package": "import gspo_megatron",
+    "reads homes": "assert os.listdir('/home') or os.listdir('/root')",
+    "reads passwords": "open('/etc/shadow').read()",
+    "reads the environment": "assert 'SECRET' in os.environ",
+    "reads the environment of others": (
+        "import glob; assert any('SECRET' in open(p).read() for p in glob.glob('/proc/*/environ'))"
+    ),
+    "sees other processes": "assert sum(name.isdigit() for name in os.listdir('/proc')) > 9",
+    "an old root of process 1": "os.listdir('/proc/1/root/old')",
+    "folders of process 1": (
+        "p = '/proc/1/fd'; assert any(os.path.isdir(f'{p}/{n}') for n in os.listdir(p))"
+    ),
+    "the working folder of process 1": "assert 'secret' in os.listdir('/proc/1/cwd')",
+    "descriptors of the owner": (
+        "found = []\nfor n in range(256):\n"
+        " try: found.append(os.readlink(f'/proc/self/fd/{n}'))\n"
+        " except OSError: pass\n"
+        "assert [f for f in found if not f.startswith(('/memfd:sandbox', 'pipe:'))]\n"
+    ),
+    "asks the kernel to act": "write('/proc/sysrq-trigger', 'c')",
+    "connects": "socket.create_connection(('127.0.0.1', PORT), 1)",
+    "asks a name server": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(0.3)\n"
+        "s.sendto(b'who is example.org?', ('127.0.0.1', DATAGRAMS)); s.recv(99)"
+    ),
+    "sees links of the network": "assert [n for _, n in socket.if_nameindex() if n != 'lo']",
+    "a socket without a name": "socket.socket(socket.AF_UNIX).connect('\\0gspo_escape_OWNER')",
     # memory that belongs to no process
     "shmget": "call(29, 0, 1 << 20, 0o1600)",
     "shmget by libc": "assert libc.shmget(0, 1 << 20, 0o1600) >= 0",
@@ -175,7 +216,8 @@ REFUSED = {
     "the highest process id": "write('/proc/sys/kernel/pid_max', '99')",
     "settings of the hardware": "write('/sys/kernel/mm/ksm/run', '1')",
     "the machine's cgroups": "os.listdir('/sys/fs/cgroup')",
-    "its own memory as a file": "os.open('/proc/1/mem', os.O_RDWR)",
+    "memory of process 1": "open('/proc/1/mem', 'rb').read(1)",
+    "memory of process 1, to write": "os.open('/proc/1/mem', os.O_RDWR)",
     "another root by process 1": (
         "assert sorted(os.listdir('/proc/1/root')) != sorted(os.listdir('/'))"
     ),
@@ -190,6 +232,9 @@ REFUSED = {
     ),
     "another group": "os.setgid(0)",
     "other groups": "os.setgroups([0])",
+    "more memory by its limit": (
+        "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); bytearray(1 << 30)"
+    ),
     "more files by its limit": "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
     "more processes by its limit": "resource.setrlimit(resource.RLIMIT_NPROC, (4096, 4096))",
     "more time by its limit": "resource.setrlimit(resource.RLIMIT_CPU, (900, 900))",
@@ -203,12 +248,28 @@ REFUSED = {
     ),
 }
 
+OUT_OF_TIME = "time limit of 1 s"
+
 # Each runs alone: what is told of it begins so.
-LIMITED: dict[str, tuple[str, str]] = {
+LIMITED: dict[str, tuple[str, str | tuple[str, ...]]] = {
+    "an error": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "no program": ("def f(:", "SyntaxError: invalid syntax"),
+    "an exit code": ("sys.exit(3)", "exit code 3"),
+    "ends its parent": (
+        "p = os.getppid(); os.kill(p, 9); time.sleep(0.1)\nassert os.getppid() != p",
+        ("AssertionError", "PermissionError"),
+    ),
+    "ends everybody": ("os.kill(-1, 9); os.abort()", ""),
+    "ends the tests": ("os.kill(OWNER, 9)", ""),
+    "computes": ("while True: pass", OUT_OF_TIME),
+    "computes with closed streams": (
+        "os.close(1), os.close(2)\nwhile True: pass",
+        OUT_OF_TIME,
+    ),
     "a fork bomb": ("while True: os.fork()", "BlockingIOError"),
     "a fork bomb that waits": (
         "while True:\n try: os.fork()\n except OSError: time.sleep(0.01)",
-        "time limit of 1 s",
+        OUT_OF_TIME,
     ),
     "a bomb of the shell": (
         "os.execv('/bin/sh', ['sh', '-c', ':(){ :|:& };:; sleep 9'])",
@@ -230,9 +291,9 @@ LIMITED: dict[str, tuple[str, str]] = {
         "import signal; signal.signal(24, signal.SIG_IGN)\nwhile True: pass",
         "",
     ),
-    "sleeps": ("time.sleep(900)", "time limit of 1 s"),
-    "stops": ("os.kill(os.getpid(), 19)", "time limit of 1 s"),
-    "waits for input": ("os.read(os.pipe()[0], 1)", "time limit of 1 s"),
+    "sleeps": ("time.sleep(900)", OUT_OF_TIME),
+    "stops": ("os.kill(os.getpid(), 19)", OUT_OF_TIME),
+    "waits for input": ("os.read(os.pipe()[0], 1)", OUT_OF_TIME),
     "memory": ("bytearray(4 << 30)", "memory limit of 256 MB"),
     "memory in pieces": ("l = []\nwhile True: l.append(bytes(1 << 20))", "memory limit of 256 MB"),
     "output": ("while True: os.write(1, bytes(1 << 16))", "output limit of 1048576 bytes"),

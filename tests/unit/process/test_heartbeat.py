@@ -92,8 +92,8 @@ def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
         process.communicate(timeout=3)
     process.kill()
     process.communicate()
-    code, _, err = end(start(tmp_path, 0, "stand_still()", timeout=8.0))
-    assert code == HUNG and silence_in(err) < 8  # its own time was not over yet
+    code, _, err = end(start(tmp_path, 0, "stand_still()", timeout=4.0))
+    assert code == HUNG and silence_in(err) < 4  # its own time was not over yet
 
 
 def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:
@@ -109,17 +109,17 @@ def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None
 
 def test_a_rank_that_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
     """As all wait for the rank with the most to save, or with the slowest rewards."""
-    for process in start_two(tmp_path, "time.sleep(8)", "work(10, heartbeat)", timeout=4.0):
+    for process in start_two(tmp_path, "time.sleep(4)", "work(5, heartbeat)", timeout=2.0):
         assert end(process) == (0, "done\n", "")
 
 
 def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None:
     processes = start_two(
-        tmp_path, "stand_still()", "work(6, heartbeat); stand_still()", timeout=4.0
+        tmp_path, "stand_still()", "work(4, heartbeat); stand_still()", timeout=2.0
     )
     for rank, process in enumerate(processes):
         code, _, err = end(process)
         assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
-        assert silence_in(stacks) < 6  # not since the wait began
+        assert silence_in(stacks) < 4  # not since the wait began
         assert "in stand_still" in stacks and "no stacks from" not in err

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import random
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +20,8 @@ import pytest
 
 from gspo_megatron.process import sandbox, sandbox_memory
 from gspo_megatron.process.sandbox import Limits, Outcome
-from tests.unit.process.hostile_programs import LIMITED, PRELUDE, REFUSED
-from tests.unit.process.ordinary_user import User, ordinary_user
+from tests.unit.process.hostile_programs import LIMITED, OUT_OF_TIME, PRELUDE, REFUSED
+from tests.unit.process.ordinary_user import User
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the programs have the numbers of x86-64"
@@ -25,6 +29,9 @@ pytestmark = pytest.mark.skipif(
 
 Runs = Callable[[Sequence[tuple[str, float]]], list[Outcome]]  # of programs and their seconds
 LIMITS = Limits(memory_mb=256, processes=32, disk_mb=8, output_bytes=1 << 20)
+
+MISWRITTEN = ("SyntaxError", "NameError", "AttributeError")  # programs of ours that try nothing
+FORKED = "if os.fork(): os.wait(); raise SystemExit(1)\n"
 
 # Runs each program in a process of its own, and prints why it ended; "held": it did not.
 DRIVER = """
@@ -54,31 +61,90 @@ for name, text in json.loads(TABLE):
 """
 
 
+@contextmanager
+def name_server() -> Iterator[int]:
+    """Answers all datagrams; its port."""
+    with socket.socket(type=socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            while (question := server.recvfrom(99))[0]:
+                server.sendto(b"192.0.2.1", question[1])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield server.getsockname()[1]
+        server.sendto(b"", server.getsockname())
+        thread.join()
+
+
 @pytest.fixture(scope="module")
-def user() -> Iterator[User]:
-    with ordinary_user() as found:
-        yield found
+def outside() -> Iterator[dict[str, str]]:
+    """What the programs want to reach: ports, a socket, this process."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as named,
+        name_server() as datagrams,
+    ):
+        named.bind(f"\0gspo_escape_{os.getpid()}")
+        named.listen()
+        yield {
+            "PORT": str(server.getsockname()[1]),
+            "DATAGRAMS": str(datagrams),
+            "OWNER": str(os.getpid()),
+        }
+
+
+def filled(program: str, places: dict[str, str]) -> str:
+    for name, value in places.items():
+        program = program.replace(name, value)
+    return program
 
 
 @pytest.fixture(scope="module", params=["this user", "an ordinary user"])
-def runs(request: pytest.FixtureRequest, user: User) -> Runs:
-    if request.param == "an ordinary user":
-        return lambda programs: user.run(programs, LIMITS)
-    if os.geteuid() != 0:
+def runs(
+    request: pytest.FixtureRequest,
+    user: User,
+    outside: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Runs]:
+    """Each in a folder with a secret, and with another one in the environment."""
+    is_other = request.param == "an ordinary user"
+    if not is_other and os.geteuid() != 0:
         pytest.skip("this user is an ordinary one")
+    folder = user.folder if is_other else tmp_path_factory.mktemp("run")
+    (folder / "secret").write_text("secret")
+    places = {**outside, "FOLDER": str(folder)}
 
     def run(given: tuple[str, float]) -> Outcome:
         return sandbox.run(given[0].encode(), b"", replace(LIMITS, seconds=given[1]))
 
     def run_all(programs: Sequence[tuple[str, float]]) -> list[Outcome]:
+        programs = [(filled(program, places), seconds) for program, seconds in programs]
+        if is_other:
+            return user.run(programs, LIMITS, SECRET="secret")
         with ThreadPoolExecutor(3) as threads:
             return list(threads.map(run, programs))
 
-    return run_all
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET", "secret")
+        patch.chdir(folder)
+        yield run_all
+    assert (folder / "secret").read_text() == "secret"
 
 
 @pytest.fixture(scope="module")
-def told(runs: Runs) -> dict[str, str]:
+def before(runs: Runs) -> Iterator[list[psutil.Process]]:
+    """The processes below this one, to which orphans of its children come from now on."""
+    libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
+    found = psutil.Process().children(recursive=True)  # of other tests, such as a resource tracker
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield found
+    libc.prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def told(runs: Runs, before: object) -> dict[str, str]:
     """Why each of REFUSED ended."""
     table = json.dumps(list(REFUSED.items()))
     program = f"TABLE = {table!r}\nPRELUDE = {PRELUDE!r}\n{DRIVER}"
@@ -88,45 +154,64 @@ def told(runs: Runs) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def limited(runs: Runs) -> dict[str, Outcome]:
+def limited(runs: Runs, before: object) -> dict[str, Outcome]:
     programs = [
-        (PRELUDE + text, 1.0 if failure.startswith("time") or not failure else 10.0)
+        (PRELUDE + text, 1.0 if failure in ("", OUT_OF_TIME) else 10.0)
         for text, failure in LIMITED.values()
     ]
     return dict(zip(LIMITED, runs(programs)))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused(name: str, told: dict[str, str]) -> None:
-    assert not told[name].startswith(("got what it wanted", "ended with status 9", "SyntaxError"))
-    assert "NameError" not in told[name] and "AttributeError" not in told[name]
+def test_all_are_refused(told: dict[str, str]) -> None:
+    assert told.keys() == REFUSED.keys()
+    escaped = {
+        name: why
+        for name, why in told.items()
+        if why.startswith(("got what it wanted", "ended with status 9", *MISWRITTEN))
+    }
+    assert escaped == {}
 
 
-@pytest.mark.parametrize("name", LIMITED)
-def test_it_ends_at_a_limit(name: str, limited: dict[str, Outcome]) -> None:
-    failure = limited[name].failure
-    assert failure is not None and failure.startswith(LIMITED[name][1])
+def test_all_end_at_a_limit(limited: dict[str, Outcome]) -> None:
+    others = {
+        name: outcome.failure
+        for name, outcome in limited.items()
+        if outcome.failure is None or not outcome.failure.startswith(LIMITED[name][1])
+    }
+    assert others == {}
 
 
-def leftovers(folder: Path | None) -> list[list[str]]:
-    """What programs could leave on the machine."""
-    groups = [] if folder is None else sorted(p.name for p in folder.glob(f"gspo_{os.getpid()}_*"))
+def groups() -> list[Path]:
+    """Memory cgroups of sandboxes of this process."""
+    place = sandbox_memory.place()
+    return [] if place is None else sorted(place.folder.glob(f"gspo_{os.getpid()}_*"))
+
+
+def test_they_leave_nothing(
+    told: dict[str, str], limited: dict[str, Outcome], before: list[psutil.Process]
+) -> None:
+    left = [p for p in psutil.Process().children(recursive=True) if p not in before]
+    assert psutil.wait_procs(left, timeout=30)[1] == []
+    assert groups() == [] and not Path("/escaped").exists()
+
+
+def shared_memory() -> list[list[str]]:
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()
-    return [groups, segments, sorted(os.listdir("/dev/shm"))]
+    return [segments, sorted(os.listdir("/dev/shm"))]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_thousand_leave_nothing(runs: Runs) -> None:
-    draw, place = random.Random(1), sandbox_memory.place()
-    folder = None if place is None else place.folder
-    before = leftovers(folder)
+    """Random ones, some of them after a fork."""
+    draw, before = random.Random(1), shared_memory()
     for _ in range(50):
         names = draw.choices([*REFUSED, *LIMITED], k=20)
         texts = [REFUSED[name] if name in REFUSED else LIMITED[name][0] for name in names]
+        texts = [FORKED * (draw.random() < 0.3) + text for text in texts]
         outcomes = runs([(PRELUDE + text, 1.0) for text in texts])
         well = [name for name, outcome in zip(names, outcomes) if outcome.failure is None]
         assert well == []
-    assert leftovers(folder) == before
+    assert shared_memory() == before and groups() == []
     ended = psutil.Process().children(recursive=True)
     assert [p for p in ended if p.name() in ("bwrap", "sh")] == []

@@ -13,7 +13,7 @@ import pytest
 from gspo_megatron.process import sandbox, sandbox_facts, sandbox_memory
 from gspo_megatron.process.sandbox import Limits, SandboxError
 from gspo_megatron.process.sandbox_memory import Group, Place
-from tests.unit.process.ordinary_user import ordinary_user
+from tests.unit.process.ordinary_user import User
 
 LIMITS = Limits(seconds=10.0, memory_mb=128, processes=32, disk_mb=8)
 # Each process has less than its limit, all together four times as much.
@@ -90,11 +90,10 @@ print("held")
     assert not group.folder.exists()
 
 
-def test_it_goes_first_and_cannot_take_it_back() -> None:
+def test_it_goes_first_and_cannot_take_it_back(user: User) -> None:
     program = "print(open('/proc/self/oom_score_adj').read())\n"
     change = "open('/proc/self/oom_score_adj', 'w').write('0')"
-    with ordinary_user() as user:
-        told, refused = user.run([program, change], LIMITS)
+    told, refused = user.run([program, change], LIMITS)
     assert told.stdout.strip() == b"1000"
     assert (refused.failure or "").startswith("OSError: [Errno 30] Read-only file system")
 

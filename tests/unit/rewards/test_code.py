@@ -129,12 +129,12 @@ def test_tests_may_be_the_answer() -> None:
 
 def test_the_score_is_all_or_a_share() -> None:
     row = {"input_output": {"inputs": ["1", "2", "3"], "outputs": ["2", "5", "6"]}}
-    section = RewardSection(name="code", options={"seconds": 2.0}, workers=2)
+    section = RewardSection(name="code", options={"seconds": 2.0}, workers=1)
     scores = {}
     for fraction in (False, True):
         options = {**section.options, "fraction": fraction}
         given = section.model_copy(update={"options": options})
-        scorer = Scorer(get_reward("code", None, options, 2), given)
+        scorer = Scorer(get_reward("code", None, options, 1), given)
         try:
             found, failed = scorer.score([sample(DOUBLE, **row), sample("1 / 0", **row)])
         finally:

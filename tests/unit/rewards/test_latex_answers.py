@@ -76,7 +76,15 @@ BOXED: dict[str, tuple[str, str]] = {
     r"\$18.90": (r"18.90  \$18.90  18.9", r"18  1890"),
 }
 # whole responses: (response, gold, is it right)
-WHOLE: Sequence[tuple[str, str, bool]] = (
+WHOLE: Sequence[tuple[str, str | float, bool]] = (
+    ("The answer is 82.", 82, True),
+    (r"\boxed{\frac{1}{2}}", 0.5, True),
+    ("1/2", r"$\frac12$", True),
+    ("$1+x^2$", "x^2+1", True),
+    (r"\boxed{5} and so \boxed{4}, not 5", "5", False),
+    (r"\boxed{4} and \boxed{5}", r"\{4, 5\}", True),  # all boxes
+    (r"\boxed{A \cup B}", r"A \cup B", True),  # compared as text
+    (r"\boxed{A \cap B}", r"A \cup B", False),
     ("The answer is 204.", "204", True),
     ("The answer is $204$.", "204", True),
     ("**Answer: 204**", "204", True),
@@ -113,7 +121,7 @@ MISSED: Sequence[tuple[str, str]] = (
 )
 
 
-def cases() -> list[tuple[str, str, bool]]:
+def cases() -> list[tuple[str, str | float, bool]]:
     found = list(WHOLE)
     for gold, of_gold in BOXED.items():
         for forms, is_equal in zip(of_gold, (True, False), strict=True):

@@ -50,33 +50,6 @@ def test_math_without_its_package_is_refused_at_once(monkeypatch: pytest.MonkeyP
         get_reward("math")
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "expected"),
-    [
-        ("82", "The answer is 82.", 1.0),
-        ("82", "The answer is 83.", 0.0),
-        ("1/2", r"so \boxed{0.5}", 1.0),
-        (r"\frac{1}{2}", "$0.5$", 1.0),
-        ("x^2+1", "$1+x^2$", 1.0),
-        (r"$\frac12$", "1/2", 1.0),
-        ("1,000", "1000", 1.0),
-        ("3", "", 0.0),
-        ("3", "no number here", 0.0),
-        ("5", r"\boxed{4} no wait, \boxed{5}", 1.0),  # the last box
-        ("4", r"\boxed{4} no wait, \boxed{5}", 0.0),
-        ("5", r"\boxed{5} and so \boxed{4}, not 5", 0.0),
-        (r"\{4, 5\}", r"\boxed{4} and \boxed{5}", 1.0),  # all boxes
-        (r"A \cup B", r"\boxed{A \cup B}", 1.0),  # compared as text
-        (r"A \cup B", r"\boxed{A \cap B}", 0.0),
-        (82, "The answer is 82.", 1.0),
-        (0.5, r"\boxed{\frac{1}{2}}", 1.0),
-    ],
-)
-def test_math_compares_by_value(answer: str | float, response: str, expected: float) -> None:
-    pytest.importorskip("math_verify")
-    assert score(get_reward("math"), sample(answer, response)) == expected
-
-
 @pytest.mark.parametrize("answer", ["", "about {}", "$?$"])
 def test_math_refuses_an_answer_that_is_no_expression(answer: str) -> None:
     pytest.importorskip("math_verify")

@@ -1,0 +1,19 @@
+"""A tokenizer whose tokens are characters, for episodes that are to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gspo_megatron.data.chat import CHATML
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n!"
+
+
+def character_tokenizer(folder: Path, *symbols: str, template: str = CHATML) -> Tokenizer:
+    """symbols: control tokens beside those of the template; the files are in `folder`."""
+    lines = [CHARACTERS.replace("\n", " "), "a!b\nc"] * 9
+    symbols = ("<|im_start|>", *symbols)
+    train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=list(symbols))
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder / "tokenizer.model")
