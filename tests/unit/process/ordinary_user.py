@@ -79,12 +79,12 @@ def ordinary_user() -> Iterator[User]:
     with TemporaryDirectory(prefix="gspo_user_") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        rewards = folder / "gspo_megatron" / "rewards"
-        rewards.mkdir(parents=True)
-        for package in (rewards.parent, rewards):
+        room = folder / "gspo_megatron" / _PACKAGE.name
+        room.mkdir(parents=True)
+        for package in (room.parent, room):
             (package / "__init__.py").touch()
         for path in _PACKAGE.glob("sandbox*.py"):
-            shutil.copy(path, rewards)
+            shutil.copy(path, room)
         _copy_bubblewrap(folder)
         yield User(folder, _python(folder))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import errno
 import os
 import platform
 import random
@@ -110,7 +111,8 @@ def test_limits_are_named(program: str, failure: str) -> None:
 ESCAPES = {
     "writes to the root": "open('/escaped', 'w')",
     "writes beside Python": "import os; open(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')",
-    "writes to devices": "open('/dev/shm/escaped', 'w')",
+    "writes to devices": "open('/dev/escaped', 'w')",
+    "reads shared memory": "open('/dev/shm/gspo_escape_PID').read()",
     "changes the harness": "open('/harness.py', 'w')",
     "makes the root writable": (
         "import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)"
@@ -211,12 +213,18 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     ):
         named.bind(f"\0gspo_escape_{os.getpid()}")
         named.listen()
-        yield {
-            "FOLDER": str(tmp_path),
-            "PORT": str(server.getsockname()[1]),
-            "DATAGRAMS": str(datagrams),
-            "PID": str(os.getpid()),
-        }
+        shared = Path(f"/dev/shm/gspo_escape_{os.getpid()}")
+        shared.write_text("secret")
+        shared.chmod(0o644)
+        try:
+            yield {
+                "FOLDER": str(tmp_path),
+                "PORT": str(server.getsockname()[1]),
+                "DATAGRAMS": str(datagrams),
+                "PID": str(os.getpid()),
+            }
+        finally:
+            shared.unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -310,6 +318,40 @@ def test_nothing_is_in_the_environment_of_any_process() -> None:
     assert "PWD=/tmp\0" in own
 
 
+# Makes a file, a lock and a block, fills the rest, and tells what it has of shared memory.
+SHARED = """
+import multiprocessing, os
+from multiprocessing import shared_memory
+lock = multiprocessing.Lock()
+block = shared_memory.SharedMemory(create=True, size=1 << 12, name="gspo_escaped_block")
+written = os.open("/dev/shm/gspo_escaped", os.O_CREAT | os.O_WRONLY)
+try:
+    while True:
+        os.write(written, bytes(1 << 12))
+except OSError as error:
+    full = error.errno
+size = sum(os.stat(f"/dev/shm/{name}").st_blocks * 512 for name in os.listdir("/dev/shm"))
+print([full, size, os.stat("/dev/shm").st_dev, sorted(os.listdir("/dev/shm"))], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("who", ["this user", "an ordinary user"])
+def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str) -> None:
+    """Two programs, one after the other: neither sees the other's, and the host sees none. It has
+    its size without a cgroup too: an ordinary user mostly has none."""
+    before = sorted(os.listdir("/dev/shm"))
+    with ordinary_user() as user:
+        own = [run(SHARED), run(SHARED)] if who == "this user" else user.run([SHARED] * 2, LIMITS)
+    for outcome in own:
+        assert outcome.failure is None
+        full, size, device, names = ast.literal_eval(outcome.stdout.decode())
+        assert full == errno.ENOSPC and (1 << 20) - (1 << 15) <= size <= 1 << 20
+        assert device != os.stat("/dev/shm").st_dev
+        assert names == ["gspo_escaped", "gspo_escaped_block"]  # the lock has no name any more
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
 ATTACKS = [
     *ESCAPES.values(),
     "import os\nwhile True: os.fork()",
@@ -320,6 +362,7 @@ ATTACKS = [
     "import os, sys\nos.execv('/bin/sh', ['sh', '-c', ':(){ :|:& };:'])",
     "import os\nos.execv('/bin/sh', ['sh', '-c', 'nohup setsid sleep 900 & sleep 900'])",
     "import ctypes; ctypes.string_at(0)",
+    "open('/dev/shm/escaped', 'w').write('x'); raise SystemExit(1)",
 ]
 
 
