@@ -114,7 +114,7 @@ def test_report_prints_the_path_of_what_it_wrote(
 def test_without_docstrings_and_asserts_commands_and_checks_of_files_are_the_same(
     tmp_path: Path,
 ) -> None:
-    """As under `python -OO`: the help of all commands, and a file of a checkpoint that is damaged."""
+    """As under `python -OO`: the help of all commands, and a damaged file of a checkpoint."""
     (tmp_path / "optimizer.json").write_text('{"step": "3", "groups": []}')
     program = f"""
 import pathlib, sys
