@@ -24,12 +24,25 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """All that is wrong with a configuration, one line a problem."""
+    """All that is wrong with a configuration, one line a problem.
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    known: the configuration without the values that are not legal, where the rest of it can still
+    be checked (config/known.py).
+    """
+
+    def __init__(self, problems: Sequence[str], known: Any = None) -> None:
         assert problems, "a ConfigError without a problem"
-        self.problems = list(problems)
+        self.problems, self.known = list(problems), known
         super().__init__("\n".join(self.problems))
+
+
+class UnknownValueError(ConfigError):
+    """A value was read that is not legal, which is told already: what needs it cannot be checked.
+    It has no line of its own."""
+
+    def __init__(self) -> None:
+        self.problems, self.known = [], None
+        UserError.__init__(self)
 
 
 class DataError(UserError):

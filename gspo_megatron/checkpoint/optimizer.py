@@ -143,11 +143,12 @@ def read_groups(folder: Path) -> dict[str, Any]:
     path = folder / GROUPS_FILE
     try:
         document = parse_json(path.read_bytes())
-        assert isinstance(document["step"], int)
-        assert all({*_GROUP_KEYS, *_SCHEDULED} <= group.keys() for group in document["groups"])
+        has_keys = [{*_GROUP_KEYS, *_SCHEDULED} <= group.keys() for group in document["groups"]]
+        if not (isinstance(document["step"], int) and all(has_keys)):
+            raise ValueError
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path}: not the groups of an optimizer") from None
     return document
 

@@ -246,6 +246,7 @@ def _changes(
     config: AnyConfig, checkpoint: Path, state: RunState, command: Sequence[str]
 ) -> list[str]:
     """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
+    config.require_whole()
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import rollout_plan, train
 from gspo_megatron.cli.arguments import Commands, config_parser, loading, number, positive
-from gspo_megatron.cli.check_inputs import Checked, check_run
+from gspo_megatron.cli.check_inputs import Checked, all_told, check_run
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config.load import load_any_config
 
-    config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
+    with all_told(arguments.world_size, with_files=with_files, fresh=arguments.fresh):
+        config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if not with_files:
         config = _without_weights(config)
     world_size = arguments.world_size or config.world_size_hint()

@@ -3,20 +3,22 @@ it names, its run folder and the weights that it begins with."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.check_packages import check_packages
-from gspo_megatron.errors import ConfigError, DataError, gathered_in
+from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.resume import Start
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
+    from gspo_megatron.rewards.registry import Reward
 
     AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
 
@@ -30,6 +32,30 @@ class Checked:
     start: Start | None = None  # what the run resumes from; None where that was not looked at
 
 
+@contextlib.contextmanager
+def all_told(
+    world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
+) -> Generator[None]:
+    """Within it a configuration is loaded. If it holds values that are not legal, `check` looks at
+    the rest of it, and the ConfigError has all problems.
+
+    world_size: None: as many ranks as the layout needs. check: by default `check_run`; options: its
+    own.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        config, problems = error.known, error.problems
+        if config is None:
+            raise
+        ranks = world_size
+        with contextlib.suppress(UnknownValueError):  # rules of the layout are left out then
+            ranks = world_size or config.world_size_hint()
+        with gathered_in(problems):
+            (check or check_run)(config, ranks or 1, told=problems, **options)
+        raise ConfigError(list(dict.fromkeys(problems))) from None
+
+
 def check_run(
     config: AnyConfig,
     world_size: int,
@@ -37,14 +63,15 @@ def check_run(
     with_files: bool = True,
     fresh: bool = False,
     command: Sequence[str] = (),
+    told: Sequence[str] = (),
 ) -> Checked:
     """`check_all`, the packages that the run imports, and the run folder, which must be empty with
     `fresh`, the weights that a new run begins with, and where its export goes. Raises ConfigError
-    with the problems of all."""
+    with the problems of all, after those `told`: the values that are not legal."""
     options: Any = {"fresh": fresh, "command": command}
-    problems: list[str] = []
+    problems: list[str] = [*told]
     with gathered_in(problems):
-        config, inputs = check_all(config, world_size, with_files=with_files, **options)
+        config, inputs = check_all(config, world_size, with_files=with_files, told=told, **options)
     if with_files:
         with gathered_in(problems):
             check_packages(config)
@@ -60,28 +87,29 @@ def check_all(
     with_files: bool = True,
     fresh: bool = False,
     command: Sequence[str] = (),
+    told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Check a loaded configuration of any stage with everything it names. Returns it with the
     number of its steps, and what its files hold: None without them, or where none is named.
     Without files the run is for another machine, and what is installed here is not checked either.
     `command`: the words with which the user starts the run, for advice that can be copied.
 
-    Raises ConfigError with the problems of all parts, and then also with what `check_run` finds
-    without the files.
+    Raises ConfigError with the problems of all parts, after those `told`, and then also with what
+    `check_run` finds without the files.
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.stages import FineTuningConfig
     from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
-    problems: list[str] = []
+    problems: list[str] = [*told]
     inputs = None
     with gathered_in(problems):
         check_config(config, world_size, here=with_files, for_training=isinstance(config, Config))
     if isinstance(config, Config):
         inputs = _read_prompts(config, with_files, problems)
     else:
-        named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
         with gathered_in(problems):
+            named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
             if not isinstance(config, FineTuningConfig):
                 config = config.with_steps()
                 inputs = read_pretraining(config) if named else None
@@ -115,13 +143,14 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     tools: list[dict[str, Any]] = []
     with gathered_in(problems):
         environment, tools = environment_of(config), tools_of(config)
-    section, suites = config.reward, {}
+    suites: dict[str, Reward] = {}
     with gathered_in(problems):
         suites = suite_rewards(config.evaluation.suites)
     for name, of_suite in suites.items():
         with gathered_in(problems):
             check_section(of_suite, config.evaluation.suites[name].reward)
     with gathered_in(problems):
+        section = config.reward
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
         if gives_rewards(environment):
             reward = None
@@ -131,13 +160,13 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             reward = None
         if reward is not None:
             check_section(reward, section)
-    section = config.objective
-    # The user's own functions are written with torch; nothing else here needs it.
-    if section.import_path is not None or section.advantage_import_path is not None:
-        from gspo_megatron.objectives import build_objective
+    with gathered_in(problems):
+        own = config.objective
+        # The user's own functions are written with torch; nothing else here needs it.
+        if own.import_path is not None or own.advantage_import_path is not None:
+            from gspo_megatron.objectives import build_objective
 
-        with gathered_in(problems):
-            build_objective(section, config.rollout.max_response_tokens)
+            build_objective(own, config.rollout.max_response_tokens)
     if with_files:
         with gathered_in(problems):
             problems += unfit_heads(config)
@@ -164,13 +193,13 @@ def _check_start(
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
-    model = config.model
     try:
         start = preview(config, fresh=fresh, command=command)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already
         raise
+    model = config.model
     if inputs is None:
         if start.state is None and model.checkpoint_path is not None:
             given_checkpoint(model.checkpoint_path)

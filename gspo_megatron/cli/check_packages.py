@@ -34,10 +34,11 @@ def check_packages(config: AnyConfig) -> None:
     problems: list[str] = []
     with gathered_in(problems):
         require_packages(config.logging.trackers)
-    if isinstance(config, Config) and config.rollout.engine == "vllm":
-        section = config.rollout.vllm
-        if section.servers and not rollout_nodes():  # agents on those nodes start them there
-            problems += _lacks_vllm(section.python)
+    with gathered_in(problems):
+        if isinstance(config, Config) and config.rollout.engine == "vllm":
+            section = config.rollout.vllm
+            if section.servers and not rollout_nodes():  # agents on those nodes start them there
+                problems += _lacks_vllm(section.python)
     if problems:
         raise ConfigError(problems)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
-from gspo_megatron.cli.check_inputs import check_all
+from gspo_megatron.cli.check_inputs import all_told, check_all
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.process import ranks
 
@@ -45,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.config import load_config
 
     rank_of = ranks.world_size_of_rank(os.environ)
-    config = _as_played(load_config(arguments.config, arguments.overrides))
+    told_here = contextlib.nullcontext() if rank_of else all_told(arguments.nproc, _check)
+    with told_here:
+        config = _as_played(load_config(arguments.config, arguments.overrides))
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     if not (config.data.prompts or config.data.eval_prompts):
         raise ConfigError(["data.prompts, data.eval_prompts: null; legal: prompts to play"])
@@ -65,6 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     if records:
         print("\n".join(lines_of(records)), flush=True)
     return 0
+
+
+def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
+    """Look at what is sound in a configuration. told: what is not."""
+    check_all(_as_played(config), world_size, told=told)
 
 
 def _as_played(config: Config) -> Config:

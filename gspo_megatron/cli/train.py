@@ -4,6 +4,7 @@ on this machine."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading
-from gspo_megatron.cli.check_inputs import Checked, check_all, check_run
+from gspo_megatron.cli.check_inputs import Checked, all_told, check_all, check_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
 from gspo_megatron.process.cores import usable_cores
@@ -54,12 +55,15 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
     stage, fresh = STAGES[name][0], arguments.fresh
     rank_of = ranks.world_size_of_rank(os.environ)
-    config: Any = load.load_config(arguments.config, arguments.overrides, load.STAGES[stage])
+    command, told_here = command_of(name, arguments), contextlib.nullcontext()
+    if rank_of is None:  # ranks leave the rest to the process that started them
+        told_here = all_told(arguments.nproc, fresh=fresh, command=command)
+    with told_here:
+        config: Any = load.load_config(arguments.config, arguments.overrides, load.STAGES[stage])
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     inputs = None
     if rank_of is None:
         try:
-            command = command_of(name, arguments)
             checked = check_run(config, world_size, fresh=fresh, command=command)
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
+from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.schema import Config, EvaluationSection
@@ -57,21 +58,30 @@ def parse_config(
         if wrong:  # without `layout` the schema can still check the rest of the section
             del raw["parallel"]["layout"]
         problems += wrong
+    config, errors, of_fields = None, [], []
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:
-        problems += [_describe(item, schema) for item in error.errors(include_url=False)]
+        errors = error.errors(include_url=False)
     for dotted in MEGATRON_CLASSES:
         section, key = dotted.split(".")
         fields = raw[section].get(key) if isinstance(raw[section], dict) else None
         if isinstance(fields, dict):
-            problems += megatron_problems(dotted, fields)
-    if problems:
-        raise ConfigError(problems)
-    if config.logging.dir is None:
-        logging = config.logging.model_copy(update={"dir": f"runs/{name}"})
-        config = config.model_copy(update={"logging": logging})
-    return config
+            of_fields += megatron_problems(dotted, fields)
+    if config is None or problems or of_fields:
+        known = known_part(raw, schema, errors, [*problems, *of_fields])
+        problems += [*(_describe(item, schema) for item in errors), *of_fields]
+        raise ConfigError(problems, None if known is None else _with_folder(known, name))
+    return _with_folder(config, name)
+
+
+def _with_folder(config: C, name: str) -> C:
+    """The configuration with the usual run folder, where none is given."""
+    section: Any = config.known("logging")
+    if section is None or vars(section).get("dir", "") is not None:  # given, or not known
+        return config
+    logging = section.model_copy(update={"dir": f"runs/{name}"})
+    return config.model_copy(update={"logging": logging})
 
 
 def to_yaml(config: Config | StageConfig) -> str:

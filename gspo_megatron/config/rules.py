@@ -26,7 +26,14 @@ from gspo_megatron.config.stages import (
     StageConfig,
 )
 from gspo_megatron.config.suite_rules import suites_fit
-from gspo_megatron.errors import ConfigError, did_you_mean, format_value, nearest, problem
+from gspo_megatron.errors import (
+    ConfigError,
+    did_you_mean,
+    format_value,
+    gathered_in,
+    nearest,
+    problem,
+)
 from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.model_shape import MODEL_FILE
 
@@ -48,7 +55,8 @@ def check_config(
         except ConfigError as error:  # the model's shape is not known; other rules do without
             problems.extend(error.problems)
     if is_rl:
-        problems.extend(objective_problems(config.objective))
+        with gathered_in(problems):
+            problems.extend(objective_problems(config.objective))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -280,8 +288,9 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
     if plan.config.routing.rollout_noise:
         wrong = "is for the in-process engine; legal with rollout.engine = vllm: 0.0"
         yield "routing.rollout_noise", wrong
+    shape = plan.shape
     try:
-        family_of_shape(plan.shape)
+        family_of_shape(shape)
     except ConfigError as error:
         yield "rollout.engine", f"servers need a Hugging Face model: {error.problems[0]}"
 
@@ -359,8 +368,9 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
 def export_has_a_family(plan: Plan) -> Problems:
     if plan.config.export.hf_path is None or plan.config.model.hf_path is not None:
         return
+    shape = plan.shape
     try:
-        family_of_shape(plan.shape)
+        family_of_shape(shape)
     except ConfigError as error:
         yield "export.hf_path", f"{error}; legal: null"
 

@@ -76,8 +76,7 @@ class ModelSection(Section):
         return values
 
     def starting_shape(self) -> ModelPreset:
-        """The model before the keys of this section replace parts of it. Raises ConfigError where
-        it is described by a file that cannot be read or used."""
+        """The model before the other keys replace parts of it. Raises ConfigError for its file."""
         if self.hf_path is not None:
             return preset_of_folder(self.hf_path)
         if self.preset is None and self.checkpoint_path is not None:
@@ -506,7 +505,7 @@ class RunConfig(Section):
 
     def input_files(self) -> dict[str, list[str]]:
         """The files that are read to train, by the key that names them; without the tokenizer."""
-        named = {f"data.{name}": getattr(self.data, name) for name in self.inputs}
+        named = {f"data.{name}": self.data.known(name) for name in self.inputs}
         return {
             key: [path + self.input_suffix for path in ([given] if type(given) is str else given)]
             for key, given in named.items()
@@ -528,8 +527,9 @@ class RunConfig(Section):
     def resolved_model(self) -> ModelShape:
         """The starting shape with the keys of `model` in place; sizes that both leave open get
         TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        start = self.model.starting_shape()
         given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
-        return shape_of(self.model.starting_shape(), self.model.megatron, **given)
+        return shape_of(start, self.model.megatron, **given)
 
 
 def suite_key(name: str) -> str:
@@ -562,8 +562,9 @@ class Config(RunConfig):
 
     def input_files(self) -> dict[str, list[str]]:
         """As for any run, and the problems of the suites."""
-        suites = {suite_key(name): each.prompts for name, each in self.evaluation.suites.items()}
-        return {**super().input_files(), **suites}
+        suites = (self.evaluation.known("suites") or {}).items()
+        named = {suite_key(name): suite.known("prompts") or [] for name, suite in suites}
+        return {**super().input_files(), **named}
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
         """As for any run; suites have an interval of their own."""
@@ -573,8 +574,7 @@ class Config(RunConfig):
 
     def suite_response_tokens(self, name: str) -> int:
         """max_response_tokens of a suite with its default filled in."""
-        given = self.evaluation.suites[name].max_response_tokens
-        return self.rollout.max_response_tokens if given is None else given
+        return self.evaluation.suites[name].max_response_tokens or self.rollout.max_response_tokens
 
 
 def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:

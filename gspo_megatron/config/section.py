@@ -13,6 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.errors import UnknownValueError
+
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -77,6 +79,25 @@ RESUME = {
 class Section(BaseModel):
     # Strict: "5" for 5 and true for 1 are slips, and a run must not start on a slip.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    if not typing.TYPE_CHECKING:  # as in pydantic: a type checker would take any name for a key
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise UnknownValueError
+            return super().__getattr__(name)
+
+    def known(self, name: str) -> Any:
+        """The value of a key; None where the user's value is not legal, so that it is not known."""
+        return vars(self).get(name)
+
+    def require_whole(self) -> None:
+        """Raise UnknownValueError where a value is not known, here or in a section inside."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(each, Section):
+                    each.require_whole()
 
 
 def key(resume: str, default: Any, meaning: str, **limits: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from gspo_megatron.config.model_rules import Plan, Problems
-from gspo_megatron.config.schema import EvaluationSection, RewardSection, suite_key
+from gspo_megatron.config.schema import EvaluationSection, RewardSection, SuiteSection, suite_key
+from gspo_megatron.errors import UnknownValueError
 
 _SHAPING = ("scale", "clip", "overlong_buffer", "overlong_penalty")
 
@@ -33,26 +35,29 @@ def suites_fit(plan: Plan) -> Problems:
 def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]:
     """Of each problem that suites have by themselves: the key, its value, and what is wrong."""
     for name, suite in section.suites.items():
-        key, shaping = suite_key(name), RewardSection.model_fields
-        if suite.samples > 1 and suite.temperature == 0:
-            wrong = f"greedy responses are all the same, and samples = {suite.samples}; legal: "
-            yield f"{key}.temperature", suite.temperature, f"{wrong}above 0, or samples = 1"
-        for each in _SHAPING:
-            value = getattr(suite.reward, each)
-            if value != shaping[each].default:
-                wrong = "rewards of an evaluation are not shaped; legal: leave it out"
-                yield f"{key}.reward.{each}", value, wrong
-        if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
-            wrong = (
-                f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
-            )
-            yield f"{key}.failed", suite.failed, f"{wrong}evaluation; legal: drop_group there"
-        window = suite.filter
-        if window.field is None and (window.first or window.last):
-            wrong = "nothing tells which field has the date; legal: the name of a field"
-            yield f"{key}.filter.field", None, wrong
-        first, last = window.first or "", window.last or "9999"
-        size = min(len(first), len(last))
-        if first[:size] > last[:size]:
-            wrong = f"before filter.first = {first}; legal: from that on"
-            yield f"{key}.filter.last", window.last, wrong
+        with contextlib.suppress(UnknownValueError):
+            yield from _problems_of_suite(name, suite)
+
+
+def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, Any, str]]:
+    key, shaping = suite_key(name), RewardSection.model_fields
+    if suite.samples > 1 and suite.temperature == 0:
+        wrong = f"greedy responses are all the same, and samples = {suite.samples}; legal: "
+        yield f"{key}.temperature", suite.temperature, f"{wrong}above 0, or samples = 1"
+    for each in _SHAPING:
+        value = getattr(suite.reward, each)
+        if value != shaping[each].default:
+            wrong = "rewards of an evaluation are not shaped; legal: leave it out"
+            yield f"{key}.reward.{each}", value, wrong
+    if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
+        wrong = f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
+        yield f"{key}.failed", suite.failed, f"{wrong}evaluation; legal: drop_group there"
+    window = suite.filter
+    if window.field is None and (window.first or window.last):
+        wrong = "nothing tells which field has the date; legal: the name of a field"
+        yield f"{key}.filter.field", None, wrong
+    first, last = window.first or "", window.last or "9999"
+    size = min(len(first), len(last))
+    if first[:size] > last[:size]:
+        wrong = f"before filter.first = {first}; legal: from that on"
+        yield f"{key}.filter.last", window.last, wrong

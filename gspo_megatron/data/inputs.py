@@ -3,9 +3,11 @@ process group exists."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import Config
@@ -23,8 +25,9 @@ from gspo_megatron.data.prompts import (
     encode_prompts,
     load_prompts,
 )
+from gspo_megatron.data.rows import file_kind
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.errors import ConfigError, DataError, gathered_in
+from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
 from gspo_megatron.files import fingerprint
 from gspo_megatron.types import Prompt
 
@@ -74,17 +77,21 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
     tokenizer, problems = _load_tokenizer(config)
     if tokenizer is not None and tools:
         tokenizer.template_options = {**tokenizer.template_options, "tools": list(tools)}
-    forms = prompt_forms(config)
+    forms, named = prompt_forms(config), config.input_files()
     loaded: dict[str, list[list[Prompt]]] = {key: [] for key in forms}
-    for key, paths in config.input_files().items():
+    for key, paths in named.items():
         for path in paths:
             with gathered_in(problems):
+                if key not in forms:
+                    file_kind(Path(path), "prompt file")
+                    continue
                 form = forms[key]
                 loaded[key].append(load_prompts(path, form.fields, form.chat_template))
-        loaded[key] = _first(loaded[key], forms[key].limit)
+        if key in forms:
+            loaded[key] = _first(loaded[key], forms[key].limit)
     warnings: list[str] = []
     # else that is reported already
-    if tokenizer is not None and all(forms[key].max_tokens > 0 for key in loaded):
+    if tokenizer is not None and all(form.max_tokens > 0 for form in forms.values()):
         with gathered_in(problems):
             _check_template(config, tokenizer, itertools.chain(*loaded.values()))
             for key, files in loaded.items():
@@ -92,7 +99,8 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
                 warnings += _odd_texts(loaded[key], tokenizer, key)
     if problems:
         raise ConfigError(problems)
-    assert tokenizer is not None
+    if tokenizer is None or forms.keys() != named.keys():
+        raise UnknownValueError
     prompts = {key: [*itertools.chain(*files)] for key, files in loaded.items()}
     sizes = {key: tuple(map(len, files)) for key, files in loaded.items()}
     for held_out in {"data.eval_prompts"} & prompts.keys():
@@ -115,25 +123,35 @@ class PromptForm:
 
 
 def prompt_forms(config: Config) -> dict[str, PromptForm]:
-    """The form of all input files, by the key that names them. Without a known shape of the model,
-    which `_load_tokenizer` reports, prompts may have no tokens."""
+    """The form of all input files, by the key that names them; a form with a value that is not
+    known is left out. Without a known shape of the model, which `_load_tokenizer` reports, prompts
+    may have no tokens."""
     try:
         longest, length = config.max_prompt_tokens(), config.resolved_model().max_sequence_length
     except ConfigError:
         longest = length = 0
-    data, setting = config.data, "data.max_prompt_tokens"
-    usual = PromptForm(field_map(data), data.chat_template, longest, setting)
-    forms = dict.fromkeys(("data.prompts", "data.eval_prompts"), usual)
-    for name, suite in config.evaluation.suites.items():
-        key = suite_key(name)
-        forms[key] = PromptForm(
-            suite_fields(key, suite),
-            data.chat_template if suite.chat_template is None else suite.chat_template,
-            length - config.suite_response_tokens(name),
-            f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
-            suite.limit,
-        )
-    return {key: form for key, form in forms.items() if key in config.input_files()}
+    names = {suite_key(name): name for name in config.evaluation.suites}
+    forms = {}
+    for key in config.input_files():
+        with contextlib.suppress(UnknownValueError):
+            if key in names:
+                forms[key] = _form_of_suite(config, names[key], length)
+            else:
+                data, setting = config.data, "data.max_prompt_tokens"
+                forms[key] = PromptForm(field_map(data), data.chat_template, longest, setting)
+    return forms
+
+
+def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
+    """length: the longest sequence of the model."""
+    key, suite = suite_key(name), config.evaluation.suites[name]
+    return PromptForm(
+        suite_fields(key, suite),
+        config.data.chat_template if suite.chat_template is None else suite.chat_template,
+        length - config.suite_response_tokens(name),
+        f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
+        suite.limit,
+    )
 
 
 def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
@@ -184,18 +202,23 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     Raises ConfigError with the problems of all files, by file and line.
     """
     tokenizer, problems = _load_tokenizer(config)
-    form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
+    form = None
+    with contextlib.suppress(ConfigError):  # of the model's shape, which is reported already
+        form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
     found: dict[str, SupervisedData] = {}
     warnings: list[str] = []
-    if tokenizer is not None:
-        for key, paths in config.input_files().items():
-            with gathered_in(problems):
-                found[key] = load_supervised(paths[0], tokenizer, form)
-                counts, total = found[key].counts, len(found[key])
-                warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
+    for key, paths in config.input_files().items():
+        with gathered_in(problems):
+            if tokenizer is None or form is None:
+                file_kind(Path(paths[0]), "file")
+                continue
+            found[key] = load_supervised(paths[0], tokenizer, form)
+            counts, total = found[key].counts, len(found[key])
+            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
     if problems:
         raise ConfigError(problems)
-    assert tokenizer is not None
+    if tokenizer is None or form is None:
+        raise UnknownValueError
     evaluation = found.get("data.eval_examples")
     return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
 
@@ -206,7 +229,6 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
     Raises ConfigError with all problems.
     """
     tokenizer, problems = _load_tokenizer(config)
-    path = config.data.tokenizer
     ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
     for prefix in (*config.data.train, *config.data.evaluation):
         with gathered_in(problems):
@@ -216,6 +238,7 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
                 raise DataError(f"{prefix}.idx: holds no text to learn")
             if manifest is None:
                 continue
+            path = config.data.known("tokenizer")
             if tokenizer is not None and manifest.tokenizer["sha256"] != fingerprint(path):
                 raise DataError(
                     f"{prefix}.json: made with another tokenizer ({manifest.tokenizer['name']}) "
@@ -232,7 +255,8 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
         problems.append(f"data.evaluation_share = {share}: no document of any corpus; raise it")
     if problems:
         raise ConfigError(problems)
-    assert tokenizer is not None
+    if tokenizer is None:
+        raise UnknownValueError
     return PretrainingInputs(tokenizer, next(iter(ends), tokenizer.eos_id))
 
 
@@ -255,13 +279,14 @@ def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
 
 def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     """The tokenizer of the configuration, and what is wrong with it."""
-    name, model = config.data.tokenizer, config.model
     problems: list[str] = []
-    options = getattr(config.data, "chat_template_options", None)  # pre-training has none
+    wanted = None
     with gathered_in(problems):
-        tokenizer = load_tokenizer(name, options)
+        data, model = config.data, config.model
+        options = getattr(data, "chat_template_options", None)  # pre-training has none
+        name, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer, options)
         wanted = model_vocab_size(config, tokenizer)
-    if problems:
+    if wanted is None:
         return None, problems
     by_weights = model.hf_path is not None or (model.preset is None and model.vocab_size is None)
     if wanted < tokenizer.vocab_size and by_weights:

@@ -29,9 +29,25 @@ def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
     return {"turns": [*_turns(episode, rewards)], "error": error}
 
 
-def records_of(episodes: Sequence[Episode], scores: Sequence[Score | None]) -> list[dict[str, Any]]:
-    """The same for several; nothing of single turns."""
-    return [record_of(*pair) for pair in zip(episodes, scores, strict=True)] if episodes else []
+def records_of(
+    episodes: Sequence[Episode], scores: Sequence[Score | None]
+) -> Sequence[dict[str, Any]]:
+    """The same for several; nothing of single turns. A record is made when it is asked for: a step
+    writes those of `logging.samples_per_step` episodes only."""
+    return _Records([*zip(episodes, scores, strict=True)]) if episodes else []
+
+
+class _Records(Sequence[Any]):
+    def __init__(self, pairs: list[tuple[Episode, Score | None]]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [record_of(*pair) for pair in self._pairs[index]]
+        return record_of(*self._pairs[index])
 
 
 def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

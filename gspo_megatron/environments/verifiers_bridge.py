@@ -59,7 +59,8 @@ def load(settings: dict[str, Any]) -> Any:
             given["max_turns"] = settings["max_turns"]
         options[role] = given
     environment = load_environment(resolve_env_config({**options, "taskset": taskset}))
-    assert isinstance(environment.config, usual)
+    if not isinstance(environment.config, usual):
+        raise UnfitError(f"its configuration is no {usual.__name__}")
     data = type(environment.taskset).task_type().data_type()
     lost = [field for field, info in data.model_fields.items() if info.exclude]
     if lost:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
-import yaml
 from jinja2 import Environment, PackageLoader
 from rich import box
 from rich import table as rich_table
 from rich.console import Console
 
-from gspo_megatron.errors import UserError, format_value
+from gspo_megatron.config.load import parse_yaml
+from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (
@@ -218,11 +218,7 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
 
 def correct_at(folders: Sequence[Path]) -> str:
     """From which reward on a response counts as correct in `evaluation/accuracy`, for people."""
-    found = set()
-    for folder in folders:
-        path = folder / _CONFIG_FILE
-        config = yaml.safe_load(path.read_text("utf-8", "replace")) if path.is_file() else {}
-        found.add(config.get("evaluation", {}).get("correct_at", 1.0))
+    found = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
     return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
 
 
@@ -513,11 +509,18 @@ def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
 
 
 def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a run's configuration; none if it kept no configuration."""
+    """The sections of a run's configuration; none if it kept no configuration. Raises DataError for
+    a file that is none."""
     path = folder / _CONFIG_FILE
     if not path.is_file():
         return {}
-    return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")) or {}
+    try:
+        found = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) or {}
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    if isinstance(found, dict) and all(isinstance(each, dict) for each in found.values()):
+        return found
+    raise DataError(f"{path}: not the configuration of a run; move it away for a report without")
 
 
 def _differing_settings(runs: Sequence[Run]) -> Table:

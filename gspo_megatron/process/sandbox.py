@@ -1,7 +1,8 @@
 """Programs that nobody has read, in a bubblewrap sandbox.
 
 A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
-environment, a read-only root that holds no more than Python needs, and a /tmp in memory. Its system
+environment, a read-only root that holds no more than Python needs, and in memory its own /tmp and a
+small /dev/shm. Its system
 calls are filtered (sandbox_filter), its time, memory, processes, files and output are limited, and
 all its processes end with it. Where the machine allows it, a cgroup limits the memory of all of
 them together (sandbox_memory).
@@ -35,6 +36,7 @@ _HARNESS = "/harness.py"
 _NOBODY = 65534
 _START_SECONDS = 60.0  # of a sandbox, before its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
+_SHARED_BYTES = 1 << 20  # of /dev/shm; a semaphore takes a page
 _OVERHEAD_MB = 64  # of the sandbox itself, and of buffers of the kernel
 # The first of all processes goes first if memory gets scarce: what a process sets for itself it can
 # take back, what it inherits it cannot. bwrap's own environment can be read in the sandbox, in
@@ -343,8 +345,9 @@ def _words(limits: Limits) -> list[str]:
         if os.path.exists(name):
             words += ["--ro-bind", "/dev/null", name]
     words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    size = str(limits.disk_mb << 20)
-    words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+    # /dev/shm is its own, too: locks, queues and pools of multiprocessing are files in it
+    for folder, size in (("/tmp", limits.disk_mb << 20), ("/dev/shm", _SHARED_BYTES)):
+        words += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
     return words
 
 

@@ -37,7 +37,9 @@ _CONTROL = re.compile(
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
 )
 _BREAK = "\u200b"  # a space without width
-_USERS_MISTAKES = (400, 401, 403, 404, 405, 413, 422)  # statuses that a repetition does not mend
+# Statuses that say the same of every question. 400, 413 and 422 may be about one response alone, as
+# one that is too long for the judge, or has characters that its server refuses.
+_USERS_MISTAKES = (401, 403, 404, 405)
 
 
 @register("llm_judge", answers=None)
@@ -60,7 +62,8 @@ async def llm_judge(
     question is then asked once. key_variable: the environment variable that holds the key.
 
     Raises RewardError for what the user can mend (a wrong URL, model, key or template), and other
-    errors, after which `reward.retries` asks again: no connection, an overloaded server, no score.
+    errors, after which `reward.retries` asks again: no connection, an overloaded server, no score,
+    a question that the server refuses.
     """
     request = {
         "model": model,

@@ -138,9 +138,10 @@ class Dump:
         _check_whole(folder, contents=contents)
         try:
             content = parse_json((folder / DUMP_FILE).read_bytes())
-            assert (content.pop("format"), content.pop("version")) == (_FORMAT, 2)
+            if (content.pop("format"), content.pop("version")) != (_FORMAT, 2):
+                raise ValueError
             return cls(folder, **content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{folder}: not the dump of a step") from None
 
     def logged_loss(self) -> float | None:

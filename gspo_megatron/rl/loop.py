@@ -26,7 +26,7 @@ from gspo_megatron.config import Config, recomputes_old_logprobs
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import EpisodeError, RewardError, RolloutError
+from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
@@ -60,6 +60,11 @@ class RunComponents:
     objective: Objective
     logger: RunLogger
     checkpoints: Checkpoints
+
+
+# Failures that all ranks have, of responses and not of the policy: the run is saved as it was after
+# the last step. A DataError is one of the store: it cannot be written, or is damaged.
+_ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
 class ReinforcementLoop:
@@ -174,7 +179,7 @@ class ReinforcementLoop:
         if any(due):
             try:
                 metrics |= self.evaluate(step, *due)
-            except (EpisodeError, RewardError, RolloutError) as error:
+            except _ENDS_BETWEEN_STEPS as error:
                 run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
         run.logger.write(RL, step, metrics)
         progress.update(step, metrics)
@@ -198,7 +203,7 @@ class ReinforcementLoop:
             try:
                 self._begin_draws(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._draw(step))
-            except (EpisodeError, RewardError, RolloutError) as error:
+            except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(

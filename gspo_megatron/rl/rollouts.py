@@ -79,7 +79,7 @@ class Experience:
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
     # of episodes, their turns: see `environments.transcript`
-    sample_records: list[dict[str, Any]] = field(default_factory=list)
+    sample_records: Sequence[dict[str, Any]] = field(default_factory=list)
     parts: Tensor | None = None  # of one draw: [parts, num_sequences] float64, before weights
     # of one draw: calls of the reward function, and episodes, on all ranks
     failed_calls: FailedCalls = field(default_factory=FailedCalls)

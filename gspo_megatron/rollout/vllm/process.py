@@ -36,8 +36,12 @@ _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 600
 _LOOKED_AT = 1 << 16  # bytes at the end of a log
 _ERROR = re.compile(r"\w(Error|Exception)(: |$)")
+_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # of argparse, below all options it knows
+_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")  # of pydantic
 _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
-_PREFIX = re.compile(r"^(\([^)]*\) )*([A-Z]+ [\d: -]+\[[^\]]*\] )?")  # (process) LEVEL time [file]
+_PREFIX = re.compile(
+    r"^(\([^)]*\)\s+)*([A-Z]+ [\d: -]+\[[^\]]*\] )?"
+)  # (process) LEVEL time [file]
 _LONGEST = 40  # of the path of a folder for sockets
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -153,7 +157,22 @@ def last_lines_of(log: Path) -> str:
         lines, errors = _end_of(log)
     except OSError:
         return f"its log {log} cannot be read"
+    if (refused := _refused_settings(lines)) is not None:
+        return f"{refused} (all of it: {log})"
     return f"{_joined(errors or lines)} (all of it: {log})"
+
+
+def _refused_settings(lines: Sequence[str]) -> str | None:
+    """Which settings vLLM has refused at its start; None where it says of none."""
+    if lines and (unknown := _UNKNOWN_OPTION.search(lines[-1])):
+        return f"{unknown[1]}; vLLM refuses rollout.vllm.options"
+    last = max((n for n, line in enumerate(lines) if _ERROR.search(line)), default=None)
+    if last is None or not _INVALID.search(lines[last]):
+        return None
+    told = [_PREFIX.sub("", line) for line in lines[last + 1 :]]
+    told = [line for line in told if not line.startswith("For further information")]
+    wrong = " ".join(told)[:_SHOWN_CHARACTERS]
+    return f"{wrong}; vLLM refuses rollout.vllm.options, or the model's own settings"
 
 
 def errors_of(log: Path) -> str:

@@ -122,3 +122,83 @@ def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter)
 def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWriter) -> None:
     shape = shape_of(write_config(), "model.megatron.add_qkv_bias=true")
     assert count_parameters(shape, 11) is None
+
+
+def told(gspo: Command, *words: object) -> list[str]:
+    """The lines that a refused configuration gets."""
+    code, _, err = gspo(*words)
+    assert code == 2
+    return err.splitlines()
+
+
+def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: Command) -> None:
+    """Values, an unknown key, a missing file, a module and rules of several keys, in one round and
+    with one line each, although no rule about layout or learning rate can be checked."""
+    words = ("parallel.layout=tp=x", "optimizer.learning_rate=-1", "training.stpes=5")
+    others = (
+        "data.eval_prompts=none.jsonl",
+        "reward.import_path=no_such_module:score",
+        "rollout.top_k=5",
+        "rollout.engine=vllm",
+        "rollout.vllm.servers=1",
+        "rollout.vllm.python=/no/python",
+        "objective.kl_coefficient=0.5",
+    )
+    lines = told(gspo, "check", write_config(), *words, *others)
+    assert [line.split(" = ")[0].split(":")[0] for line in lines] == [
+        "parallel.layout",
+        "optimizer.learning_rate",
+        "training.stpes",
+        "rollout.vllm.python",
+        "rollout.top_k",
+        "objective.kl_coefficient",
+        "reward.import_path",
+        "none.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        # each could have caused errors of rules, of files, or of the run folder
+        (("data.tokenizer=5",), 1),
+        (("data.tokenizer=5", "data.eval_prompts=none.jsonl"), 2),
+        (("data.prompts=[]", "data.prompt=a.jsonl"), 1),
+        (("trainnig.evaluation_interval=5", "checkpoint.interval=5", "checkpoint.keep_best=1"), 1),
+        (("model.megatron.num_layer=3", "parallel.layout=pp=3"), 1),
+        (("model.hf_path=5", "model.vocab_size=3"), 1),
+        (("reward.name=5", "data.answer_field=null"), 1),
+        (("evaluation.suites.aime.prompst=a.jsonl", "training.evaluation_interval=2"), 3),
+        (("evaluation.suites.aime=none.yaml", "evaluation.interval=3"), 1),
+        (("evaluation.suites.aime.samples=0", "evaluation.suites.aime.prompts=none.jsonl"), 2),
+        (("logging.dir=5", "checkpoint.interval=2"), 1),
+        (("rollout.vllm=5", "rollout.engine=vllm"), 1),
+        (("rollout.engine=vlm", "rollout.vllm.servers=2"), 1),
+        (("rollout.group_size", "rollout.group_siez=4"), 2),
+        (("model.backend=transformer_engin",), 1),
+    ],
+)
+def test_an_illegal_value_causes_no_second_error(
+    write_config: ConfigWriter, gspo: Command, words: tuple[str, ...], count: int
+) -> None:
+    lines = told(gspo, "check", write_config(), *words)
+    assert len(lines) == count, lines
+
+
+@pytest.mark.parametrize("command", ["train", "play"])
+def test_commands_that_run_tell_all_mistakes_at_once_too(
+    write_config: ConfigWriter, gspo: Command, command: str
+) -> None:
+    lines = told(gspo, command, write_config(), "rollout.top_k=-1", "data.eval_prompts=none.jsonl")
+    assert [line.split(" = ")[0].split(":")[0] for line in lines] == ["rollout.top_k", "none.jsonl"]
+
+
+def test_a_stage_tells_missing_files_beside_illegal_values(tmp_path: Path, gspo: Command) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text("data: {tokenizer: none.model, examples: none.jsonl, max_tokens: 0}\n")
+    lines = told(gspo, "check", path)
+    places = ["data.max_tokens", "none.model", "none.jsonl"]
+    assert [line.split(" = ")[0].split(":")[0] for line in lines] == places
+    lines = told(gspo, "sft", path, "data.tokenizer=null", "optimizer.decay=lineaer")
+    places = ["optimizer.decay", "data.tokenizer", "data.max_tokens", "none.jsonl"]
+    assert [line.split(" = ")[0].split(":")[0] for line in lines] == places

@@ -109,3 +109,28 @@ def test_report_prints_the_path_of_what_it_wrote(
     for name in ("print_results", "print_comparison"):
         monkeypatch.setattr(writer, name, lambda runs: None)
     assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")
+
+
+def test_without_docstrings_and_asserts_commands_and_checks_of_files_are_the_same(
+    tmp_path: Path,
+) -> None:
+    """As under `python -OO`: the help of all commands, and a damaged file of a checkpoint."""
+    (tmp_path / "optimizer.json").write_text('{"step": "3", "groups": []}')
+    program = f"""
+import pathlib, sys
+from gspo_megatron.checkpoint.optimizer import GROUPS_FILE, read_groups
+from gspo_megatron.cli.main import parse
+from gspo_megatron.errors import DataError
+folder = pathlib.Path({str(tmp_path)!r})
+(folder / "optimizer.json").rename(folder / GROUPS_FILE)
+try:
+    read_groups(folder)
+except DataError as error:
+    print(error)
+parse(["--help"])
+"""
+    words = [sys.executable, "-OO", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "not the groups of an optimizer" in done.stdout
+    assert "draw some episodes" in done.stdout and "train a model" in done.stdout

@@ -22,7 +22,7 @@ from gspo_megatron.environments.episode import (
     Trajectory,
     Written,
 )
-from gspo_megatron.environments.transcript import record_of
+from gspo_megatron.environments.transcript import record_of, records_of
 from gspo_megatron.rewards.values import Score, checked
 from gspo_megatron.rollout.vllm.episodes import read_records, record_columns
 from gspo_megatron.types import Prompt
@@ -165,3 +165,20 @@ def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Token
         ("environment", " 12 "),
         ("assistant", "7</s>"),
     ]
+
+
+def test_a_step_makes_only_the_records_that_it_writes(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of hundreds of episodes a step writes logging.samples_per_step."""
+    episodes = [played(tokenizer, Guessing(), [tokenizer.encode("5")] * 3) for _ in range(4)]
+    expected = [record_of(episode, None) for episode in episodes]
+    decoded: list[int] = []
+    kind, decode = type(tokenizer), tokenizer.decode
+    monkeypatch.setattr(kind, "decode", lambda _, ids: decoded.append(1) or decode(ids))
+    records = records_of(episodes, [None] * 4)
+    assert (len(records), decoded) == (4, [])
+    assert records[:1] == expected[:1]
+    of_one = len(decoded)
+    assert list(records) == expected and len(decoded) == 5 * of_one > 0
+    assert not records_of([], [])

@@ -223,6 +223,27 @@ def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_
         assert row[:3] == ["bad", "grad_norm", "step 7"] and "optimizer.clip_grad" in row[4]
 
 
+def test_accuracy_says_from_which_reward_on(make_run: RunMaker) -> None:
+    run_dir = make_run("run")
+    assert "held-out accuracy (reward ≥ 1)" in printed_at_the_end(run_dir)
+    (run_dir / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.75}")
+    assert "held-out accuracy (reward ≥ 0.75)" in printed_at_the_end(run_dir)
+
+
+def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
+    """Not as YAML 1.1, in which 1e-5 is a text, and of two equal keys the second one wins."""
+    run_dir = make_run("run")
+    file = run_dir / "config.resolved.yaml"
+    file.write_text("evaluation: {correct_at: 1e-5}\n")
+    assert "held-out accuracy (reward ≥ 1e-05)" in printed_at_the_end(run_dir)
+    file.write_text("evaluation: {correct_at: 1}\nevaluation: {correct_at: 2}\n")
+    with pytest.raises(DataError, match="resolved.yaml:2:1: evaluation appears twice"):
+        printed_at_the_end(run_dir)
+    file.write_text("evaluation\n")
+    with pytest.raises(DataError, match="not the configuration of a run"):
+        printed_at_the_end(run_dir)
+
+
 def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).close()
     assert cells(write_report([tmp_path], tmp_path))[0] == "reward"

@@ -27,6 +27,7 @@ REFUSED = {
     # what is outside
     "writes to the root": "write('/escaped', 'x')",
     "writes beside Python": "write(os.path.join(os.path.dirname(os.__file__), 'x'), 'x')",
+    "reads shared memory": "open('/dev/shm/gspo_escape_OWNER').read()",
     "changes the harness": "open('/harness.py', 'w')",
     "makes the root writable": (
         "import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)"
@@ -94,8 +95,11 @@ REFUSED = {
     "large buffer to receive": "socket.socketpair()[0].setsockopt(1, 8, 1 << 22)",
     "forced buffer to send": "socket.socketpair()[0].setsockopt(1, 32, 1 << 22)",
     "forced buffer to receive": "socket.socketpair()[0].setsockopt(1, 33, 1 << 22)",
-    "a file in shared memory": "open('/dev/shm/x', 'w')",
-    "a semaphore of POSIX": "import multiprocessing as m; m.Lock()",
+    "a file beside shared memory": "open('/dev/x', 'w')",
+    "a device in shared memory": "os.mknod('/dev/shm/x', 0o20666, os.makedev(1, 3))",
+    "more of shared memory": (
+        "assert libc.mount(b't', b'/dev/shm', b'tmpfs', 32, b'size=1g') == 0"
+    ),
     "more files than allowed": "l = [os.open('/dev/null', 0) for _ in range(99)]",
     "more sockets than allowed": "l = [socket.socketpair() for _ in range(99)]",
     "a larger file": "os.ftruncate(os.open('/tmp/x', 66), 1 << 40)",
@@ -309,6 +313,14 @@ LIMITED: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "a file that is open and removed": (
         "for n in range(9): f = os.open(f'/tmp/{n}', 66); os.unlink(f'/tmp/{n}')\n"
         "for n in range(9): os.write(f - n, bytes(4 << 20))",
+        "OSError: [Errno 28] No space left",
+    ),
+    "files in shared memory": (
+        "for n in range(9): write(f'/dev/shm/{n}', 'x' * (1 << 18))",
+        "OSError: [Errno 28] No space left",
+    ),
+    "semaphores": (
+        "import multiprocessing as m\nl = [m.Lock() for _ in range(999)]",
         "OSError: [Errno 28] No space left",
     ),
     "a deep folder": (

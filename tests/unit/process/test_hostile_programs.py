@@ -80,7 +80,7 @@ def name_server() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def outside() -> Iterator[dict[str, str]]:
-    """What the programs want to reach: ports, a socket, this process."""
+    """What the programs want to reach: ports, a socket, shared memory, this process."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as named,
@@ -88,11 +88,15 @@ def outside() -> Iterator[dict[str, str]]:
     ):
         named.bind(f"\0gspo_escape_{os.getpid()}")
         named.listen()
+        shared = Path(f"/dev/shm/gspo_escape_{os.getpid()}")
+        shared.write_text("secret")
+        shared.chmod(0o644)
         yield {
             "PORT": str(server.getsockname()[1]),
             "DATAGRAMS": str(datagrams),
             "OWNER": str(os.getpid()),
         }
+        shared.unlink()
 
 
 def filled(program: str, places: dict[str, str]) -> str:

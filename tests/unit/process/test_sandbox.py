@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import errno
 import os
 import platform
 import signal
@@ -126,6 +127,39 @@ def test_nothing_is_in_the_environment_of_any_process(user: User) -> None:
     known = ["HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PATH", "PWD"]
     assert first == "" and sorted(names) == known
     assert "PWD=/tmp\0" in own
+
+
+# Makes a file, a lock and a block, fills the rest, and tells what it has of shared memory.
+SHARED = """
+import multiprocessing, os
+from multiprocessing import shared_memory
+lock = multiprocessing.Lock()
+block = shared_memory.SharedMemory(create=True, size=1 << 12, name="gspo_escaped_block")
+written = os.open("/dev/shm/gspo_escaped", os.O_CREAT | os.O_WRONLY)
+try:
+    while True:
+        os.write(written, bytes(1 << 12))
+except OSError as error:
+    full = error.errno
+size = sum(os.stat(f"/dev/shm/{name}").st_blocks * 512 for name in os.listdir("/dev/shm"))
+print([full, size, os.stat("/dev/shm").st_dev, sorted(os.listdir("/dev/shm"))], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("who", ["this user", "an ordinary user"])
+def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str) -> None:
+    """Two programs, one after the other: neither sees the other's, and the host sees none. It has
+    its size without a cgroup too: an ordinary user mostly has none."""
+    with ordinary_user() as user:
+        own = [run(SHARED), run(SHARED)] if who == "this user" else user.run([SHARED] * 2, LIMITS)
+    for outcome in own:
+        assert outcome.failure is None
+        full, size, device, names = ast.literal_eval(outcome.stdout.decode())
+        assert full == errno.ENOSPC and (1 << 20) - (1 << 15) <= size <= 1 << 20
+        assert device != os.stat("/dev/shm").st_dev
+        assert names == ["gspo_escaped", "gspo_escaped_block"]  # the lock has no name any more
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("gspo_escaped")]
 
 
 def test_a_sandbox_ends_with_its_owner() -> None:

@@ -142,8 +142,9 @@ import asyncio, bisect, collections, ctypes, datetime, decimal, fcntl, fractions
 import hashlib, heapq, io, itertools, json, locale, math, os, pathlib, pickle, platform, queue
 import random, re, select, shutil, signal, socket, sqlite3, statistics, string, struct, subprocess
 import sys, tempfile, threading, time, unittest, urllib.parse, uuid, zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import multiprocessing
+from multiprocessing import shared_memory
 
 def square(x):
     return x * x
@@ -167,6 +168,12 @@ process = multiprocessing.Process(target=child, args=(theirs,))
 process.start()
 assert ours.recv() != os.getpid()
 process.join()
+lock, queue_of_all = multiprocessing.Lock(), multiprocessing.Queue()
+with lock, multiprocessing.Pool(2) as pool, ProcessPoolExecutor(2) as others:
+    queue_of_all.put(pool.map(square, range(3)))
+    assert queue_of_all.get() == list(others.map(square, range(3)))
+block = shared_memory.SharedMemory(create=True, size=1 << 18)
+block.unlink()
 assert subprocess.run(["sh", "-c", "sort | uniq | head -1"], input=b"b\\na\\n", capture_output=True,
                       check=True).stdout == b"a\\n"
 with tempfile.TemporaryDirectory() as folder:

@@ -125,13 +125,25 @@ def test_what_a_repetition_may_mend_is_repeated(
     assert rewards == [None] and failed.errors == 1
 
 
-def test_mistakes_of_the_user_end_the_run_at_once(judges: Any) -> None:
-    judge = judges(404)
-    (line,) = refusal(score, judge, "x", section={"retries": 5})
-    assert "says 404" in line and len(judge.requests) == 1
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_mistakes_of_the_user_end_the_run_at_once(judges: Any, status: int) -> None:
+    judge = judges(status)
+    section = {"retries": 5, "on_failure": "drop_group"}
+    (line,) = refusal(score, judge, "x", section=section)
+    assert f"says {status}" in line and len(judge.requests) == 1
     (line,) = refusal(score, judge, "x", template="{task}")
     assert line == ("reward.options.template: no {task}; legal: answer, hint, prompt, response")
     assert len(judge.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refused_question_is_the_failure_of_its_response(judges: Any, status: int) -> None:
+    """One that is too long for the judge, say; reward.on_failure decides what comes of it."""
+    dropped = {"retries": 0, "on_failure": "drop_group", "workers": 0}
+    rewards, failed = score(judges(status, "Score: 5"), "x", "y", section=dropped)
+    assert sorted(rewards, key=str) == [0.5, None] and failed.errors == 1
+    (line,) = refusal(score, judges(status), "x")
+    assert f"/chat/completions says {status}: " in line and "raised ConnectionError" in line
 
 
 def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.errors import DataError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls, Scorer
 from gspo_megatron.rl import rollouts
@@ -46,6 +48,48 @@ def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
 def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: list[int]) -> None:
     loop = a_loop(config_of(rollout={"max_staleness": ahead}))
     assert [loop._draw(step).version for step in (1, 2, 3, 4)] == versions
+
+
+# Failures between two steps
+
+
+class HasEndedError(Exception):
+    """Stands for the end of a run that was saved."""
+
+
+class Unwritable:
+    """Rollouts, or an evaluation, whose store is on a full disk."""
+
+    error = DataError("rollouts/step_00000003: cannot be written: No space left on device")
+
+    def begin(self, draw: Any) -> None:
+        raise self.error
+
+    def evaluate(self, step: int) -> None:
+        raise self.error
+
+
+def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved() -> None:
+    told: list[Any] = []
+
+    def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
+        told.append((step, loader.state_dict(), *what))
+        raise HasEndedError
+
+    run = SimpleNamespace(checkpoints=SimpleNamespace(after_failure=after_failure))
+    loader = PromptLoader([9], 4, seed=0, shuffle=True)
+    before = loader.state_dict()
+    config = config_of(data={"tokenizer": "t"}, rollout={"prompts_per_step": 4})
+    loop = a_loop(config, run_components=run, loader=loader, trainer=None, restored=None)
+    loop.collector, loop.suites = Unwritable(), None
+    loop.collector.config, loop.collector.device = config, torch.device("cpu")
+    with pytest.raises(HasEndedError):
+        loop.roll_out(3)
+    # the prompts of the step are drawn again
+    assert told == [(2, before, Unwritable.error)]
+    with pytest.raises(HasEndedError):
+        loop._end_step(100, {"loss": 1.0}, None)
+    assert told[1:] == [(100, before, Unwritable.error, {"loss": 1.0})]
 
 
 # The warning of noise

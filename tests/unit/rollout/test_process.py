@@ -216,6 +216,42 @@ def test_the_cause_is_found_in_a_log(tmp_path: Path) -> None:
     assert errors_of(log) == f"its log {log} cannot be read"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["unrecognized arguments: --foo-bar", "argument --kv-cache-dtype: invalid choice: 'x'"],
+)
+def test_an_option_that_vllm_refuses_leads_the_message_and_names_the_key(
+    tmp_path: Path, wrong: str
+) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(
+        "INFO 11-26 10:44:01 [api_server.py:9] starting\n"
+        "usage: api_server.py [-h] [--headless]\n"
+        "                     [--enable-log-requests | --no-enable-log-requests]\n"
+        f"                     [model_tag]\napi_server.py: error: {wrong}\n"
+    )
+    told = f"{wrong}; vLLM refuses rollout.vllm.options (all of it: {log})"
+    assert last_lines_of(log) == told
+
+
+_INVALID_VALUE = """
+(Server pid=7) pydantic_core.ValidationError: 1 validation error for SchedulerConfig
+(Server pid=7) max_num_seqs
+(Server pid=7)   Input should be greater than or equal to 1 [type=greater_than_equal]
+(Server pid=7)     For further information visit https://errors.pydantic.dev/2.14
+"""
+
+
+def test_a_value_that_vllm_refuses_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(_INVALID_VALUE)
+    told = "max_num_seqs Input should be greater than or equal to 1 "
+    assert last_lines_of(log).startswith(told)
+    assert "; vLLM refuses rollout.vllm.options, or the model's own settings" in last_lines_of(log)
+    log.write_text(f"{_INVALID_VALUE}{_LOG}")  # of an earlier start
+    assert "vLLM refuses" not in last_lines_of(log)
+
+
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     """A semaphore of a process that is killed stays, unless Python's resource tracker lives on."""
     script = tmp_path / "server.py"

@@ -1,0 +1,128 @@
+"""What can still be checked of a configuration that holds mistakes.
+
+All mistakes are told at once. A value that is not legal must not hide a missing file, and must not
+cause a second error either: the configuration is made without it, and whatever reads it is left
+out. Rules, files and modules that do without it are checked as usual.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from gspo_megatron.config.section import NAME, key_above, keys_of
+from gspo_megatron.errors import nearest
+
+_Place = tuple[Any, ...]  # the names that lead to a value: section, key, ...
+_REQUIRED = "-"  # stands for a required value that is missing; it is forgotten afterwards
+_SUITES = ("evaluation", "suites")
+_KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
+
+
+def known_part(
+    raw: Mapping[str, Any], schema: type[BaseModel], errors: Iterable[Any], lines: Sequence[str]
+) -> Any:
+    """A configuration of `schema` in which the wrong values are missing: reading one raises
+    UnknownValueError. None where the rest makes no configuration.
+
+    raw: the plain values. errors: those of pydantic. lines: problems that begin with their key.
+    """
+    pruned: Any = copy.deepcopy(dict(raw))
+    keys = keys_of(schema)
+    unknown: set[_Place] = set()
+    for error in errors:
+        place = tuple(error["loc"])
+        if error["type"] == "extra_forbidden":
+            _remove(pruned, place)
+            meant = _meant(place, schema, keys)
+            unknown.update(each for each in meant if _value_at(pruned, each) in (None, {}, []))
+        elif place[3:] == ("[key]",):
+            _remove(pruned, place[:3])
+        else:
+            unknown.add(_place_of_key(place, keys))
+    for line in lines:
+        if match := _KEY.match(line):
+            unknown.add(_place_of_key(tuple(match[1].split(".")), keys))
+    if ("parallel", "layout") in unknown:  # which gives the sizes
+        unknown.add(("parallel",))
+    for place in unknown:
+        _remove(pruned, place)
+    config = _validated(pruned, schema)
+    if config is not None:
+        for place in unknown:
+            _forget(config, place)
+    return config
+
+
+def _place_of_key(place: _Place, keys: Mapping[str, Any]) -> _Place:
+    """The place of the key that a value belongs to: an item of a list makes the list unknown."""
+    names = [*map(str, place)]
+    if place[:2] == _SUITES and len(place) > 2:
+        names[2] = NAME
+    above = key_above(".".join(names), keys)
+    if above is None or above == ".".join(_SUITES):
+        return place[:3]
+    return place[: above.count(".") + 1]
+
+
+def _meant(place: _Place, schema: type[BaseModel], keys: Mapping[str, Any]) -> Iterator[_Place]:
+    """The keys or sections that an unknown name may be a slip of."""
+    *above, name = map(str, place)
+    if not above:
+        yield from ((section,) for section in nearest(name, schema.model_fields))
+        return
+    if place[:2] == _SUITES and len(above) > 2:
+        above[2] = NAME
+    section = ".".join(above) + "."
+    inner = {key.removeprefix(section).split(".")[0] for key in keys if key.startswith(section)}
+    yield from ((*place[:-1], each) for each in nearest(name, inner))
+    yield from (tuple(key.split(".")) for key in keys if key.endswith(f".{name}"))
+
+
+def _value_at(raw: Any, place: _Place) -> Any:
+    for part in place:
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def _remove(raw: Any, place: _Place) -> None:
+    above = _value_at(raw, place[:-1])
+    if isinstance(above, dict):
+        above.pop(place[-1], None)
+        if place[:-1] == _SUITES:  # there is a suite of that name
+            above[place[-1]] = {}
+
+
+def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
+    """The configuration, with a stand-in for what is required and missing."""
+    for _ in range(4):  # a section, its key, a suite, its key
+        try:
+            return schema.model_validate(raw)
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                *above, name = item["loc"]
+                parent = _value_at(raw, tuple(above))
+                if item["type"] != "missing" or not isinstance(parent, dict):
+                    return None
+                parent[name] = _REQUIRED if above else {}
+    return None
+
+
+def _forget(config: Any, place: _Place) -> None:
+    """Make a value, or all those of a suite, unknown."""
+    node, above = config, place[:-1]
+    for part in place if place[:2] == _SUITES and len(place) == 3 else above:
+        values = node if isinstance(node, dict) else vars(node)
+        if part not in values:
+            return
+        node = values[part]
+    if isinstance(node, dict) or node is None:
+        return
+    if above == _SUITES:
+        vars(node).clear()
+    else:
+        vars(node).pop(place[-1], None)
