@@ -264,7 +264,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
     unknown = [
         f"{name} is no part of the model that config.json describes"
         for name in folder.tensors
-        if name not in known and not name.endswith(family.unread)
+        if name not in known and not family.is_left_out(name, folder.config)
     ]
     if lines := [*some_of(missing), *some_of(problems), *some_of(unknown)]:
         raise DataError("\n".join(f"{folder.path}: {line}" for line in lines))

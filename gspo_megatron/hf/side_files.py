@@ -15,7 +15,7 @@ from gspo_megatron.files import parse_json
 from gspo_megatron.hf.files import SIDE_FILES
 
 GENERATION = "generation_config.json"
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 def export_config(
@@ -40,6 +40,8 @@ def export_config(
         return {**made, "torch_dtype": dtype_name}
     if shape_of(describe(original)) == shape_of(describe(made)):
         config = dict(original)
+        # Layers for further tokens were not imported.
+        config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
