@@ -85,7 +85,7 @@ class Family:
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
         ]
-        problems += _windows(hf)
+        problems += _windows(hf) + _quantization(hf)
         rope, wrong = read_rope(hf, self.rope)
         problems += wrong
         problems += self._next_token_problems(hf)
@@ -191,7 +191,6 @@ _ALWAYS: dict[str, Any] = {
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0.0,),
-    "quantization_config": (None,),
     "per_layer_config": (None, {}),
 }
 
@@ -292,6 +291,25 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     if others:
         problems.append(f"layer_types: {others}: not supported; legal: full_attention")
     return problems
+
+
+def _quantization(hf: Mapping[str, Any]) -> list[str]:
+    """Weights of fewer bits in the files: FP8 with a scale for each block is read, nothing else."""
+    given = hf.get("quantization_config")
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        return [f"quantization_config = {format_value(given)}: must be a mapping"]
+    blocks = given.get("weight_block_size")
+    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
+        return []
+    legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
+    return [f"quantization_config = {format_value(dict(given))}: not supported; legal: {legal}"]
+
+
+def _is_block(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _is_size(value: Any) -> bool:

@@ -40,10 +40,11 @@ def export_config(
         return {**made, "torch_dtype": dtype_name}
     if shape_of(describe(original)) == shape_of(describe(made)):
         config = dict(original)
-        # Layers for further tokens were not imported.
-        config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
+    # What an import leaves out: layers for further tokens, and FP8.
+    config |= {key: 0 for key in family.next_token_keys if original.get(key)}
+    config.pop("quantization_config", None)
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 
