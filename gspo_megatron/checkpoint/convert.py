@@ -110,7 +110,7 @@ def hf_to_megatron(
     check_tied_copy(folder, weights)
     recipes, pieces = _by_key(weights), []
     for key, recipe in recipes.items():
-        dtypes = {DTYPES[folder.tensors[box.name].dtype] for box in recipe.boxes}
+        dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
         kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
         planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
         pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))

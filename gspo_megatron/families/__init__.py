@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import ConfigError, problem
-from gspo_megatron.families import deepseek_v3, mixtral, olmoe, qwen
+from gspo_megatron.families import deepseek_v3, glm, hunyuan, llama, mixtral, olmoe, qwen
 from gspo_megatron.families.family import Family, differences
 from gspo_megatron.families.model_shape import (
     ModelPreset,
@@ -21,9 +21,11 @@ from gspo_megatron.files import WRONG_VALUES
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE)
-    + (mixtral.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY)
+    for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
+    + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
+    + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
 }
+_OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 
 _PRESET_KEYS = """
     num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
@@ -45,7 +47,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ConfigError where it is not supported."""
     named = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    families = {**FAMILIES, **_OTHER_NAMES}
+    family = families.get(model_type) if isinstance(model_type, str) else None
     if family is not None and named in ([], [family.architecture]):
         return family
     known = ", ".join(family.architecture for family in FAMILIES.values())

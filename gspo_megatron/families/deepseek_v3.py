@@ -1,62 +1,48 @@
-"""DeepseekV3ForCausalLM: latent attention, sigmoid router with a bias, first layers dense.
+"""DeepseekV3ForCausalLM: DeepSeek-V3 and R1, Kimi-K2, Moonlight. Latent attention, a sigmoid router
+with a bias, the first layers dense, YaRN.
 
-Without the extension of its context (YaRN), its FP8 weights and the layers for several next tokens.
+Without FP8 weights. The layers for further tokens are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_megatron.families import family as f
+from gspo_megatron.families import sigmoid_router as r
+from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
+_GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
-def _write_dense_first(experts: list[bool]) -> dict[str, Any] | None:
-    dense = experts.index(True) if True in experts else len(experts)
-    return {"first_k_dense_replace": dense} if all(experts[dense:]) else None
+def check_latent(
+    groups: r.Groups, key_value_heads: int
+) -> Callable[[Mapping[str, Any]], list[str]]:
+    """What several keys must satisfy together; `key_value_heads`: where config.json names none."""
+
+    def check(hf: Mapping[str, Any]) -> list[str]:
+        problems = groups.problems(hf) + r.layer_problems(hf)
+        heads = hf.get("num_attention_heads")
+        given = hf.get("num_key_value_heads", key_value_heads)
+        if given not in (None, heads):
+            problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
+        rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
+        if width not in (None, rotated):  # transformers takes the rotary frequencies from it
+            wrong = f"not supported; legal: qk_rope_head_dim ({rotated})"
+            problems.append(f"head_dim = {width}: {wrong}")
+        return problems
+
+    return check
 
 
-def _check(hf: Mapping[str, Any]) -> list[str]:
-    """What several keys must satisfy together."""
-    problems = []
-    groups = hf.get("n_group", 8)
-    chosen, topk = hf.get("topk_group", 4), hf.get("num_experts_per_tok", 8)
-    if groups not in (None, 1) and topk != 2 * chosen:
-        # both take the best two experts of each group for its score, but Megatron-Core calls them
-        # topk / topk_group
-        wrong = f"not supported with topk_group = {chosen}; legal: {2 * chosen}, or n_group = 1"
-        problems.append(f"num_experts_per_tok = {topk}: {wrong}")
-    heads = hf.get("num_attention_heads")
-    given = hf.get("num_key_value_heads", 128)
-    if given not in (None, heads):
-        problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
-    rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
-    if width not in (None, rotated):  # transformers takes the rotary frequencies from it
-        wrong = f"not supported; legal: qk_rope_head_dim ({rotated})"
-        problems.append(f"head_dim = {width}: {wrong}")
-    return problems
-
-
-def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The shared experts as one, and the groups: experts are chosen among those of the best."""
-    width = hf.get("n_shared_experts", 1) * hf.get("moe_intermediate_size", 0)
-    found = {"moe_shared_expert_intermediate_size": width or None}
-    groups = hf.get("n_group", 8)
-    if groups in (None, 1):
-        return found
-    topk = hf.get("topk_group", 4)
-    return found | {"moe_router_num_groups": groups, "moe_router_group_topk": topk}
-
-
-def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    shared = megatron.get("moe_shared_expert_intermediate_size") or 0
+def write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """What is made of several fields."""
     return {
-        "n_group": megatron.get("moe_router_num_groups") or 1,
-        "topk_group": megatron.get("moe_router_group_topk") or 1,
-        "n_shared_experts": shared // (megatron.get("moe_ffn_hidden_size") or 1),
+        **r.write_groups(megatron),
+        **r.write_shared(megatron, "n_shared_experts"),
         "q_lora_rank": megatron.get("q_lora_rank"),
         "num_key_value_heads": megatron["num_attention_heads"],
     }
@@ -65,6 +51,7 @@ def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = f.Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    other_model_types=("kimi_k2",),
     fields=(
         *f.SIZES,
         f.Field("q_lora_rank", "q_lora_rank", 1536, nullable=True),
@@ -78,16 +65,11 @@ FAMILY = f.Family(
         f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
     ),
     always={
-        **f.LINEAR_ROUTER,
+        **r.ALWAYS,
         "multi_latent_attention": True,
         "rope_type": "rope",
         "qk_layernorm": True,
         "add_qkv_bias": False,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        # the bias balances the load
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
     },
     only={
         "attention_bias": (False,),
@@ -96,20 +78,19 @@ FAMILY = f.Family(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
-        "num_nextn_predict_layers": (0, None),
     },
     spellings={
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
+    next_token_layers="num_nextn_predict_layers",
+    rope=RopeKinds((DEFAULT, YARN)),
     max_position_embeddings=4096,
-    read_pattern=lambda hf: [
-        layer >= hf.get("first_k_dense_replace", 3) for layer in range(hf["num_hidden_layers"])
-    ],
-    write_pattern=_write_dense_first,
-    check=_check,
-    read_rest=_read_rest,
-    write_rest=_write_rest,
+    read_pattern=r.dense_first(3),
+    write_pattern=r.write_dense_first,
+    check=check_latent(_GROUPS, 128),
+    read_rest=lambda hf: r.read_shared(hf, "n_shared_experts") | _GROUPS.read(hf),
+    write_rest=write_rest,
     names={
         **f.EMBEDDINGS,
         **f.NORMS,

@@ -6,6 +6,7 @@ the names of tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from gspo_megatron.families.model_shape import (
     expert_pattern,
     experts_in_layers,
 )
+from gspo_megatron.families.rope import RopeKinds, in_one_spelling, read_rope, write_rope
 
 REQUIRED = object()
 
@@ -54,10 +56,11 @@ class Family:
     architecture: str
     fields: tuple[Field, ...]
     names: Mapping[str, str]
+    other_model_types: tuple[str, ...] = ()  # of the same architecture
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
-    rope_theta: float = 10_000.0
+    rope: RopeKinds = RopeKinds()  # noqa: RUF009 (frozen)
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default if config.json leaves it out
     joint_qk_norm: bool = False
@@ -69,20 +72,24 @@ class Family:
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    # The key for the number of layers behind the last one that predict further tokens (MTP). They
+    # are left out; an export says that it has none.
+    next_token_layers: str | None = None
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """The model that a config.json describes, and a line for each thing not supported."""
-        hf, twice = _in_one_spelling(hf, self.spellings)
+        hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
             f"{key} = {format_value(hf[key])}: not supported; legal: "
             + " or ".join(format_value(value) for value in legal)
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
         ]
-        problems += _windows(hf)
-        theta, wrong = _rope(hf, self.rope_theta)
+        problems += _windows(hf) + _quantization(hf)
+        rope, wrong = read_rope(hf, self.rope)
         problems += wrong
-        megatron = dict(_ALWAYS | dict(self.always))
+        problems += self._next_token_problems(hf)
+        megatron = _ALWAYS | dict(self.always) | dict(rope.megatron)
         for entry in self.fields:
             value = hf.get(entry.hf, entry.default)
             if value is REQUIRED:
@@ -107,12 +114,36 @@ class Family:
         preset = ModelPreset(
             vocab_size=hf.get("vocab_size"),
             max_sequence_length=hf.get("max_position_embeddings", self.max_position_embeddings),
-            rotary_base=theta,
+            rotary_base=rope.base,
             tie_embeddings=bool(hf.get("tie_word_embeddings", self.tied)),
             megatron=MappingProxyType(megatron),
             joint_qk_norm=self.joint_qk_norm,
+            rotary_percent=rope.percent,
+            rotary_llama3_factor=rope.llama3_factor,
         )
         return preset, problems
+
+    def is_left_out(self, name: str, hf: Mapping[str, Any]) -> bool:
+        """Whether a tensor of a published file is no part of the model that is trained."""
+        if name.endswith(self.unread):
+            return True
+        number = _LAYER_OF.match(name)
+        layers = hf["num_hidden_layers"]
+        extra = max((hf.get(key) or 0 for key in self.next_token_keys), default=0)
+        return number is not None and layers <= int(number[1]) < layers + extra
+
+    @property
+    def next_token_keys(self) -> list[str]:
+        """All spellings of `next_token_layers`."""
+        usual = self.next_token_layers
+        others = [other for other, name in self.spellings.items() if name == usual]
+        return [] if usual is None else [usual, *others]
+
+    def _next_token_problems(self, hf: Mapping[str, Any]) -> list[str]:
+        count = hf.get(self.next_token_layers or "")
+        if _is_size(count):
+            return []
+        return [f"{self.next_token_layers} = {format_value(count)}: must be an integer from 0"]
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """config.json of a model of this shape, as published checkpoints write it; None where the
@@ -126,11 +157,14 @@ class Family:
         hf |= {
             "vocab_size": vocab_size,
             "max_position_embeddings": shape.max_sequence_length,
-            "rope_theta": shape.rotary_base,
-            "rope_scaling": None,
+            **write_rope(shape),
             "tie_word_embeddings": shape.tie_embeddings,
             "attention_dropout": 0.0,
         }
+        if self.next_token_layers is not None:
+            hf[self.next_token_layers] = 0
+        if self.rope.percent is None:
+            del hf["partial_rotary_factor"]
         hf |= self.write_rest(shape.megatron)
         if self.write_pattern is not None:
             pattern = self.write_pattern(experts_in_layers(shape))
@@ -142,6 +176,8 @@ class Family:
             return None
         return hf
 
+
+_LAYER_OF = re.compile(r"model\.layers\.(\d+)\.")
 
 _ALWAYS: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -155,7 +191,6 @@ _ALWAYS: dict[str, Any] = {
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0.0,),
-    "quantization_config": (None,),
     "per_layer_config": (None, {}),
 }
 
@@ -209,7 +244,8 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     # one pattern may be spelled in two ways
     for fields, model in ((own, shape), (its, preset)):
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
-        fields["joint_qk_norm"] = model.joint_qk_norm
+        for outer in ("joint_qk_norm", "rotary_percent", "rotary_llama3_factor"):
+            fields[outer] = getattr(model, outer)
     # sizes that a config.json may leave to their defaults; ModelShape has them all
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
@@ -257,6 +293,25 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def _quantization(hf: Mapping[str, Any]) -> list[str]:
+    """Weights of fewer bits in the files: FP8 with a scale for each block is read, nothing else."""
+    given = hf.get("quantization_config")
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        return [f"quantization_config = {format_value(given)}: must be a mapping"]
+    blocks = given.get("weight_block_size")
+    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
+        return []
+    legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
+    return [f"quantization_config = {format_value(dict(given))}: not supported; legal: {legal}"]
+
+
+def _is_block(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 def _is_size(value: Any) -> bool:
     """Whether a value may be one of the sizes that config.json must have; 0 or null: of what the
     model has none of, as a dense model of experts."""
@@ -264,65 +319,3 @@ def _is_size(value: Any) -> bool:
 
 
 _LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
-
-
-def _in_one_spelling(
-    hf: Mapping[str, Any], spellings: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a config.json under their usual names, and a line for each setting that two
-    spellings give different values."""
-    found, problems = dict(hf), []
-    for other, usual in spellings.items():
-        if other not in found:
-            continue
-        value = found.pop(other)
-        if usual in found and found[usual] != value:
-            problems.append(_two_values(other, value, usual, found[usual]))
-        found.setdefault(usual, value)
-    return found, problems
-
-
-def _two_values(key: str, value: Any, other: str, its: Any) -> str:
-    two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
-    return f"{two}: two spellings of one setting; keep the right one"
-
-
-def _rope(hf: Mapping[str, Any], default: float) -> tuple[float, list[str]]:
-    """The rotary base. config.json of transformers 5 has it in `rope_parameters`, older ones in
-    `rope_theta` beside `rope_scaling`; transformers reads all three, whichever are there."""
-    problems = []
-    found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
-    for where, values in found.items():
-        given = hf.get(where[:-1]) if where else hf
-        if given is not None and not isinstance(given, Mapping):
-            problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
-            continue
-        for key, value in (given or {}).items():
-            if where and isinstance(value, Mapping):  # of the layers of one type
-                wrong = "not supported; legal: one set of values for all layers"
-                problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
-            elif key in _ROPE and (where or key in _ROPE_OUTSIDE) and value is not None:
-                values[key] = value
-    for where, values in found.items():
-        values, twice = _in_one_spelling(values, {"type": "rope_type"})
-        problems += [line.replace("type = ", f"{where}type = ", 1) for line in twice]
-        found[where] = values
-    settings: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for where, values in found.items():
-        for key, value in values.items():
-            if key in settings and settings[key] != value:
-                problems.append(_two_values(f"{where}{key}", value, names[key], settings[key]))
-            settings[key], names[key] = value, f"{where}{key}"
-    for key, legal in (("rope_type", "default"), ("partial_rotary_factor", 1)):
-        if (value := settings.get(key, legal)) != legal:
-            where = names[key]
-            problems.append(f"{where} = {format_value(value)}: not supported; legal: {legal}")
-    theta = settings.get("rope_theta", default)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        problems.append(f"rope_theta = {format_value(theta)}: must be a number above 0")
-    return theta, problems
-
-
-_ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also beside the mappings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gspo_megatron.families import family as f
+from gspo_megatron.families.rope import RopeKinds
 
 _MOE = "model.layers.{layer}.block_sparse_moe."
 
@@ -29,7 +30,7 @@ FAMILY = f.Family(
     },
     only={"router_jitter_noise": (0.0,), "sliding_window": (None,)},
     spellings={"num_experts": "num_local_experts"},
-    rope_theta=1_000_000.0,
+    rope=RopeKinds(base=1_000_000.0),
     max_position_embeddings=131_072,
     names={
         **f.EMBEDDINGS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,8 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
+    rotary_percent: float = 1.0  # of a head's channels, the first ones: the others are not rotated
+    rotary_llama3_factor: float | None = None  # llama3's extension of the context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +167,15 @@ def read_model(
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
     """The model that the contents of model.json describe. Raises LookupError."""
-    shape: dict[str, Any] = {"joint_qk_norm": False, **model["shape"]}
+    shape: dict[str, Any] = {**_ADDED_FIELDS, **model["shape"]}
     shape["vocab_size"] = model["vocab_size"]
     return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
+
+
+# What model.json of earlier versions lacks.
+_ADDED_FIELDS = {
+    field.name: field.default for field in fields(ModelPreset) if field.default is not MISSING
+}
 
 
 def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:

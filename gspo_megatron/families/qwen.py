@@ -1,4 +1,5 @@
-"""Qwen3MoeForCausalLM, Qwen3ForCausalLM and Qwen2MoeForCausalLM (Qwen1.5-MoE, Qwen2-57B-A14B)."""
+"""Qwen3MoeForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM (Qwen1.5-MoE, Qwen2-57B-A14B) and
+Qwen2ForCausalLM (Qwen2, Qwen2.5)."""
 
 from __future__ import annotations
 
@@ -37,6 +38,15 @@ _LAYER = "model.layers.{layer}."
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _QWEN3_NAMES = {**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **f.QK_NORMS, **f.DENSE}
 
+_QKV_BIASES = {f"{part}_bias": f"{_LAYER}self_attn.{part}_proj.bias" for part in "qkv"}
+
+QWEN2 = f.Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=(*f.SIZES, f.key_value_heads(32), f.Field("head_dim", "kv_channels", None)),
+    always={"qk_layernorm": False, "add_qkv_bias": True},
+    names={**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **_QKV_BIASES, **f.DENSE},
+)
 QWEN3 = f.Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -72,7 +82,7 @@ QWEN2_MOE = f.Family(
         **f.EMBEDDINGS,
         **f.NORMS,
         **f.ATTENTION,
-        **{f"{part}_bias": f"{_LAYER}self_attn.{part}_proj.bias" for part in "qkv"},
+        **_QKV_BIASES,
         **f.DENSE,
         **f.ROUTER,
         **f.EXPERTS,

@@ -53,6 +53,9 @@ SIDE_FILES = (
     "chat_template.json",
 )
 
+FP8 = "F8_E4M3"  # in blocks, each with a scale beside it; an import makes BF16 of it
+SCALES = "_scale_inv"  # behind the name of an FP8 tensor
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
 
@@ -110,14 +113,41 @@ class HfFolder:
     def side_files(self) -> list[Path]:
         return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that holds the values of a tensor of a legal dtype."""
+        stored = self.tensors[name].dtype
+        return torch.bfloat16 if stored == FP8 else DTYPES[stored]
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Rows and columns of FP8 weights that share a scale."""
+        rows, columns = self.config["quantization_config"]["weight_block_size"]
+        return rows, columns
+
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
         """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
-        to. Safe in any thread.
+        to; of FP8 weights, their values in fp32. Safe in any thread.
 
         Raises KeyError for a name that the folder lacks.
         """
+        part = self._stored(name, slices)
+        if self.tensors[name].dtype != FP8:
+            return part
+        # Only the scales of the blocks that the part touches; the last blocks may be smaller.
+        pairs = list(zip(slices, self.block_size, strict=True))
+        touched = [slice(s.start // size, -(-s.stop // size)) for s, size in pairs]
+        scales = self._stored(name + SCALES, touched).float()
+        for axis, (wanted, size) in enumerate(pairs):
+            first = wanted.start % size
+            scales = scales.repeat_interleave(size, dim=axis)
+            scales = scales.narrow(axis, first, wanted.stop - wanted.start)
+        return part.float() * scales
+
+    def _stored(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """The same as it is in the file."""
         entry = self.tensors[name]
-        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+        dtype = torch.float8_e4m3fn if entry.dtype == FP8 else DTYPES[entry.dtype]
+        count = math.prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
         mapped = self._mapped.get(entry.file)
@@ -250,6 +280,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
     weights = weight_map(family, shape, vocab_size)
     missing: list[str] = []
     problems: list[str] = []
+    scales: set[str] = set()
     for name, size in weights.shapes.items():
         entry = folder.tensors.get(name)
         if entry is None:
@@ -258,17 +289,35 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
             problems.append(
                 f"{name} has the shape {list(entry.shape)}; config.json says {list(size)}"
             )
+        elif entry.dtype == FP8 and folder.config.get("quantization_config"):
+            problems += _scale_problems(folder, name)
+            scales.add(name + SCALES)
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
-    known = {*weights.shapes, family.names["head"]}  # a tied embedding may be there twice
+    # a tied embedding may be there twice
+    known = {*weights.shapes, *scales, family.names["head"]}
     unknown = [
         f"{name} is no part of the model that config.json describes"
         for name in folder.tensors
-        if name not in known and not name.endswith(family.unread)
+        if name not in known and not family.is_left_out(name, folder.config)
     ]
     if lines := [*some_of(missing), *some_of(problems), *some_of(unknown)]:
         raise DataError("\n".join(f"{folder.path}: {line}" for line in lines))
     return weights
+
+
+def _scale_problems(folder: HfFolder, name: str) -> list[str]:
+    """What is wrong with the scales of an FP8 tensor. Without them its values would be noise."""
+    shape, entry = folder.tensors[name].shape, folder.tensors.get(name + SCALES)
+    if entry is None:
+        return [f"{name} has the dtype {FP8}, and its scales {name}{SCALES} are missing"]
+    wanted = tuple(-(-n // size) for n, size in zip(shape, folder.block_size))
+    if len(shape) == 2 and entry.shape == wanted and entry.dtype in DTYPES:
+        return []
+    return [
+        f"{name}{SCALES} is {entry.dtype} {list(entry.shape)}; of {list(shape)} in blocks of "
+        f"{list(folder.block_size)} it must be F32 {list(wanted)}"
+    ]
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:

@@ -15,7 +15,7 @@ from gspo_megatron.files import parse_json
 from gspo_megatron.hf.files import SIDE_FILES
 
 GENERATION = "generation_config.json"
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 def export_config(
@@ -42,6 +42,9 @@ def export_config(
         config = dict(original)
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
+    # What an import leaves out: layers for further tokens, and FP8.
+    config |= {key: 0 for key in family.next_token_keys if original.get(key)}
+    config.pop("quantization_config", None)
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 

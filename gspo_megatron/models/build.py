@@ -107,6 +107,9 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
             share_embeddings_and_output_weights=shape.tie_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rotary_base,
+            rotary_percent=shape.rotary_percent,
+            rope_scaling=shape.rotary_llama3_factor is not None,
+            rope_scaling_factor=shape.rotary_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
         _aux_losses_count_micro_batches(model)

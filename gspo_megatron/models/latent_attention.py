@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -77,7 +78,11 @@ class RotaryAngles(torch.nn.Module):
         self.angles: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stock(*args, **kwargs) if self.angles is None else self.angles
+        if self.angles is None:
+            return self.stock(*args, **kwargs)
+        if isinstance(self.stock, YarnRotaryEmbedding):
+            return self.angles, self.stock.get_emb(1)[1]  # and the factor of their cos and sin
+        return self.angles
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         return self.stock.get_rotary_seq_len(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Norms over all heads, latent attention and padding tokens: the same update on every layout."""
+"""Kinds of attention and of positions, and padding tokens: the same update on every layout."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import VOCABULARY, write_model
 
+# Latent attention with YaRN, from 8 tokens on; rotary positions on half of a head, and biases.
+YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "olmoe": {},
+    "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
+    "glm4_moe": {},
+    "llama": {},
+}
+
 
 def update_from_folder(**arguments: Any) -> StepResult:
     """`run_update` with the weights of model.hf_path, and all else that its config.json gives."""
@@ -48,14 +57,14 @@ def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of models; weights are drawn, the same on every layout."""
     root = tmp_path_factory.mktemp("models")
-    for family in ("olmoe", "deepseek_v3"):
-        write_model(root / family, family, seed=1)
+    for family, changes in MODELS.items():
+        write_model(root / family, family, seed=1, **changes)
     return root
 
 
 @pytest.fixture(scope="module")
 def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
-    return {name: _update(pool, folders / name, "tp=1") for name in ("olmoe", "deepseek_v3")}
+    return {name: _update(pool, folders / name, "tp=1") for name in MODELS}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +78,9 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         ("deepseek_v3", "tp=2,pp=2,ep=2"),
         pytest.param("deepseek_v3", "tp=2,cp=2", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "pp=2,vpp=2", marks=pytest.mark.full),
+        ("glm4_moe", "tp=2,pp=2,ep=2"),
+        pytest.param("glm4_moe", "cp=2", marks=pytest.mark.full),
+        pytest.param("llama", "tp=2,cp=2", marks=pytest.mark.full),
     ],
 )
 def test_the_update_is_that_of_one_rank(

@@ -148,8 +148,9 @@ def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
             (f"megatron.{name}", ours.megatron.get(name), theirs.megatron.get(name))
             for name in differences(ours, preset)
         ]
-        if ours.rotary_base != theirs.rotary_base:
-            different.append(("rotary_base", ours.rotary_base, theirs.rotary_base))
+        for name in ("rotary_base", "rotary_percent", "rotary_llama3_factor"):
+            if getattr(ours, name) != getattr(theirs, name):
+                different.append((name, getattr(ours, name), getattr(theirs, name)))
     for key, own, its in different:
         value, wanted = format_value(its), format_value(own)
         yield f"serves a model of model.{key} = {value}, the trainer's has {wanted}"

@@ -160,7 +160,7 @@ def test_all_of_them_at_once() -> None:
 @pytest.mark.parametrize(
     ("hf", "named"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}, "Gemma3ForCausalLM"),
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
         ({"model_type": "gpt_oss"}, "gpt_oss"),
         ({}, "null"),
@@ -181,9 +181,10 @@ def test_deepseeks_options() -> None:
     for changes, named in (
         ({"num_experts_per_tok": 8}, "num_experts_per_tok = 8"),
         ({"norm_topk_prob": False}, "norm_topk_prob = false"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor = null"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type = 'dynamic'"),
     ):
         [line] = problems(hf | changes)
         assert named in line
@@ -278,4 +279,7 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 
 
 def test_the_families() -> None:
-    assert " ".join(FAMILIES) == "qwen3_moe qwen3 qwen2_moe mixtral olmoe deepseek_v3"
+    assert " ".join(FAMILIES) == (
+        "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 llama mixtral "
+        "olmoe"
+    )

@@ -15,6 +15,8 @@ from tests.unit.hf.published import CONFIGS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+DENSE = ("qwen3", "qwen2", "llama")
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # Without what the variants below give.
@@ -58,7 +60,7 @@ def variants(name: str) -> list[dict[str, Any]]:
         },
     ]
     found = [usual | rope for rope in ropes]
-    for key in EXPERTS if name != "qwen3" else ():
+    for key in EXPERTS if name not in DENSE else ():
         alone = {k: v for k, v in usual.items() if k not in EXPERTS} | {key: 8}
         found += [alone, usual | {key: 8}, usual | {key: 16}]
     found += [
@@ -66,8 +68,6 @@ def variants(name: str) -> list[dict[str, Any]]:
         {key: value for key, value in usual.items() if key != "num_key_value_heads"},
         usual | {"head_dim": 24},
         usual | {"head_dim": None},
-        usual | {"num_mtp_layers": 2},
-        usual | {"num_mtp_layers": 2, "num_nextn_predict_layers": 0},
     ]
     return found
 
@@ -78,7 +78,7 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
     rope = config.rope_parameters
     [rope] = [v for v in rope.values() if isinstance(v, dict)] or [rope]
     heads = config.num_attention_heads
-    latent = hf["model_type"] == "deepseek_v3"
+    latent = hf["model_type"] in LATENT
     found = {
         "theta": rope["rope_theta"],
         "scaling": rope["rope_type"],
@@ -88,9 +88,8 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
         if latent
         else getattr(config, "head_dim", None) or config.hidden_size // heads,
         "rotary width": config.head_dim if latent else None,
-        "further": getattr(config, "num_mtp_layers", None) if "num_mtp_layers" in hf else None,
     }
-    if hf["model_type"] != "qwen3":
+    if hf["model_type"] not in DENSE:
         [key] = [key for key in EXPERTS if key in CONFIGS[hf["model_type"]]]
         found["experts"] = getattr(config, key)
     return found
@@ -98,17 +97,16 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
 
 def of_ours(hf: dict[str, Any]) -> dict[str, Any]:
     shape = shape_of(describe(hf))
-    latent = hf["model_type"] == "deepseek_v3"
+    latent = hf["model_type"] in LATENT
     found = {
         "theta": shape.rotary_base,
-        "scaling": "default",
-        "rotated": 1,
+        "scaling": shape.megatron.get("rope_type", "rope").replace("rope", "default"),
+        "rotated": shape.rotary_percent,
         "heads": shape.num_query_groups,
         "width": None if latent else shape.kv_channels,
         "rotary width": shape.megatron["qk_pos_emb_head_dim"] if latent else None,
-        "further": None,
     }
-    if hf["model_type"] != "qwen3":
+    if hf["model_type"] not in DENSE:
         found["experts"] = shape.num_moe_experts
     return found
 
@@ -125,8 +123,6 @@ def test_they_are_read_as_transformers_reads_them_or_refused(name: str) -> None:
         if None in (hf.get("head_dim", 0), hf.get("num_key_value_heads", 0)):
             continue  # transformers refuses null, or fails where it builds the model
         theirs = of_transformers(hf)
-        if name != "deepseek_v3":
-            theirs["further"] = None  # a key without meaning
         assert ours == theirs, variant
         taken += 1
     assert taken >= 10

@@ -46,6 +46,17 @@ _QWEN_MOE: dict[str, Any] = {
     "output_router_logits": False,
 }
 
+_SIGMOID: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.75,
+    "num_nextn_predict_layers": 0,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _COMMON
     | _QWEN_MOE
@@ -113,7 +124,62 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "pad_token_id": None,
     },
+    "qwen2": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 60,
+        "use_sliding_window": False,
+        "sliding_window": 32,
+    },
+    "llama": _COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 48,  # transformers wants a multiple of the heads
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+    },
+    "glm4_moe": _COMMON
+    | _SIGMOID
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 3,
+    },
+    "hy_v3": _COMMON
+    | {
+        "architectures": ["HYV3ForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28,
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "router_scaling_factor": 2.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
 }
+CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+del CONFIGS["glm4_moe_lite"]["first_k_dense_replace"]
 
 
 for _family, _settings in CONFIGS.items():
@@ -126,7 +192,7 @@ def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[st
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's published tensors."""
-    family, hidden = config["model_type"], config["hidden_size"]
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
@@ -137,7 +203,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         start = f"model.layers.{layer}."
         shapes[start + "input_layernorm.weight"] = (hidden,)
         shapes[start + "post_attention_layernorm.weight"] = (hidden,)
-        attention = _latent_attention if family == "deepseek_v3" else _attention
+        attention = _latent_attention if "kv_lora_rank" in config else _attention
         parts = {**dict(attention(config)), **dict(_mlp(config, layer))}
         shapes |= {start + name: shape for name, shape in parts.items()}
     return shapes
@@ -153,10 +219,11 @@ def _attention(config: dict[str, Any]) -> Shapes:
     keys = config["num_key_value_heads"] * width
     for part, rows in (("q", queries), ("k", keys), ("v", keys)):
         yield f"self_attn.{part}_proj.weight", (rows, hidden)
-        if config["model_type"] == "qwen2_moe":
+        biased = config["model_type"] in ("qwen2_moe", "qwen2")
+        if biased or config.get("attention_bias"):
             yield f"self_attn.{part}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (hidden, queries)
-    if config["model_type"] in ("qwen3", "qwen3_moe"):
+    if config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
         yield "self_attn.q_norm.weight", (width,)
         yield "self_attn.k_norm.weight", (width,)
     if config["model_type"] == "olmoe":
@@ -190,12 +257,20 @@ def _gated(start: str, hidden: int, width: int, names: tuple[str, ...] = ()) -> 
     return ((f"{start}{name}.weight", shape) for name, shape in zip(names, shapes))
 
 
+def _is_dense(config: dict[str, Any], layer: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    return (
+        config["model_type"] in ("qwen3", "qwen2", "llama")
+        or layer in config.get("mlp_only_layers", ())
+        or layer < config.get("first_k_dense_replace", 0)
+        or (kinds is not None and kinds[layer] == "dense")
+        or (layer + 1) % config.get("decoder_sparse_step", 1) != 0
+    )
+
+
 def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     family, hidden = config["model_type"], config["hidden_size"]
-    dense = layer in config.get("mlp_only_layers", ()) or layer < config.get(
-        "first_k_dense_replace", 0
-    )
-    if family == "qwen3" or dense or (layer + 1) % config.get("decoder_sparse_step", 1):
+    if _is_dense(config, layer):
         yield from _gated("mlp.", hidden, config["intermediate_size"])
         return
     width = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -203,8 +278,10 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     (experts,) = (config[key] for key in keys if key in config)
     start = "block_sparse_moe." if family == "mixtral" else "mlp."
     names = ("w1", "w3", "w2") if family == "mixtral" else ()
-    yield f"{start}gate.weight", (experts, hidden)
-    if family == "deepseek_v3":
+    yield f"{start}{'router.' * (family == 'hy_v3')}gate.weight", (experts, hidden)
+    if family == "hy_v3":
+        yield "mlp.expert_bias", (experts,)
+    elif "n_routed_experts" in config:
         yield "mlp.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
         yield from _gated(f"{start}experts.{expert}.", hidden, width, names)
@@ -212,9 +289,9 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         shared = config["shared_expert_intermediate_size"]
         yield from _gated("mlp.shared_expert.", hidden, shared)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
-    if family == "deepseek_v3":
-        shared = config["n_shared_experts"] * width
-        yield from _gated("mlp.shared_experts.", hidden, shared)
+    for key, name in (("n_shared_experts", "shared_experts"), ("num_shared_experts", "shared_mlp")):
+        if key in config:
+            yield from _gated(f"mlp.{name}.", hidden, config[key] * width)
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -225,7 +302,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     for name, shape in tensor_shapes(config).items():
         noise = 0.15 * torch.randn(shape, generator=generator)
         # published in fp32, whatever the dtype of the others is
-        kind = torch.float32 if name.endswith("e_score_correction_bias") else dtype
+        fp32 = name.endswith(("e_score_correction_bias", "expert_bias"))
+        kind = torch.float32 if fp32 else dtype
         tensors[name] = (1.0 + noise if "norm" in name else noise).to(kind)
     return tensors
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.families import FAMILIES
 from gspo_megatron.hf.export import export_hf
 from tests.unit.hf.policies import config_of, greedy, logits_of, policy_of
 from tests.unit.hf.published import (
@@ -28,6 +29,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # fp32 logits of size 3 to 5 from four layers, summed in another order: 5e-6 at most was seen
 TOLERANCE = 1e-5
 
+YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 VARIANTS: list[Variant] = [
     *((family, {}) for family in CONFIGS),
     ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
@@ -35,6 +43,12 @@ VARIANTS: list[Variant] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),
+    # beyond the window of 8 tokens; as DeepSeek-V3, as Moonlight, and without factors of the scale
+    ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("glm4_moe_lite", {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}}),
+    ("deepseek_v3", {"rope_scaling": YARN, "q_lora_rank": None, "n_group": 1}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
 ]
 
@@ -74,15 +88,16 @@ def test_transformers_computes_the_same(
     source = write_model(tmp_path / "source", family, seed=4, **changes)
     policy = policy_of(config_of(source))
     # without the original config.json: ours has to say everything
-    export_hf(policy, tmp_path / "export")
+    ours = FAMILIES[family].config(policy.shape, VOCABULARY)
+    export_hf(policy, tmp_path / "export", hf_config=ours)
     draw = random.Random(4)
     ids = [draw.randrange(VOCABULARY) for _ in range(23)]
     prompts = [ids[:5], ids[:1], ids[7:16]]
     asked = transformers_side.submit(ask, tmp_path / "export", ids, prompts, count=12)
-    ours, (continuations, _) = logits_of(policy, ids), greedy(policy, prompts, count=12)
+    logits, (continuations, _) = logits_of(policy, ids), greedy(policy, prompts, count=12)
     theirs = asked.result()
     assert not theirs.complaints
     assert theirs.architecture == CONFIGS[family]["architectures"][0]
     assert theirs.logits.abs().max() > 1
-    assert (ours - theirs.logits).abs().max() < TOLERANCE
+    assert (logits - theirs.logits).abs().max() < TOLERANCE
     assert continuations == theirs.continuations

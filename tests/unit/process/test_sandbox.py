@@ -148,11 +148,11 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
-def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str) -> None:
+def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: User) -> None:
     """Two programs, one after the other: neither sees the other's, and the host sees none. It has
     its size without a cgroup too: an ordinary user mostly has none."""
-    with ordinary_user() as user:
-        own = [run(SHARED), run(SHARED)] if who == "this user" else user.run([SHARED] * 2, LIMITS)
+    is_other = who == "an ordinary user"
+    own = user.run([SHARED] * 2, LIMITS) if is_other else [run(SHARED), run(SHARED)]
     for outcome in own:
         assert outcome.failure is None
         full, size, device, names = ast.literal_eval(outcome.stdout.decode())

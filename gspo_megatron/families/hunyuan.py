@@ -1,0 +1,50 @@
+"""HYV3ForCausalLM: Hunyuan 3, a sigmoid router under names of its own."""
+
+from __future__ import annotations
+
+from gspo_megatron.families import family as f
+from gspo_megatron.families import sigmoid_router as r
+from gspo_megatron.families.rope import RopeKinds
+
+_MLP = "model.layers.{layer}.mlp."
+
+FAMILY = f.Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    fields=(
+        *f.SIZES[:4],
+        f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        f.Field("hidden_act", "activation_func", "silu"),
+        f.key_value_heads(8),
+        f.Field("head_dim", "kv_channels", 128),
+        f.Field("num_experts", "num_moe_experts"),
+        f.Field("num_experts_per_tok", "moe_router_topk", 8),
+        f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+        f.Field("router_scaling_factor", "moe_router_topk_scaling_factor", 2.826),
+    ),
+    always={**r.ALWAYS, "qk_layernorm": True, "add_qkv_bias": False},
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
+    spellings={
+        "num_local_experts": "num_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    next_token_layers="num_nextn_predict_layers",
+    rope=RopeKinds(base=11_158_840.0),
+    max_position_embeddings=131_072,
+    read_pattern=r.dense_first(1),
+    write_pattern=r.write_layer_types,
+    check=r.layer_problems,
+    read_rest=lambda hf: r.read_shared(hf, "num_shared_experts"),
+    write_rest=lambda megatron: r.write_shared(megatron, "num_shared_experts"),
+    names={
+        **f.EMBEDDINGS,
+        **f.NORMS,
+        **f.ATTENTION,
+        **f.QK_NORMS,
+        **f.DENSE,
+        "router": _MLP + "router.gate.weight",
+        "router_bias": _MLP + "expert_bias",
+        **f.EXPERTS,
+        **{f"shared_{p}": f"{_MLP}shared_mlp.{p}_proj.weight" for p in f.MLP},
+    },
+)

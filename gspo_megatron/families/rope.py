@@ -1,0 +1,190 @@
+"""Rotary positions in config.json: the base, the part of a head that is rotated, and the scaling
+that extends the context.
+
+config.json of transformers 5 has all settings in `rope_parameters`; older ones have `rope_scaling`
+beside `rope_theta`. transformers reads whichever are there, and so does this. Two different values
+of one setting are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families.model_shape import ModelShape
+
+DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
+
+# Megatron-Core's llama3 scaling has these as constants.
+_LLAMA3_CONSTANTS = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Fields of MLATransformerConfig by the keys of config.json, with transformers' defaults.
+_YARN_FIELDS: dict[str, tuple[str, Any]] = {
+    "factor": ("rotary_scaling_factor", None),
+    "original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+}
+_KEYS = (
+    *("rope_theta", "rope_type", "type", "partial_rotary_factor", "attention_factor", "truncate"),
+    *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", *_YARN_FIELDS),
+)
+_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also beside the mappings
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a model."""
+
+    base: float
+    percent: float = 1.0  # of a head's channels, the first ones
+    llama3_factor: float | None = None  # None: no scaling of this kind
+    megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig: YaRN
+
+
+@dataclass(frozen=True)
+class RopeKinds:
+    """What a family's models may have."""
+
+    types: tuple[str, ...] = (DEFAULT,)
+    base: float = 10_000.0  # where config.json names none
+    percent: float | None = None  # where config.json names none; None: always 1
+
+
+def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
+    """What a config.json says of rotary positions, and a line for each thing not supported."""
+    settings, names, problems = _settings(hf)
+    kind = settings.get("rope_type", DEFAULT)
+    if kind not in kinds.types:
+        legal = " or ".join(kinds.types)
+        wrong = f"{names['rope_type']} = {format_value(kind)}: not supported; legal: {legal}"
+        problems.append(wrong)
+    default = 1.0 if kinds.percent is None else kinds.percent
+    percent = settings.get("partial_rotary_factor", default)
+    if percent != 1 and kinds.percent is None:
+        where = names["partial_rotary_factor"]
+        problems.append(f"{where} = {format_value(percent)}: not supported; legal: 1")
+    elif not _is_number(percent) or not 0 < percent <= 1:
+        where = names["partial_rotary_factor"]
+        wrong = "must be a number above 0, and at most 1"
+        problems.append(f"{where} = {format_value(percent)}: {wrong}")
+    base = settings.get("rope_theta", kinds.base)
+    if not _is_number(base) or base <= 0:
+        problems.append(f"rope_theta = {format_value(base)}: must be a number above 0")
+    if problems or kind == DEFAULT:
+        return Rope(base, percent), problems
+    factor = settings.get("factor")
+    if not _is_number(factor) or factor < 1:
+        wrong = "must be a number of at least 1"
+        return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
+    if kind == LLAMA3:
+        return Rope(base, percent, factor), _llama3_problems(settings, names)
+    megatron, problems = _yarn(settings, names)
+    return Rope(base, percent, megatron=megatron), problems
+
+
+def write_rope(shape: ModelShape) -> dict[str, Any]:
+    """The keys of config.json for the rotary positions of a model, as published files have them."""
+    scaling: dict[str, Any] | None = None
+    if shape.rotary_llama3_factor is not None:
+        scaling = {"rope_type": LLAMA3, "factor": shape.rotary_llama3_factor, **_LLAMA3_CONSTANTS}
+    elif shape.megatron.get("rope_type") == YARN:
+        names = {key: ours for key, (ours, _) in _YARN_FIELDS.items()}
+        names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+        scaling = {"type": YARN} | {key: shape.megatron[ours] for key, ours in names.items()}
+    found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
+    return found | {"partial_rotary_factor": shape.rotary_percent}
+
+
+def two_values(key: str, value: Any, other: str, its: Any) -> str:
+    """The line about two spellings of one setting that differ."""
+    two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
+    return f"{two}: two spellings of one setting; keep the right one"
+
+
+def in_one_spelling(
+    hf: Mapping[str, Any], spellings: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a config.json under their usual names, and a line for each setting that two
+    spellings give different values."""
+    found, problems = dict(hf), []
+    for other, usual in spellings.items():
+        if other not in found:
+            continue
+        value = found.pop(other)
+        if usual in found and found[usual] != value:
+            problems.append(two_values(other, value, usual, found[usual]))
+        found.setdefault(usual, value)
+    return found, problems
+
+
+def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """All settings, the names under which config.json has them, and what is wrong."""
+    problems = []
+    found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
+    for where, values in found.items():
+        given = hf.get(where[:-1]) if where else hf
+        if given is not None and not isinstance(given, Mapping):
+            problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
+            continue
+        for key, value in (given or {}).items():
+            if where and isinstance(value, Mapping):  # of the layers of one type
+                wrong = "not supported; legal: one set of values for all layers"
+                problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
+            elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
+                values[key] = value
+    settings: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for where, given in found.items():
+        values, twice = in_one_spelling(given, {"type": "rope_type"})
+        problems += [line.replace("type = ", f"{where}type = ", 1) for line in twice]
+        for key, value in values.items():
+            if key in settings and settings[key] != value:
+                problems.append(two_values(f"{where}{key}", value, names[key], settings[key]))
+            settings[key], names[key] = value, f"{where}{key}"
+    return settings, names, problems
+
+
+def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """The constants that a config.json has otherwise than Megatron-Core."""
+    different = [key for key, legal in _LLAMA3_CONSTANTS.items() if settings.get(key) != legal]
+    return [
+        f"{names.get(key, f'rope_scaling.{key}')} = {format_value(settings.get(key))}: "
+        f"not supported; legal: {_LLAMA3_CONSTANTS[key]:g}"
+        for key in different
+    ]
+
+
+def _yarn(
+    settings: Mapping[str, Any], names: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Fields of MLATransformerConfig for YaRN, and what is not supported."""
+    megatron, problems = {"rope_type": YARN}, []
+    for key, (ours, default) in _YARN_FIELDS.items():
+        megatron[ours] = value = settings.get(key, default)
+        if not _is_number(value) or value <= 0:
+            where = names.get(key, f"rope_scaling.{key}")
+            problems.append(f"{where} = {format_value(value)}: must be a number above 0")
+    for key, legal in (("attention_factor", None), ("truncate", True)):
+        if settings.get(key, legal) != legal:
+            where, value = names[key], format_value(settings[key])
+            problems.append(f"{where} = {value}: not supported; legal: {format_value(legal)}")
+    scale, all_dims = settings.get("mscale", 0), settings.get("mscale_all_dim", 0)
+    if all_dims and not scale:  # transformers then scales the two parts of attention differently
+        where, value = names["mscale_all_dim"], format_value(all_dims)
+        problems.append(f"{where} = {value}: not supported without mscale; legal: both, or none")
+    # With one of the two alone, transformers takes mscale = 1 for the angles.
+    megatron |= {
+        "mscale": float(scale) if scale and all_dims else 1.0,
+        "mscale_all_dim": float(all_dims),
+    }
+    return megatron, problems
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

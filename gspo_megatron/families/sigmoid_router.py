@@ -1,0 +1,106 @@
+"""The router of DeepSeek-V3 and of what followed it: scores by a sigmoid, a bias that balances the
+load and only takes part in the choice, shared experts, the first layers dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families import family as f
+
+ALWAYS: dict[str, Any] = {
+    **f.LINEAR_ROUTER,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    # the bias balances the load
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts are chosen among those of the best groups; here what a family takes for keys that
+    config.json lacks."""
+
+    count: int = 1
+    chosen: int = 1
+    topk: int = 8
+
+    def problems(self, hf: Mapping[str, Any]) -> list[str]:
+        """Numbers for which Megatron-Core computes something else."""
+        count = hf.get("n_group", self.count)
+        chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
+        # The score of a group is the sum of its best two experts; Megatron-Core takes its best
+        # topk // topk_group.
+        if count in (None, 1) or topk == 2 * chosen:
+            return []
+        wrong = f"not supported with topk_group = {chosen}; legal: {2 * chosen}, or n_group = 1"
+        return [f"num_experts_per_tok = {topk}: {wrong}"]
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of TransformerConfig."""
+        count = hf.get("n_group", self.count)
+        if count in (None, 1):
+            return {}
+        chosen = hf.get("topk_group", self.chosen)
+        return {"moe_router_num_groups": count, "moe_router_group_topk": chosen}
+
+
+def write_groups(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json for `Groups`."""
+    return {
+        "n_group": megatron.get("moe_router_num_groups") or 1,
+        "topk_group": megatron.get("moe_router_group_topk") or 1,
+    }
+
+
+def read_shared(hf: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """All shared experts as one; `key` has their number."""
+    width = (hf.get(key, 1) or 0) * (hf.get("moe_intermediate_size") or 0)
+    return {"moe_shared_expert_intermediate_size": width or None}
+
+
+def write_shared(megatron: Mapping[str, Any], key: str) -> dict[str, Any]:
+    shared = megatron.get("moe_shared_expert_intermediate_size") or 0
+    return {key: shared // (megatron.get("moe_ffn_hidden_size") or 1)}
+
+
+def dense_first(default: int) -> f.ReadPattern:
+    """The first layers are dense: `mlp_layer_types`, or the number `first_k_dense_replace`."""
+
+    def read(hf: Mapping[str, Any]) -> list[bool]:
+        kinds = hf.get("mlp_layer_types")
+        if kinds is not None:
+            return [kind == "sparse" for kind in kinds]
+        dense = hf.get("first_k_dense_replace", default)
+        return [layer >= dense for layer in range(hf["num_hidden_layers"])]
+
+    return read
+
+
+def layer_problems(hf: Mapping[str, Any]) -> list[str]:
+    """What is wrong with `mlp_layer_types`."""
+    kinds, count = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
+    if kinds is None:
+        return []
+    fits = isinstance(kinds, list) and set(kinds) <= {"dense", "sparse"} and len(kinds) == count
+    if not fits:
+        wrong = f"must be `dense` or `sparse` for each of the {count} layers"
+        return [f"mlp_layer_types = {format_value(kinds)}: {wrong}"]
+    dense = hf.get("first_k_dense_replace")
+    if dense is not None and kinds != ["dense" if n < dense else "sparse" for n in range(count)]:
+        wrong = f"mlp_layer_types says otherwise: {format_value(kinds)}; keep the right one"
+        return [f"first_k_dense_replace = {format_value(dense)}: {wrong}"]
+    return []
+
+
+def write_dense_first(experts: list[bool]) -> dict[str, Any] | None:
+    dense = experts.index(True) if True in experts else len(experts)
+    return {"first_k_dense_replace": dense} if all(experts[dense:]) else None
+
+
+def write_layer_types(experts: list[bool]) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse" if each else "dense" for each in experts]}

@@ -1,0 +1,139 @@
+"""What published folders have beside plain weights: FP8 in blocks, layers for further tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.storage import read_index, tensors_of
+from gspo_megatron.errors import DataError
+from gspo_megatron.hf.export import export_hf
+from gspo_megatron.hf.files import HfFolder
+from gspo_megatron.hf.load import load_hf
+from tests.unit.hf.policies import config_of, logits_of, policy_of
+from tests.unit.hf.published import (
+    VOCABULARY,
+    assert_same_bits,
+    model_config,
+    random_tensors,
+    read_folder,
+    write_folder,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+ROWS, COLUMNS = 16, 12  # of a block: no size of the model is a multiple of either
+QUANTIZED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [ROWS, COLUMNS],
+}
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An FP8 matrix, the scales of its blocks, and the values that both mean."""
+    scales = torch.empty(math.ceil(len(weight) / ROWS), math.ceil(weight.shape[1] / COLUMNS))
+    small, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = (slice(i * ROWS, (i + 1) * ROWS), slice(j * COLUMNS, (j + 1) * COLUMNS))
+            scales[i, j] = weight[block].abs().max() / 448
+            small[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            values[block] = small[block].float() * scales[i, j]
+    return small, scales, values
+
+
+def fp8_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """A model as DeepSeek publishes it: config, tensors, and the plain values of these."""
+    config = model_config("deepseek_v3", quantization_config=QUANTIZED)
+    tensors, plain = {}, {}
+    for name, tensor in random_tensors(config, seed).items():
+        tensors[name] = plain[name] = tensor
+        if "_proj" in name:
+            tensors[name], tensors[f"{name}_scale_inv"], plain[name] = in_blocks(tensor)
+    return config, tensors, plain
+
+
+def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> None:
+    config, tensors, plain = fp8_model(seed=5)
+    folder = HfFolder(write_folder(tmp_path / "fp8", config, tensors))
+    draw = random.Random(5)
+    for name in (name for name in plain if "_proj" in name):
+        for _ in range(5):
+            pairs = [sorted(draw.sample(range(n + 1), 2)) for n in plain[name].shape]
+            part = tuple(slice(*pair) for pair in pairs)
+            assert torch.equal(folder.read(name, part), plain[name][part]), (name, part)
+
+
+def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path) -> None:
+    config, tensors, plain = fp8_model(seed=6)
+    source = write_folder(tmp_path / "fp8", config, tensors)
+    policy = policy_of(config_of(source))
+    ids = [random.Random(6).randrange(VOCABULARY) for _ in range(19)]
+    found = logits_of(policy, ids)
+    export_hf(policy, tmp_path / "again", hf_config=config)
+    assert_same_bits(read_folder(tmp_path / "again"), plain)
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert "quantization_config" not in written
+    load_hf(tmp_path / "again", policy)
+    assert torch.equal(logits_of(policy, ids), found)
+
+
+def test_a_converted_fp8_folder_is_bf16(tmp_path: Path) -> None:
+    config, tensors, _ = fp8_model(seed=7)
+    source = write_folder(tmp_path / "fp8", config, tensors)
+    hf_to_megatron(source, tmp_path / "megatron")
+    kinds = {
+        key: entry.properties.dtype
+        for key, entry in tensors_of(read_index(tmp_path / "megatron/model")).items()
+    }
+    assert {kind for key, kind in kinds.items() if "linear_proj" in key} == {torch.bfloat16}
+    assert {kind for key, kind in kinds.items() if "expert_bias" in key} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors, name: tensors.pop(name), "its scales"),
+        (lambda tensors, name: tensors.update({name: tensors[name][1:]}), "it must be F32 [3, 6]"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: str) -> None:
+    config, tensors, _ = fp8_model(seed=8)
+    change(tensors, "model.layers.2.self_attn.o_proj.weight_scale_inv")
+    source = write_folder(tmp_path / "fp8", config, tensors)
+    with pytest.raises(DataError, match="o_proj") as error:
+        policy_of(config_of(source))
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
+    config = model_config("glm4_moe", num_nextn_predict_layers=1)
+    tensors = random_tensors(config, seed=9)
+    further = {
+        name.replace("layers.3.", "layers.4."): tensor
+        for name, tensor in tensors.items()
+        if ".layers.3." in name
+    }
+    further["model.layers.4.eh_proj.weight"] = torch.zeros(44, 88)
+    source = write_folder(tmp_path / "source", config, tensors | further)
+    policy = policy_of(config_of(source))
+    export_hf(policy, tmp_path / "again", hf_config=config)
+    assert_same_bits(read_folder(tmp_path / "again"), tensors)
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}
+
+    # a layer that the configuration does not know is no such layer
+    wrong = write_folder(
+        tmp_path / "wrong", config | {"num_nextn_predict_layers": 0}, {**tensors, **further}
+    )
+    with pytest.raises(DataError, match=r"layers\.4\..* is no part of the model"):
+        policy_of(config_of(wrong))
