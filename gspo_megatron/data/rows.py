@@ -55,7 +55,7 @@ def read_rows(
 
     Raises DataError if there is no such file (`what` is the word for it) or it cannot be read.
     """
-    if _is_parquet(path, what):
+    if is_parquet(path, what):
         yield from _read_parquet(path, columns, problems)
         return
     with path.open("rb") as file:
@@ -65,7 +65,7 @@ def read_rows(
                 yield f"{path}:{number}", row
 
 
-def _is_parquet(path: Path, what: str) -> bool:
+def is_parquet(path: Path, what: str) -> bool:
     """Tells by the ending of the name, or by Parquet's magic bytes."""
     try:
         with path.open("rb") as file:

@@ -78,7 +78,7 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
         problems.append(f"rope_theta = {format_value(base)}: must be a number above 0")
     if problems or kind == DEFAULT:
         return Rope(base, percent), problems
-    factor = settings.get("factor")
+    factor: Any = settings.get("factor")
     if not _is_number(factor) or factor < 1:
         wrong = "must be a number of at least 1"
         return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
@@ -164,7 +164,8 @@ def _yarn(
     settings: Mapping[str, Any], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Fields of MLATransformerConfig for YaRN, and what is not supported."""
-    megatron, problems = {"rope_type": YARN}, []
+    megatron: dict[str, Any] = {"rope_type": YARN}
+    problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
         megatron[ours] = value = settings.get(key, default)
         if not _is_number(value) or value <= 0:
