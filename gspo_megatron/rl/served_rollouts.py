@@ -134,19 +134,9 @@ class ServedCollector(Collector):
         # What an earlier start of the run drew for later steps is trained on. But an evaluation of
         # weights that are made anew measures these.
         forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
-        self.service = ServiceClient(
-            service_settings(
-                self.config,
-                vocab_size=self.policy.vocab_size,
-                num_layers=self.policy.config.num_layers,
-                experts_per_token=self.policy.config.moe_router_topk,
-                dtype=str(self.policy.config.params_dtype).removeprefix("torch."),
-                origin=origin_of_rollouts(self.config),
-                weights_folder=folder,
-                on_cpu=self.device.type != "cuda",
-            ),
-            self.config.rollout.vllm.restarts,
-        )
+        origin, on_cpu = origin_of_rollouts(self.config), self.device.type != "cuda"
+        settings = service_settings(self.config, self.policy, origin, folder, on_cpu=on_cpu)
+        self.service = ServiceClient(settings, self.config.rollout.vllm.restarts)
         return str(folder)
 
     # Responses

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
@@ -23,6 +23,9 @@ from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
+
+if TYPE_CHECKING:
+    from gspo_megatron.models.build import Policy
 
 END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
 _END_SECONDS = 30.0  # the servers end within it
@@ -210,15 +213,7 @@ class ServiceClient:
 
 
 def service_settings(
-    config: Config,
-    *,
-    vocab_size: int,
-    num_layers: int,
-    experts_per_token: int,
-    dtype: str,
-    origin: str,
-    weights_folder: Path,
-    on_cpu: bool,
+    config: Config, policy: Policy, origin: str, weights_folder: Path, *, on_cpu: bool
 ) -> dict[str, Any]:
     """Settings that the service is started with, as JSON. origin: a fingerprint of what decides
     responses and rewards. Raises RolloutError where there are too few GPUs for the servers."""
@@ -227,14 +222,14 @@ def service_settings(
     return {
         "config": config.model_dump(mode="json"),
         "facts": {
-            "vocab_size": vocab_size,
-            "num_layers": num_layers,
+            "vocab_size": policy.vocab_size,
+            "num_layers": policy.config.num_layers,
             "num_experts": shape.num_moe_experts or 0,
-            "experts_per_token": experts_per_token,
+            "experts_per_token": policy.config.moe_router_topk,
             "moe_layers": layers,
         },
         "origin": origin,
-        "dtype": dtype,
+        "dtype": str(policy.config.params_dtype).removeprefix("torch."),
         "devices": [] if on_cpu else _gpus_for_servers(config),
         "on_cpu": on_cpu,
         "nodes": rollout_nodes(),
