@@ -22,8 +22,8 @@
     sequence_sums_not_reduced_over_cp of tests/parallel/test_mistakes.py, test_layout_matrix.py.
 13  A policy that is compared with itself, all ratios 1: test_oracle.py.
 14  Gradients of the routers' losses 10^4 times too large under context parallelism, from a loss
-    callback of two values: aux_loss_scaled_by_tokens_of_the_shard of tests/parallel/test_mistakes.py,
-    and tests/unit/rl/test_gradients.py has them by hand.
+    callback of two values: aux_loss_scaled_by_tokens_of_the_shard in
+    tests/parallel/test_mistakes.py; tests/unit/rl/test_gradients.py has them by hand.
 15  Means over uneven micro-batches or ranks averaged as if equal: the micro-batches of
     test_oracle.py; tests/parallel/test_mistakes.py (mean_of_micro_batch_means,
     divisor_of_one_data_rank).
