@@ -103,7 +103,7 @@ def score(batch: RolloutBatch) -> Tensor:
 class GspoLoss:
     """The loss of one mini-batch, called with each of its micro-batches on the last pipeline stage.
 
-    `gspo_megatron.objectives.build_objective` makes the same function with metrics, and ten others.
+    `gspo` in gspo_megatron/objectives/losses.py is the same with metrics and context parallelism.
     """
 
     mini_batch: MiniBatch

@@ -7,84 +7,18 @@ add. The functions of these parts are in parts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo_megatron.config.objectives import CORRECTIONS, RULES, Recipe, resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import metrics, parts
 from gspo_megatron.objectives.advantages import AdvantageEstimator, build_advantages
-from gspo_megatron.plugins import load_function, option_problems
+from gspo_megatron.objectives.custom import custom_objective
 from gspo_megatron.types import LossInputs, LossOutputs
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the trainer calls with each micro-batch, and what it has to provide for it."""
-
-    name: str
-    function: Callable[[LossInputs], LossOutputs]
-    advantages: AdvantageEstimator
-    complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
-    needs_reference: bool
-    needs_entropy_gradient: bool
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        return self.function(inputs)
-
-
-def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
-    """The objective of a checked configuration; a UserError where a custom one cannot be loaded."""
-    advantages = build_advantages(section)
-    if section.import_path is not None:
-        function, checked = custom_objective(section.import_path, section.options)
-        return Objective(
-            name=section.import_path,
-            function=checked,
-            advantages=advantages,
-            complete=dict,
-            # a divergence in the reward needs one, whatever the function declares
-            needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
-            needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
-        )
-    loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
-    return Objective(
-        name=section.name,
-        function=loss,
-        advantages=advantages,
-        complete=loss.complete,
-        needs_reference=section.kl != "none",
-        needs_entropy_gradient=section.entropy_coefficient > 0,
-    )
-
-
-def custom_objective(
-    import_path: str, options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Callable[[LossInputs], LossOutputs]]:
-    """The custom function itself, and the same with its options, whose results are checked."""
-    key = "objective.import_path"
-    function = load_function(key, import_path)
-    problems = option_problems("objective", import_path, function, options)
-    if problems:
-        raise ConfigError(problems)
-
-    def objective(inputs: LossInputs) -> LossOutputs:
-        outputs = function(inputs, **options)
-        if not isinstance(outputs, LossOutputs):
-            raise UserError(
-                f"{key} = {import_path}: returned {type(outputs).__name__}, not LossOutputs"
-            )
-        if outputs.loss.dim() != 0:
-            shape = tuple(outputs.loss.shape)
-            raise UserError(f"{key} = {import_path}: the loss has shape {shape}; legal: a scalar")
-        return outputs
-
-    return function, objective
 
 
 def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
@@ -152,10 +86,8 @@ class PolicyLoss:
         # Weights of the terms.
         terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
         if log_k is not None:
-            weights, level = (
-                self._correction(inputs, log_k, sums),
-                CORRECTIONS[recipe.correction].level,
-            )
+            weights = self._correction(inputs, log_k, sums)
+            level = CORRECTIONS[recipe.correction].level
             terms = self._weighted(terms, weights, level, inputs)
             means |= metrics.weight_metrics("correction", level, weights, inputs)
         if section.off_policy_mask is not None:
@@ -292,3 +224,46 @@ def aggregate_tokens(
 
 def _num_sequences(inputs: LossInputs) -> int:
     return len(inputs.advantages) if inputs.is_primary_shard else 0
+
+
+# --- The objective of a configuration ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the trainer calls with each micro-batch, and what it has to provide for it."""
+
+    name: str
+    function: Callable[[LossInputs], LossOutputs]
+    advantages: AdvantageEstimator
+    complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
+    needs_reference: bool
+    needs_entropy_gradient: bool
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return self.function(inputs)
+
+
+def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
+    """The objective of a checked configuration; a UserError where a custom one cannot be loaded."""
+    advantages = build_advantages(section)
+    if section.import_path is not None:
+        function, checked = custom_objective(section.import_path, section.options)
+        return Objective(
+            name=section.import_path,
+            function=checked,
+            advantages=advantages,
+            complete=dict,
+            # a divergence in the reward needs one, whatever the function declares
+            needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
+            needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+        )
+    loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
+    return Objective(
+        name=section.name,
+        function=loss,
+        advantages=advantages,
+        complete=loss.complete,
+        needs_reference=section.kl != "none",
+        needs_entropy_gradient=section.entropy_coefficient > 0,
+    )

@@ -206,8 +206,16 @@ class _Prefilled:
 class _Generation:
     """One call of generate: the queue of responses, and the rows of the batch that draw them.
 
-    Responses start in their order, in whatever row is free. Those of one group share the prefill of
-    their prompt. Of a group that has started in part, the prompt's keys and values are kept.
+    A response passes through four states, and `run` is their loop:
+
+        admit    it gets a free row, in the order of the queue (`_admit`)
+        prefill  its prompt goes through the model, once for all responses of a group (`_prefill`);
+                 of a group that has started in part the prompt's keys and values are kept
+        decode   its row draws a token (`_draw`), which goes through the model (`_decode`)
+        retire   at a check, its row has ended: by a token, a stop string or the limit. The row is
+                 free for another response or leaves the batch (`_retire`)
+
+    What all ranks must do alike between two checks is agreed on in `_plan`.
     """
 
     def __init__(
@@ -245,29 +253,47 @@ class _Generation:
         frequencies = rotary_frequencies(models[0], self.max_length)
         self.cache = KeyValueCache(frequencies, plan.rows, self.max_length)
         with decoding(models, self.cache):
-            hidden = self._fill(None, plan)
+            hidden = self._admit(None, plan)
             while True:
                 searched = self.rows.lengths.clone()
                 for step in range(plan.steps):
                     if step > 0:
-                        hidden = self._next()
+                        hidden = self._decode()
                     self._draw(hidden)
-                for stop_strings in self.stop_strings:
-                    self.rows.end_at_stop_strings(
-                        stop_strings, searched, CHECK_INTERVAL, self.responses
-                    )
-                self.rows.store(self.responses)
-                plan = self._plan()
+                plan = self._retire(searched)
                 if not plan.rows:
                     return
-                if plan.rows <= KEEP_SHARE * len(self.rows):
-                    self.cache.keep(self.rows.keep(plan.rows))
-                self.long_rows = self.rows.longest(self.spans.long_rows)
-                hidden = self._fill(self._next(), plan)
+                hidden = self._admit(self._decode(), plan)
+
+    def _retire(self, searched: Tensor) -> _Plan:
+        """End the rows whose text has a stop string, store what has ended, and agree on the next
+        plan. searched [rows]: the lengths up to which texts were looked at."""
+        for stop_strings in self.stop_strings:
+            self.rows.end_at_stop_strings(stop_strings, searched, CHECK_INTERVAL, self.responses)
+        self.rows.store(self.responses)
+        plan = self._plan()
+        if plan.rows:
+            if plan.rows <= KEEP_SHARE * len(self.rows):
+                self.cache.keep(self.rows.keep(plan.rows))
+            self.long_rows = self.rows.longest(self.spans.long_rows)
+        return plan
 
     def _plan(self) -> _Plan:
         """Agree on what to do with the rows that are free, and on the forward passes until the next
-        check. Reads from the device once."""
+        check. Reads from the device once.
+
+        Where ranks share experts, the maximum of six numbers over all of them decides:
+
+            needed   rows for the responses that are going or queued; 0: all responses are drawn
+            is_time  whether enough rows are free to start others in them; 0: nobody starts any
+            prompts  prompts of the prefill; 0: nobody runs one
+            longest  tokens of the longest of these prompts
+            left     the most tokens that a response that is going may still get
+            starts   responses to start; above 0 the limit of a response takes the place of `left`
+
+        `needed`, `prompts` and `longest` are also the shapes of the passes where every rank must
+        have the same; elsewhere a rank without work passes a dummy.
+        """
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
         lengths, left = self.rows.progress() if rows else ([], 0)
         self.spans = Spans.of(lengths)
@@ -280,10 +306,10 @@ class _Generation:
             self._prompts_before(self.next) : self._prompts_before(self.next + starts)
         ]
         longest = max(map(len, new), default=1)
-        most, refills, prompts, longest_of_all, left, any_starts = engine._agreed_maxima(
+        most, any_is_time, prompts, longest_of_all, left, any_starts = engine._agreed_maxima(
             [needed, is_time, len(new), longest, left, starts]
         )
-        if not refills:
+        if not any_is_time:
             starts = any_starts = prompts = 0
         if not engine.equal_batches:
             # a rank with nothing to do passes a dummy
@@ -296,7 +322,7 @@ class _Generation:
         """How many prompts have been prefilled when all responses before this one have started."""
         return -(-response // self.per_prompt)
 
-    def _fill(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
+    def _admit(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
         """Start the next responses in free rows. Returns `hidden` [rows, hidden], on the last
         stage, with that of their prompts' last tokens."""
         first, last = self.next, self.next + plan.starts
@@ -365,7 +391,7 @@ class _Generation:
         self.rows.add(tokens, logprobs, self.end_ids, self.responses)
         self.spans.grow(self.max_length)
 
-    def _next(self) -> Tensor | None:
+    def _decode(self) -> Tensor | None:
         """A forward pass of the last tokens drawn -> [rows, hidden] on the last stage."""
         rows, positions = self.rows, self.rows.positions
         self.cache.start_token(positions, self.spans, self.long_rows)

@@ -1,0 +1,137 @@
+"""YAML with the scalar types of YAML 1.2 and without duplicate keys, by PyYAML.
+
+In YAML 1.1, as PyYAML reads it by itself, `off` is false, `1e-6` a string, `12:30` a number, and
+the second of two equal keys wins. ruamel.yaml (0.19.1) reads YAML 1.2, but makes a date of
+`2026-01-01`, stops at the first duplicate key, and writes the text "off" without quotes, which a
+reader of YAML 1.1 takes for false. With it this file would be as long.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+from yaml import MarkedYAMLError
+
+from gspo_megatron.errors import ConfigError
+
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.duplicates: list[tuple[yaml.Mark, str, yaml.Mark]] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_seen: dict[str, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                continue
+            first = first_seen.setdefault(key_node.value, key_node.start_mark)
+            if first is not key_node.start_mark:
+                self.duplicates.append((key_node.start_mark, key_node.value, first))
+        return super().construct_mapping(node, deep=deep)
+
+    def compose_document(self) -> yaml.Node:
+        node = super().compose_document()
+        _refuse_large_aliases(node)
+        return node
+
+
+MOST_VALUES = 100_000  # that the aliases of a document stand for
+
+
+def _refuse_large_aliases(root: yaml.Node) -> None:
+    """Raise MarkedYAMLError where aliases make a document very much larger than its text, or where
+    one is inside what it stands for. A resolved configuration has all of them written out."""
+    sizes: dict[int, int] = {}  # of finished nodes, with what their aliases stand for
+    own = 0  # of the text itself
+    under_way: set[int] = set()
+
+    def size_of(node: yaml.Node) -> int:
+        nonlocal own
+        if id(node) in under_way:
+            raise MarkedYAMLError(None, None, "an alias inside of its own value", node.start_mark)
+        if id(node) not in sizes:
+            under_way.add(id(node))
+            inner, size = node.value, 1
+            if isinstance(node, yaml.ScalarNode):
+                inner, size = (), 1 + len(node.value) // 64  # long text counts as several values
+            elif isinstance(node, yaml.MappingNode):
+                inner = [part for pair in node.value for part in pair]
+            own += size
+            sizes[id(node)] = size + sum(map(size_of, inner))
+            under_way.remove(id(node))
+        return sizes[id(node)]
+
+    total = size_of(root)
+    if total > max(MOST_VALUES, own):
+        wrong = f"its aliases stand for {total:,} values; legal: {MOST_VALUES:,} at most"
+        raise MarkedYAMLError(None, None, wrong, root.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    # Keeps PyYAML's own scalar types beside ours: a string that one of them would read as another
+    # type is quoted, so that every YAML reader gets a string.
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # a list used twice is written twice, without `&id001`
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Of the other styles a reader takes these characters for ends of lines.
+        style = '"' if _BREAKS.search(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_BREAKS = re.compile("[\r\x85\u2028\u2029\ufeff]")
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+for _name, _pattern in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _whole = re.compile(rf"^(?:{_pattern})$")
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _whole, None)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value that `text` holds, None for empty text.
+
+    Raises ConfigError with `source:line:column` for syntax errors and for duplicate keys.
+    """
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except MarkedYAMLError as error:
+        what = ": ".join(part for part in (error.context, error.problem) if part)
+        place = _place(source, error.problem_mark)
+        raise ConfigError([f"{place}: not valid YAML: {what}"]) from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # Without a mark: a character that YAML does not allow, and what PyYAML does not wrap, such
+        # as `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        what = f"a value that cannot be read: {' '.join(str(error).split())}"
+        raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
+    twice = [
+        f"{_place(source, mark)}: {key} appears twice, first on line {first.line + 1}"
+        for mark, key, first in loader.duplicates
+    ]
+    if twice:
+        raise ConfigError(twice)
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """Text that `parse_yaml` turns back into `value`, keys in the order given."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _place(source: str, mark: yaml.Mark | None) -> str:
+    return source if mark is None else f"{source}:{mark.line + 1}:{mark.column + 1}"
