@@ -28,13 +28,13 @@ MAIN_OPERATION = {
 
 def add_parser(commands: Commands) -> None:
     text = "measure the devices of the nodes on which a configuration will train, and their links"
-    parser = config_parser(commands, "preflight", run, text)
-    parser.description += (
+    more = (
         ". Every rank looks at its device and multiplies matrices; then each kind of group of the "
         "layout exchanges messages. A host is named if it has no device, has another device or "
         f"driver than most, or is much slower than its peers; the exit code is then {UNFIT}. "
         "Start it as you start the training: with srun, with torchrun, or alone."
     )
+    parser = config_parser(commands, "preflight", run, text, more)
     add_nproc(parser)
     parser.add_argument(
         "--share",

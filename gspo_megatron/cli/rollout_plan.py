@@ -215,14 +215,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> _Comparison:
-    from gspo_megatron.config.load import load_any_config
+    from gspo_megatron.config.load import load_config
     from gspo_megatron.estimate.rollout_plan import Server, log_normal_lengths, read_lengths
     from gspo_megatron.estimate.traffic import GPUS_PER_NODE
 
     problems: list[str] = []
     config: Any = None
     with gathered_in(problems):
-        config = load_any_config(arguments.config, arguments.overrides, "rl")
+        config = load_config(arguments.config, arguments.overrides)
     values = _read_options(arguments, problems)
     source, nodes = values.get("--lengths"), values.get("--nodes")
     lengths, per_node, slots = None, 1, _SLOTS

@@ -11,7 +11,8 @@ import resource
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import origin
@@ -65,7 +66,7 @@ def main(descriptor: int) -> None:
             stream.flush()
 
 
-def _read(stream: BinaryIO) -> Any:
+def _read(stream: BufferedRWPair) -> Any:
     """None at the end of the file."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -73,7 +74,7 @@ def _read(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(*LENGTH.unpack(head)))
 
 
-def _write(stream: BinaryIO, content: Any) -> None:
+def _write(stream: BufferedRWPair, content: Any) -> None:
     stream.write(frame(content))
     stream.flush()
 
