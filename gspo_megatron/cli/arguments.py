@@ -25,10 +25,18 @@ def new_parser(
 
 
 def config_parser(
-    commands: Commands, name: str, run: Run, help_text: str, *, required: bool = True
+    commands: Commands,
+    name: str,
+    run: Run,
+    help_text: str,
+    more: str = "",
+    *,
+    required: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command that takes CONFIG.yaml and overrides of its values."""
+    """Add a command that takes CONFIG.yaml and overrides of its values. more: what its own help
+    says after `help_text`."""
     parser = new_parser(commands, name, run, help_text, list_name="overrides")
+    parser.description = f"{parser.description}{more}"
     parser.add_argument(
         "config",
         metavar="CONFIG.yaml",

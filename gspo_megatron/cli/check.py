@@ -25,13 +25,13 @@ STAGES = ("rl", "sft", "pretrain")
 
 def add_parser(commands: Commands) -> None:
     text = "check a configuration of any stage and its input files without starting a run"
-    parser = config_parser(commands, "check", run, text, required=False)
-    parser.description += (
+    more = (
         ". With any of --memory, --world-size, --gpu-memory and --suggest, also a dry run: the "
         "model of one rank of each pipeline stage is built and run on torch's meta device, without "
         "a GPU and without memory. Exit codes: 0 sound, 2 something is wrong, 1 sound but larger "
         "than --gpu-memory."
     )
+    parser = config_parser(commands, "check", run, text, more, required=False)
     parser.add_argument(
         "--keys",
         nargs="?",
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not problems:
         check_tables.print_lines(check_tables.summary(checked, world_size), 11)
-    if not dry:
+    if not dry or vocab_size is None:
         return 0
     sizes = (checked.config, world_size, vocab_size, check_tables.longest_of(checked.inputs))
     with _dry_run():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser
@@ -56,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(name: str, text: str, remedy: str) -> list[str]:
     """A row, no wider than a page of a log, whose long texts break between words; what is to be
     done stands below."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    parts = textwrap.wrap(text, _WIDTH - _NAME - 1, **whole)  # type: ignore[arg-type]
+    wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+    parts = wrap(text, _WIDTH - _NAME - 1)
     if remedy:
-        steps = textwrap.wrap(remedy, _WIDTH - _NAME - 5, **whole)  # type: ignore[arg-type]
+        steps = wrap(remedy, _WIDTH - _NAME - 5)
         parts += [f"do: {steps[0]}", *(f"    {step}" for step in steps[1:])]
     elif len(parts[0]) < _TEXT:
         parts[0] = f"{parts[0]:<{_TEXT}}nothing"

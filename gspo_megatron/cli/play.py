@@ -23,13 +23,13 @@ USUAL_EPISODES = 4
 
 def add_parser(commands: Commands) -> None:
     text = "draw some episodes with a configuration's model and environment, and print them"
-    parser = config_parser(commands, "play", run, text)
-    parser.description += (
+    more = (
         ": who says what, the rewards, and why an episode failed. Nothing is trained, and no run "
         "folder is written or read. The model itself draws, also where rollout.engine is vllm, "
         "with the weights of model.checkpoint_path or model.hf_path: "
         "model.checkpoint_path=runs/NAME plays what a run has learnt."
     )
+    parser = config_parser(commands, "play", run, text, more)
     parser.add_argument(
         "--episodes",
         type=positive,

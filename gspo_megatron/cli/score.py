@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    parser = config_parser(commands, "score", run, "score one response by the configured reward")
-    parser.description += ", and print the reward, its parts and the reason for it."
+    text, more = "score one response by the configured reward", ", and print the reward, its parts "
+    parser = config_parser(commands, "score", run, text, f"{more}and the reason for it.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--response", metavar="TEXT", help="the response")
     given.add_argument(

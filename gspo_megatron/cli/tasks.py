@@ -13,8 +13,8 @@ from gspo_megatron.files import write_atomically
 
 def add_parser(commands: Commands) -> None:
     text = "write tasks of environment.verifiers as a file of prompts"
-    parser = config_parser(commands, "tasks", run, text)
-    parser.description += ", in their order. The files that the configuration names are not read."
+    more = ", in their order. The files that the configuration names are not read."
+    parser = config_parser(commands, "tasks", run, text, more)
     parser.add_argument(
         "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="where to write them"
     )

@@ -59,7 +59,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     if rank_of is None:  # ranks leave the rest to the process that started them
         told_here = all_told(arguments.nproc, fresh=fresh, command=command)
     with told_here:
-        config: Any = load.load_config(arguments.config, arguments.overrides, load.STAGES[stage])
+        schema: Any = load.STAGES[stage]
+        config: Any = load.load_config(arguments.config, arguments.overrides, schema)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     inputs = None
     if rank_of is None:

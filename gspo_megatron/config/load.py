@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,17 +15,21 @@ from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
-from gspo_megatron.config.schema import Config, EvaluationSection
+from gspo_megatron.config.schema import Config, EvaluationSection, RunConfig
 from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.config.suite_rules import suite_problems
 from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem, suggest
 
-C = TypeVar("C", Config, StageConfig)  # the kind of configuration
+C = TypeVar("C", bound=RunConfig)  # the kind of configuration
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:
+@overload
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
+@overload
+def load_config(path: str | Path, overrides: Sequence[str], schema: type[C]) -> C: ...
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: Any = Config) -> Any:
     """Read `path`, apply `section.key=value` overrides in order, validate as `schema`.
 
     Without `logging.dir` the run folder is runs/<name of the file>. Raises ConfigError with every
@@ -35,12 +39,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     return parse_config(read_mapping(path, overrides), overrides, path.stem, schema)
 
 
+@overload
+def parse_config(
+    values: Mapping[str, Any], overrides: Sequence[str] = (), name: str = "config"
+) -> Config: ...
+@overload
+def parse_config(
+    values: Mapping[str, Any], overrides: Sequence[str], name: str, schema: type[C]
+) -> C: ...
 def parse_config(
     values: Mapping[str, Any],
     overrides: Sequence[str] = (),
     name: str = "config",
-    schema: type[C] = Config,
-) -> C:
+    schema: Any = Config,
+) -> Any:
     """The same for values that are already in memory; `name` becomes runs/<name>.
 
     Raises ConfigError.
@@ -152,7 +164,8 @@ def apply_overrides(
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """`values` with the keys of suites in place of the files that `evaluation.suites` names, and
     what is wrong with these."""
-    section, problems = values.get("evaluation"), []
+    section: Any = values.get("evaluation")
+    problems: list[str] = []
     suites = section.get("suites") if isinstance(section, Mapping) else None
     if not isinstance(suites, Mapping):
         return dict(values), []
@@ -176,8 +189,8 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
     """The section `evaluation` where there is no other: these suites, with overrides. Raises
     ConfigError with all that is wrong with suites or overrides alone."""
     raw, problems = apply_overrides({"evaluation": {"suites": suites}}, overrides)
-    for section in raw.keys() - {"evaluation"}:
-        problems.append(f"{section}: nothing reads it without a model; legal: evaluation.key=value")
+    for other in raw.keys() - {"evaluation"}:
+        problems.append(f"{other}: nothing reads it without a model; legal: evaluation.key=value")
     try:
         section = EvaluationSection.model_validate(raw["evaluation"])
         problems += [problem(*each) for each in suite_problems(section)]
@@ -316,7 +329,7 @@ def load_any_config(
         except ConfigError as error:
             lines = [f"{path}: {line}" for line in error.problems]
             raise ConfigError(problems + lines) from None
-    return parse_config(values, overrides, path.stem, STAGES[stage])  # type: ignore[type-var]
+    return parse_config(values, overrides, path.stem, STAGES[stage])
 
 
 def stage_of(values: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
     return fields_of(getattr(importlib.import_module(f"megatron.core.{module}"), class_name))
 
 
-def fields_of(cls: type) -> dict[str, Any]:
+def fields_of(cls: Any) -> dict[str, Any]:
     """The public fields of a dataclass and their types, which allow None where it is the default:
     some fields are annotated `int` all the same."""
     hints = typing.get_type_hints(cls)

@@ -11,7 +11,6 @@ from typing import Any
 
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
-from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import ModelShape, shape_conflicts
 
@@ -20,7 +19,7 @@ from gspo_megatron.families.model_shape import ModelShape, shape_conflicts
 class Plan:
     """What the rules look at."""
 
-    config: AnyConfig
+    config: Any  # of the stage that the rule is for
     world_size: int
     for_training: bool
     here: bool = True  # with the packages that are installed on this machine

@@ -152,29 +152,29 @@ NUMBERS = tuple(
 class ObjectiveSection(Section):
     """What is maximised: an objective by name, each part and number of which can be replaced."""
 
-    name: Literal[tuple(RECIPES)] = shapes("gspo", "the objective; see docs/objectives.md")
+    name: Literal[tuple(RECIPES)] = shapes("gspo", "the objective; see docs/objectives.md")  # ty: ignore[invalid-type-form]
     import_path: ImportPath | None = key(
         "code", None, "a custom objective function, package.module:function; replaces name"
     )
     options: dict[str, Any] = shapes({}, "keyword arguments of the custom objective")
-    ratio: Literal[RATIOS] | None = shapes(
+    ratio: Literal[RATIOS] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
         "the importance ratio: of single tokens, or of a sequence as geometric mean "
         "(sequence, sequence_token) or product",
     )
-    rule: Literal[tuple(RULES)] | None = shapes(None, "what is done with a ratio far from 1")
-    aggregation: Literal[AGGREGATIONS] | None = shapes(
+    rule: Literal[tuple(RULES)] | None = shapes(None, "what is done with a ratio far from 1")  # ty: ignore[invalid-type-form]
+    aggregation: Literal[AGGREGATIONS] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
         "how tokens are summed: sequence_mean gives every sequence the same weight; the others "
         "every token, and divide by the tokens of the mini-batch (token_mean), by its sequences "
         "(token_sum), or by its sequences times max_response_tokens (constant_length)",
     )
-    advantage: Literal[ADVANTAGES] | None = shapes(
+    advantage: Literal[ADVANTAGES] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
         "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
         "std; leave_one_out: minus the mean of the others in the group",
     )
-    correction: Literal[tuple(CORRECTIONS)] | None = shapes(
+    correction: Literal[tuple(CORRECTIONS)] | None = shapes(  # ty: ignore[invalid-type-form]
         None, "for old log-probs that differ from the rollout engine's"
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
@@ -236,7 +236,7 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
-    parameters = _rule_numbers(named, recipe) | CORRECTIONS[recipe.correction].defaults
+    parameters = _rule_numbers(named, recipe) | dict(CORRECTIONS[recipe.correction].defaults)
     given = {name: getattr(section, name) for name in parameters}
     parameters |= {name: value for name, value in given.items() if value is not None}
     return replace(recipe, parameters=parameters)

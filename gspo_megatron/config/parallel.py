@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.errors import ConfigError, problem, suggest
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.schema import RunConfig
 
 # Short name -> the key of the parallel section, which is Megatron-Core's own name.
 LAYOUT_KEYS: dict[str, str] = {
@@ -134,3 +137,26 @@ def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             wrong = f"{name} is {size} here and parallel.{key} is {other!r}; name one, or the same"
             problems.append(problem("parallel.layout", text, wrong))
     return values, problems
+
+
+def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
+    """Concrete sizes for a configuration that passed `check_config` at this world size."""
+    layout = config.layout()
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes["expert_tensor_parallel_size"] = layout.etp or 1
+    sizes["data_parallel_size"], left = divmod(world_size, layout.model_parallel_size)
+    expert_data_parallel_size, experts_left = divmod(world_size, layout.expert_parallel_size)
+    assert not (left or experts_left), "check_config comes first"
+    return ResolvedParallel(
+        **sizes,
+        expert_data_parallel_size=expert_data_parallel_size,
+        sequence_parallel=config.parallel.uses_sequence_parallel(),
+        world_size=world_size,
+    )
+
+
+def apply_layout(config: RunConfig, layout: Layout) -> Any:
+    """The same configuration on another layout; sequence parallelism follows its default again."""
+    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
+    sizes |= {"layout": None, "sequence_parallel": None}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

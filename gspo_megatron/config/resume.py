@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.schema import Config
-from gspo_megatron.config.section import key_above, keys_of
+from gspo_megatron.config.section import key_above, keys_of, resume_of
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import format_value, problem
 
@@ -55,7 +55,7 @@ def find_changes(
         # A version that did not know the key yet did what its default says.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
-        resume, same = keys[top].json_schema_extra["resume"], same_contents.get(key)
+        resume, same = resume_of(keys[top]), same_contents.get(key)
         changed = old != new and (key, old, new) != _RENAMED_PRESET
         if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
@@ -72,7 +72,7 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
-        and keys[top].json_schema_extra["resume"] in ("shapes", "code")
+        and resume_of(keys[top]) in ("shapes", "code")
         and not key.startswith(unread)
         and not _is_harmless_field(key)
     }

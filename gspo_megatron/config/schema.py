@@ -5,13 +5,13 @@ What several keys get wrong together is in rules.py; pre-training and fine-tunin
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from gspo_megatron.config.objectives import ObjectiveSection
-from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ResolvedParallel, expand_layout
+from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
     SYSTEM_PROMPT,
@@ -43,7 +43,7 @@ from gspo_megatron.families.model_shape import (
 class ModelSection(Section):
     """What is trained."""
 
-    preset: Literal[tuple(PRESETS)] | None = shapes(
+    preset: Literal[tuple(PRESETS)] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
         "the named shape to start from; null: the shape that hf_path or checkpoint_path has, or "
         "tiny without them",
@@ -500,6 +500,10 @@ class RunConfig(Section):
     inputs: ClassVar[tuple[str, str]]
     input_suffix: ClassVar[str] = ""  # what the paths of input files lack
 
+    if TYPE_CHECKING:  # each stage has sections of its own with these names
+        data: Any
+        training: Any
+
     model: ModelSection = Field(default_factory=ModelSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
 
@@ -575,26 +579,3 @@ class Config(RunConfig):
     def suite_response_tokens(self, name: str) -> int:
         """max_response_tokens of a suite with its default filled in."""
         return self.evaluation.suites[name].max_response_tokens or self.rollout.max_response_tokens
-
-
-def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
-    """Concrete sizes for a configuration that passed `check_config` at this world size."""
-    layout = config.layout()
-    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
-    sizes["expert_tensor_parallel_size"] = layout.etp or 1
-    sizes["data_parallel_size"], left = divmod(world_size, layout.model_parallel_size)
-    expert_data_parallel_size, experts_left = divmod(world_size, layout.expert_parallel_size)
-    assert not (left or experts_left), "check_config comes first"
-    return ResolvedParallel(
-        **sizes,
-        expert_data_parallel_size=expert_data_parallel_size,
-        sequence_parallel=config.parallel.uses_sequence_parallel(),
-        world_size=world_size,
-    )
-
-
-def apply_layout(config: RunConfig, layout: Layout) -> Any:
-    """The same configuration on another layout; sequence parallelism follows its default again."""
-    sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
-    sizes |= {"layout": None, "sequence_parallel": None}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

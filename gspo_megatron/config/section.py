@@ -105,13 +105,20 @@ def key(resume: str, default: Any, meaning: str, **limits: Any) -> Any:
     return Field(default, description=meaning, json_schema_extra={"resume": resume}, **limits)
 
 
+def resume_of(info: FieldInfo) -> str:
+    """The resume class of a key."""
+    extra: Any = info.json_schema_extra
+    return extra["resume"]
+
+
 shapes = partial(key, "shapes")
 harmless = partial(key, "harmless")
 
 
 def sections_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The sections of a configuration by name."""
-    return {name: info.annotation for name, info in schema.model_fields.items()}  # type: ignore[misc]
+    found: dict[str, Any] = {name: info.annotation for name, info in schema.model_fields.items()}
+    return found
 
 
 def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -34,7 +34,7 @@ class StageOptimizerSection(OptimizerSection):
     """AdamW and its learning rate."""
 
     learning_rate: float = shapes(1e-4, "the peak", gt=0)
-    decay: Literal["constant", "linear", "cosine", "wsd"] = shapes(
+    decay: Literal["constant", "linear", "cosine", "wsd"] = shapes(  # ty: ignore[incompatible-attribute-override]
         "cosine", "after the warm-up, until training.steps; wsd: constant, then the decay below"
     )
     wsd_steps: Positive | None = shapes(None, "wsd: the number of steps at the end that decay")

@@ -27,7 +27,8 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+    # PyYAML's own is one of the class, too.
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # ty: ignore[incompatible-attribute-override]
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -132,7 +132,7 @@ def steps_done(records: Iterable[Record], phase: str = RL) -> int:
 # --- writing --------------------------------------------------------------------------------------
 
 
-class JsonLinesWriter(AbstractContextManager):  # type: ignore[type-arg]
+class JsonLinesWriter(AbstractContextManager):
     """Appends JSON objects to a file, each on its own line and given to the system at once.
 
     Opening a file whose last line was cut short by a crash removes that line and nothing else.

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gspo_megatron.files import make_folder
@@ -43,7 +44,7 @@ _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
 
 _TICKS = {"color": MUTED, "labelsize": 8, "major.size": 0}
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
     "font.size": 9,
     "text.color": INK,
@@ -425,8 +426,8 @@ def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[A
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width = max(1.25, columns) * _PANEL_WIDTH
-    figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.02, hspace=0.04)  # type: ignore[union-attr]
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.02, hspace=0.04)
+    figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout=layout)
     figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TextIO, final
+from typing import IO, Any, TextIO, cast, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -93,6 +93,10 @@ class SafeStream:
         self._stream = stream
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
+    def as_file(self) -> IO[str]:
+        """This stream: it has what rich needs of a file."""
+        return cast("IO[str]", self)
+
     def isatty(self) -> bool:
         with contextlib.suppress(*_GONE):
             return bool(self._stream.isatty())
@@ -160,7 +164,8 @@ class Progress:
         redraws = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         if self._enabled and redraws and self._stream.isatty():
             # This is known to be a terminal; rich must not decide again.
-            console = Console(file=self._stream, force_terminal=True, highlight=False)  # type: ignore[arg-type]
+            file = self._stream.as_file()
+            console = Console(file=file, force_terminal=True, highlight=False)
             self._live = Live(
                 console=console,
                 get_renderable=lambda: self._render(console.width),

@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -81,7 +81,7 @@ class Folded(NamedTuple):
 
 class ReportSection(NamedTuple):
     title: str
-    items: list[str | Table | Picture | Folded]  # a string is a paragraph
+    items: Sequence[str | Table | Picture | Folded]  # a string is a paragraph
 
 
 def render_html(
@@ -389,7 +389,7 @@ def _console(stream: TextIO | None) -> Console:
     safe = SafeStream(sys.stdout if stream is None else stream)
     # no markup: a run may be called "a[red]"
     options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
-    return Console(file=safe, **options)  # type: ignore[arg-type]
+    return Console(file=safe.as_file(), **options)
 
 
 def _report_one(run: Run, out: Path) -> str:
@@ -569,7 +569,7 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     return Table(["step", "prompt", "response", "answer", "reward"], rows, is_text=True)
 
 
-def conversation(sample: Record) -> str:
+def conversation(sample: Mapping[str, Any]) -> str:
     """The turns of an episode for people: who says what, and what a turn of the policy is worth."""
     lines, branch = [], 0
     for turn in sample["turns"]:

@@ -56,7 +56,8 @@ def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
         table.add_row(Text(suite), *_row(of_suite))
     if console is None:
         stream = SafeStream(sys.stdout)
-        console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)  # type: ignore[arg-type]
+        file, is_terminal = stream.as_file(), stream.isatty()
+        console = Console(file=file, force_terminal=is_terminal, highlight=False)
     console.print(table)
     for suite, of_suite in figures.items():
         if of_suite.get("failed"):

@@ -259,8 +259,8 @@ def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, 
     else:
         have_all = [name for name in names if (run_dir / _TRACES[name]).exists()]
     last = max(read_metrics(run_dir), key=position_of, default=NOTHING) if have_all else NOTHING
-    last = {"phase": phase_of(last), "step": last["step"]}
-    return dict.fromkeys(names, NOTHING) | dict.fromkeys(have_all, last)
+    position = {"phase": phase_of(last), "step": last["step"]}
+    return {name: position if name in have_all else NOTHING for name in names}
 
 
 def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

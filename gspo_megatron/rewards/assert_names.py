@@ -133,8 +133,8 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
             bound |= _public(node.module or "")
         elif isinstance(node, ast.alias):
             bound.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(getattr(node, "name", None), str):  # functions, classes, except, match
-            bound.add(node.name)  # type: ignore[attr-defined]
+        elif isinstance(name := getattr(node, "name", None), str):
+            bound.add(name)  # of functions, classes, except, match
     return {name: uses for name, uses in used.items() if name not in bound}
 
 

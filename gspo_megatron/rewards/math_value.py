@@ -97,10 +97,10 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
         return Fraction(base**exponent.numerator)
     if base < 0 or exponent.denominator > bits:
         return base if base == 1 else None
-    roots = [_root(part, exponent.denominator) for part in (base.numerator, base.denominator)]
-    if None in roots:
+    over, under = (_root(part, exponent.denominator) for part in (base.numerator, base.denominator))
+    if over is None or under is None:
         return None
-    return Fraction(Fraction(*roots) ** exponent.numerator)  # type: ignore[arg-type]
+    return Fraction(Fraction(over, under) ** exponent.numerator)
 
 
 def _root(number: int, degree: int) -> int | None:

@@ -95,7 +95,8 @@ def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFuncti
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
-        _REGISTRY[name] = Reward(name, function, **{"answers": (str,), **facts})
+        settings: dict[str, Any] = {"answers": (str,), **facts}
+        _REGISTRY[name] = Reward(name, function, **settings)
         return function
 
     return decorate
