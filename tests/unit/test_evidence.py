@@ -3,6 +3,7 @@ laboratory against enumeration, and the page against the kept lines."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -75,6 +76,7 @@ def drawn(theta: float, weights: tuple[str, ...], groups: int, size: int, seed: 
 WEIGHTS = ("none", "sequence", "product")
 
 
+@functools.cache
 def measured(groups: int, size: int, seed: int) -> dict[str, dict[str, list[float]]]:
     own = dict(zip(WEIGHTS, drawn(OLD, WEIGHTS, groups, size, 2 * seed), strict=True))
     (true,) = drawn(NEW, ("none",), 2 * groups, size, 2 * seed + 1)
