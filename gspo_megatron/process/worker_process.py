@@ -40,8 +40,8 @@ class Job:
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float
     memory_bytes: int
-    timeout_key: str  # of the configuration, for messages
-    memory_key: str
+    timed_out: str  # what is said of a call that took too long: took longer than ...
+    memory_limit: str  # what is said of the limit when memory is used up
     error: type[UserError]  # where a worker cannot start
 
 

@@ -177,13 +177,11 @@ class _Process:
         name, text, where = content
         if name == "MemoryError":
             self.end()  # nobody knows what is left of it
-            limit = f"{self._job.memory_key} = {self._job.memory_bytes >> 20}"
-            text = f"{text or 'out of memory'}, with {limit}"
+            text = f"{text or 'out of memory'}, with {self._job.memory_limit}"
         raise WorkerError(name, f"raised {name}: {text} ({where})")
 
     def _timed_out(self) -> WorkerError:
-        limit = f"{self._job.timeout_key} = {self._job.timeout_seconds:g}"
-        return WorkerError("time-out", f"took longer than {limit}", timed_out=True)
+        return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
         """Take answers until the keeper, the last holder of the socket's other end, is gone."""

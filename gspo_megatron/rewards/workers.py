@@ -22,8 +22,8 @@ def reward_workers(reward: Reward, section: RewardSection, count: int, slots: in
         is_async=reward.is_async,
         timeout_seconds=section.timeout_seconds,
         memory_bytes=section.memory_mb << 20,
-        timeout_key="reward.timeout_seconds",
-        memory_key="reward.memory_mb",
+        timed_out=f"took longer than reward.timeout_seconds = {section.timeout_seconds:g}",
+        memory_limit=f"reward.memory_mb = {section.memory_mb}",
         error=RewardError,
     )
     return Workers(job, count, slots)
