@@ -177,7 +177,10 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
         ("qwen3_30b_a3b", 32, "bf16", 30532122624, "worst_rank_bytes"),
         ("qwen3_235b_a22b", 256, "bf16", 235093634560, "worst_rank_bytes"),
         # nothing that FP8 needs is installed here; nobody asks for it without the files
-        ("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
+        pytest.param(
+            *("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_large_examples_fit(

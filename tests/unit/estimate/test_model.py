@@ -47,7 +47,8 @@ def estimate(config: Config, world_size: int) -> LayoutEstimate:
     [
         pytest.param("qwen3-30b-a3b", "tp=2,pp=2,ep=8", 32, marks=pytest.mark.full),
         pytest.param("qwen3-30b-a3b", "tp=4,ep=16,cp=2,etp=2", 64, marks=pytest.mark.full),
-        ("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256),
+        # `check` of the example counts them too: tests/unit/cli/test_check_estimate.py
+        pytest.param("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256, marks=pytest.mark.full),
         ("qwen3-235b-a22b", "tp=4,pp=8,ep=16,cp=2,vpp=2", 1024),
     ],
 )
