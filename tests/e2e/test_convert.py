@@ -98,18 +98,10 @@ def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_
     source = write_folder(tmp_path / "source", config, tensors)
     lines = refusal("hf-to-megatron", source, tmp_path / "ours")
     assert len(lines) == 3, lines
-    other = write_folder(tmp_path / "other", config | {"architectures": ["BertModel"]}, tensors)
-    (line,) = refusal("hf-to-megatron", other, tmp_path / "ours")
-    assert "BertModel" in line
-    (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back")
-    assert "not a checkpoint of ours" in line
     (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back", "--layout", "tp=x")
     assert "layout" in line
     (line,) = refusal("megatron-to-hf", tmp_path, tmp_path / "back", "--layout", "tp=8,pp=16")
     assert "takes 128 processes" in line
-    whole = write_model(tmp_path / "whole", "qwen3", seed=1)
-    (line,) = refusal("hf-to-megatron", whole, tmp_path / "source")
-    assert line.startswith(f"{tmp_path / 'source'}: has files in it already")
     assert not any((tmp_path / name).exists() for name in ("ours", "back"))
 
 

@@ -1,9 +1,9 @@
 """Deaths and troubles of ranks that no test of a single function reaches: the run ends with its
-cause, or goes on, and at the end every step is there once, as in a run without trouble."""
+cause, or goes on, and at the end every step is there once, as in a run without trouble. test_crash
+has the kills at random moments."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
-FOUR = "parallel.layout=tp=2,pp=2,ep=2"
 _END_SECONDS = 300
 # In a mount namespace of its own a program sees another /dev/shm: a folder of the test, or a file
 # system of a few bytes.
@@ -139,11 +138,6 @@ class Runs:
         assert steps == list(range(STEPS + 1))  # 0: the evaluation before the first step
         assert not [name for name in checkpoint_names(self.run) if name.startswith(".")]
 
-    def forget_moved(self) -> None:
-        """What was killed before its first checkpoint, and is moved aside where it begins anew."""
-        for moved in self.folder.glob("killed.*"):
-            shutil.rmtree(moved)
-
 
 @pytest.fixture
 def runs(config_file: Path) -> Iterator[Runs]:
@@ -173,44 +167,6 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     assert process.poll() is None and runs.steps() < STEPS
     second.send_signal(signal.SIGCONT)
     runs.end(process)
-    runs.assert_as_undisturbed()
-
-
-@pytest.mark.parametrize(("layout", "count"), [(TWO, 2), (FOUR, 4)])
-def test_each_rank_may_be_the_one_that_is_killed(
-    runs: Runs, own_memory: list[str], layout: str, count: int
-) -> None:
-    """One after the other, in different steps. The launcher ends the others and names the rank."""
-    runs.to_the_end(layout, run=runs.undisturbed)
-    for number in range(count):
-        process = runs.start(layout, inside=own_memory)
-        rank = runs.ranks(process, count)[number]
-        wait_until(lambda wanted=number + 1: runs.steps() >= wanted + 1, process)
-        rank.kill()
-        assert runs.end(process, expect=128 + signal.SIGKILL)
-        assert f"rank {number}" in runs.said()
-    runs.to_the_end(layout)
-    runs.assert_as_undisturbed()
-
-
-def test_a_kill_in_each_of_the_first_seconds_loses_and_repeats_nothing(
-    runs: Runs, own_memory: list[str]
-) -> None:
-    """Of everything at once, while processes start, meet, build the model, read the checkpoint and
-    make their first steps."""
-    runs.to_the_end(TWO, run=runs.undisturbed)
-    for seconds in range(1, 11):
-        end = time.monotonic() + seconds
-        process = runs.start(TWO, inside=own_memory)
-        wait_until(lambda end=end: time.monotonic() >= end, process)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            runs.assert_nothing_is_left()
-        else:
-            runs.end(process)
-        runs.forget_moved()
-    runs.to_the_end(TWO)
     runs.assert_as_undisturbed()
 
 
