@@ -217,7 +217,7 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
 
 
 def _default_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
-    """Of all rules' numbers: the named objective's own where they mean the same to `recipe`."""
+    """The numbers of all rules: the named objective's own where they mean the same to `recipe`."""
     defaults = _DEFAULTS | (_SEQUENCE_CLIP if recipe.clips_sequences else _TOKEN_CLIP)
     if recipe.rule == "capped":
         defaults |= _CISPO_CAP
@@ -242,7 +242,7 @@ _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong
 
 
 def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Problems:
-    """Of keys that nothing reads: those that are given."""
+    """The given keys among those that nothing reads."""
     for name in names:
         unset = ObjectiveSection.model_fields[name].default
         if getattr(section, name) != unset:

@@ -159,7 +159,8 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
 
 
 def validate_tokens(prefix: str | Path, vocab_size: int, eod_id: int | None = None) -> None:
-    """As `check_dataset`, and reads the tokens: checksums, range of ids, ends of documents.
+    """Does what `check_dataset` does, and reads the tokens: checksums, range of ids, ends of
+    documents.
 
     Raises DataError with all problems.
     """

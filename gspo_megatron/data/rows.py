@@ -194,7 +194,7 @@ def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | 
 
 
 def find_text(row: Mapping[str, Any], name: str, key: str) -> tuple[str, str | None]:
-    """As `find_field`, for a string of valid Unicode."""
+    """Does what `find_field` does, for a string of valid Unicode."""
     value, fault = find_field(row, name, key)
     if fault is None and (wrong := text_fault(value)):
         fault = f"field {name!r} {wrong}"

@@ -218,7 +218,7 @@ class Difference(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """By the rule of the report."""
+        """Whether the difference is significant by the rule of the report."""
         if not self.is_tested or self.seeds < LEAST_SEEDS or not self.half_width:
             return False
         return abs(self.mean) > self.half_width

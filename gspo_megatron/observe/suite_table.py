@@ -21,7 +21,7 @@ _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cu
 
 
 def figures_of_suites(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By suite, from metrics evaluation/SUITE/FIGURE."""
+    """The figures of each suite, from metrics evaluation/SUITE/FIGURE."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         head, _, rest = key.partition("/")

@@ -55,7 +55,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """The limits of one program."""
 
     seconds: float = 10.0  # of CPU time; twice as many of wall time
     memory_mb: int = 1024  # of address space of a process; of all of them where a cgroup is
@@ -259,7 +259,7 @@ class _Sandbox:
         return f"time limit of {self._limits.seconds:.3g} s"
 
     def failure(self) -> str | None:
-        """Of a program that has ended: why not well."""
+        """Why a program that has ended did not end well; None: it did."""
         code = self._process.wait()
         if code == 0:
             return None
@@ -306,7 +306,7 @@ def _harness() -> bytes:
 
 
 def _is_root() -> bool:
-    """Of the machine, not of a user namespace such as a container's."""
+    """Whether this user is root of the machine, not of a user namespace such as a container's."""
     whole = ["0", "0", str(2**32 - 1)]
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
 
@@ -364,7 +364,7 @@ def _interpreter() -> str:
 
 
 def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """By their names in the module resource: soft and hard."""
+    """The soft and the hard limit, by its name in the module resource."""
     seconds = math.ceil(limits.seconds)
     single = {
         "RLIMIT_AS": limits.memory_mb << 20,

@@ -119,7 +119,7 @@ def _candidates() -> Iterator[Place]:
 
 
 def _own_paths() -> Iterator[tuple[str, str]]:
-    """Of this process, by each controller's name; "" for version 2."""
+    """The cgroups of this process, by each controller's name; "" for version 2."""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):
