@@ -87,7 +87,7 @@ def number(
 
 @contextlib.contextmanager
 def loading() -> Generator[None]:
-    """Within it modules are imported, and the garbage collector rests: they stay for good, and it
+    """Modules are imported within it, while the garbage collector rests: they stay for good, and it
     takes a fifth of the seconds that torch and Megatron-Core need. Later it leaves them alone."""
     gc.disable()
     try:

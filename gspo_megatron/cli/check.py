@@ -151,8 +151,8 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """With the preset's shape in the place of weights that are not here. Raises ConfigError where
-    no preset is named."""
+    """The configuration, with the preset's shape in place of weights that are not here. Raises
+    ConfigError where no preset is named."""
     try:
         config.resolved_model()
     except ConfigError as error:

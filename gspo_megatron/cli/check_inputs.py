@@ -36,7 +36,7 @@ class Checked:
 def all_told(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
-    """Within it a configuration is loaded. If it holds values that are not legal, `check` looks at
+    """A configuration is loaded within it. If it holds values that are not legal, `check` looks at
     the rest of it, and the ConfigError has all problems.
 
     world_size: None: as many ranks as the layout needs. check: by default `check_run`; options: its

@@ -143,7 +143,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _dtype_of(folder: Path) -> str:
-    """As vLLM names it. It would compute in half precision with weights in fp32."""
+    """The type of the weights, as vLLM names it. vLLM itself would compute in half precision with
+    weights in fp32."""
     file = folder / "config.json"
     try:
         found = dict(parse_json(file.read_bytes()))

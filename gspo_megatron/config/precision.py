@@ -65,7 +65,7 @@ FP8: dict[str, Fp8] = {
 
 
 def base_precision(precision: str) -> str:
-    """Of weights and activations between matrix products: fp64, fp32 or bf16."""
+    """The precision of weights and activations between matrix products: fp64, fp32 or bf16."""
     return "bf16" if precision in FP8 else precision
 
 

@@ -565,13 +565,13 @@ class Config(RunConfig):
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
 
     def input_files(self) -> dict[str, list[str]]:
-        """As for any run, and the problems of the suites."""
+        """The files of any run, and the problems of the suites."""
         suites = (self.evaluation.known("suites") or {}).items()
         named = {suite_key(name): suite.known("prompts") or [] for name, suite in suites}
         return {**super().input_files(), **named}
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """As for any run; suites have an interval of their own."""
+        """The key and its value, as for any run; suites have an interval of their own."""
         if metric.split("/")[1] in self.evaluation.suites:
             return "evaluation.interval", self.evaluation.interval
         return super().evaluated_every(metric)

@@ -33,7 +33,7 @@ def suites_fit(plan: Plan) -> Problems:
 
 
 def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]:
-    """Of each problem that suites have by themselves: the key, its value, and what is wrong."""
+    """The key, its value and what is wrong, of each problem that suites have by themselves."""
     for name, suite in section.suites.items():
         with contextlib.suppress(UnknownValueError):
             yield from _problems_of_suite(name, suite)

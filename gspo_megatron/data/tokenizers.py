@@ -265,8 +265,8 @@ class HuggingFaceTokenizer:
         ]
 
     def _ids(self, text: str | list[str]) -> Any:
-        """Of a text or of each text; those of special tokens only where the model itself has
-        them among its pieces."""
+        """The ids of a text or of each text; those of special tokens only where the model itself
+        has them among its pieces."""
         with self._switch:
             return self._tokenizer(
                 text, add_special_tokens=False, split_special_tokens=True, verbose=False

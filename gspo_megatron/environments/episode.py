@@ -92,7 +92,7 @@ def gives_rewards(environment: Environment | None) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode."""
+    """The limits of an episode."""
 
     turns: int
     response_tokens: int  # of all turns, with what stands between them

@@ -42,7 +42,7 @@ class Tool:
     call: Callable[[str], Awaitable[str]]
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool's description, as chat templates take it."""
         argument = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": argument, "required": [self.argument]}
         about = {"name": self.name, "description": self.description, "parameters": parameters}

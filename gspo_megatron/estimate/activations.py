@@ -74,7 +74,7 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
 
 
 def chunk_passes(model: RankModel, batch: MicroBatch, *, samples: bool = True) -> list[ChunkPass]:
-    """Of each chunk. samples: the run has rollouts, which pass prompts without gradients."""
+    """The passes of each chunk. samples: the run has rollouts: prompts pass without gradients."""
     config = model.policy.config
     share = config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0.0
     with EqualLoad(share):
@@ -115,7 +115,7 @@ def _chunk_pass(
 
 
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
-    """Of the log-prob head alone, forward and backward."""
+    """Bytes of the log-prob head alone, forward and backward."""
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)

@@ -43,7 +43,7 @@ class LayoutEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
     def most_traffic(self) -> dict[str, int]:
-        """By axis, of the rank that sends most along it."""
+        """The bytes of the rank that sends most along an axis, by axis."""
         return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
 
     def fits(self, gpu_bytes: float) -> bool:

@@ -39,7 +39,7 @@ class RankModel:
 
     @property
     def stage(self) -> int:
-        """Of the pipeline, which is the slowest axis in Megatron-Core's order of ranks."""
+        """The pipeline stage: the slowest axis in Megatron-Core's order of ranks."""
         return self.rank * self.parallel.pipeline_model_parallel_size // self.parallel.world_size
 
 

@@ -208,7 +208,7 @@ def _divisors(number: int, largest: int) -> list[int]:
 def _rank_parameters(
     config: AnyConfig, parallel: ResolvedParallel, parameters: int
 ) -> tuple[float, float]:
-    """Of an average rank: outside of the experts, and in them."""
+    """The parameters of an average rank: outside of the experts, and in them."""
     shape, sizes, experts = config.resolved_model(), parallel.layout, 0
     if shape.num_moe_experts:
         assert shape.moe_ffn_hidden_size is not None

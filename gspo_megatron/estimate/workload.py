@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on all its context-parallel ranks together."""
+        """The tokens of a micro-batch, on all its context-parallel ranks together."""
         return sum(map(sum, self.lengths))
 
     @property

@@ -132,7 +132,8 @@ def stream_specs(
 
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of every tensor of the stream, in order. Biases of routers stay fp32, as in Megatron-Core."""
+    """The type of every tensor of the stream, in order. Biases of routers stay fp32, as they are in
+    Megatron-Core."""
     kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
         if name.endswith(".expert_bias"):

@@ -285,7 +285,7 @@ def check_destination(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Generator[None]:
-    """Within it, an OSError becomes a DataError about `path`."""
+    """An OSError within it becomes a DataError about `path`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From our configuration to Megatron-Core's TransformerConfig, and the precision it computes in."""
+"""Megatron-Core's TransformerConfig from our configuration, and the precision it computes in."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def advise(
 
 
 def write_steps(steps: Sequence[int]) -> str:
-    """As "step 3" or "steps 3, 7 to 9 and 4 more"."""
+    """The steps as text: "step 3" or "steps 3, 7 to 9 and 4 more"."""
     runs = [
         [step for _, step in run]
         for _, run in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])
@@ -82,18 +82,18 @@ class _Curves:
         self._records, self._config, self._phase = records, config, phase
 
     def of(self, key: str) -> dict[int, float]:
-        """By step, the finite values."""
+        """The finite values of a metric, by step."""
         steps, values = series(self._records, key, self._phase)
         return {s: v for s, v in zip(steps, values, strict=True) if s > 0 and math.isfinite(v)}
 
     def windows(self, key: str) -> dict[int, float]:
-        """By its last step, the mean of each window; of shorter runs nothing."""
+        """The mean of each window, by its last step; of shorter runs nothing."""
         steps, values = list(self.of(key)), list(self.of(key).values())
         ends = range(WINDOW, len(steps) + 1)
         return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Of the configuration."""
+        """A section of the configuration."""
         return self._config.get(name) or {}
 
     def unsolved(self, steps: Iterable[int]) -> list[int]:

@@ -412,7 +412,8 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
 
 
 def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], np.ndarray]:
-    """Of curves (steps, values): the steps of all, and [num_curves, num_steps] values at them."""
+    """The steps of all curves, which are (steps, values), and [num_curves, num_steps] values at
+    them."""
     tables: list[Mapping[int, float]] = [dict(zip(*curve)) for curve in curves]
     steps = sorted(set.intersection(*map(set, tables)))
     return steps, np.array([[table[step] for step in steps] for table in tables])

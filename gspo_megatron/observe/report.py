@@ -217,7 +217,7 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
 
 
 def correct_at(folders: Sequence[Path]) -> str:
-    """From which reward on a response counts as correct in `evaluation/accuracy`, for people."""
+    """The reward from which on a response is correct in `evaluation/accuracy`, for people."""
     found = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
     return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
 
@@ -362,8 +362,8 @@ def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = Non
 
 
 def _print_settings(console: Console, settings: Table) -> None:
-    """As a table, or, where that is wider than the console, a block of lines for each key: columns
-    of a few letters cannot be read."""
+    """Prints a table, or, where that is wider than the console, a block of lines for each key:
+    columns of a few letters cannot be read."""
     table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in settings.head:
         table.add_column(name, no_wrap=True)

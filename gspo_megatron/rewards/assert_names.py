@@ -140,7 +140,7 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
 
 @functools.cache
 def _public(module: str) -> frozenset[str]:
-    """Of a module of Python's library; nothing else is imported here."""
+    """The public names of a module of Python's library; nothing else is imported here."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return frozenset()
     names = vars(importlib.import_module(module))

@@ -113,7 +113,7 @@ def _limited() -> Generator[None]:
 
 
 def _with_boxes(response: str) -> str:
-    r"""With \boxed{ where it has \fbox{ or \boxed {, which math-verify does not look for."""
+    r"""The response with \boxed{ for \fbox{ and \boxed {, which math-verify does not look for."""
     return _BOX.sub(r"\\boxed{", response)
 
 

@@ -128,7 +128,7 @@ def _key(value: Any) -> str:
 
 
 def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
-    """Of a key that comes twice, the last value counts."""
+    """The pairs by their keys. The last value counts where a key comes twice."""
     ordered = sorted(pairs, key=lambda pair: pair[0])  # stable
     following = [*ordered[1:], None]
     return _Pairs(

@@ -49,14 +49,14 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
 
 
 def _reason_of(value: object) -> str:
-    """Of a reward that is a number; too long ones without their middle."""
+    """The reason of a reward that is a number; too long ones without their middle."""
     reason = value.reason if isinstance(value, Reasoned) else ""
     half = SHOWN_REASON // 2
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
 def _finite(value: Real | np.bool_) -> float | None:
-    """As a float (of a boolean, 0 or 1); None where it is not finite."""
+    """The value as a float (of a boolean, 0 or 1); None where it is not finite."""
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of a float

@@ -346,8 +346,8 @@ def _gradient(shard: Shard) -> Tensor:
 
 
 def _complete_shards(policy: Policy) -> None:
-    """With the distributed optimizer a data rank has the reduced gradients of its own share of a
-    buffer only: gather the other shares."""
+    """Gather the shares of the gradients. A data rank of the distributed optimizer has the reduced
+    gradients of its own share of a buffer only."""
     for chunk in policy.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
