@@ -195,7 +195,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
         vllm = {"urls": [url], "weight_transport": "disk"}
         loop = assembled(write_config(arguments, folder, "run", engine="vllm", vllm=vllm))
         try:
-            loop.collector.take_weights(version=0)
+            loop.collector.source.take_weights(version=0)
             steps = [compare(loop, step, speeds) for step in range(1, arguments.steps + 1)]
         finally:
             loop.collector.close()

@@ -183,7 +183,7 @@ def running(arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
     run = assemble_run(arguments, folder)
     try:
         start = time.perf_counter()
-        run.collector.take_weights(0)
+        run.collector.source.take_weights(0)
         print(f"first weights, with the start of the server: {time.perf_counter() - start:.1f} s")
         yield run
     finally:
@@ -199,7 +199,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 
     with running(arguments, folder) as run:
-        parts, rounds = Parts(run.collector), []
+        parts, rounds = Parts(run.collector.source), []
         parameters = [p for model in run.policy.models for p in model.parameters()]
         total = sum(p.nbytes for p in parameters)
         layer = (total - 2 * _VOCABULARY * _HIDDEN * parameters[0].itemsize) / _LAYERS
@@ -212,11 +212,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
             newest = place / f"version_{number - 1:08d}"
             cp = copy(newest, place.with_suffix(".copy")) if number % 2 else 0.0
             trainer, server = Memory(["self"]), Memory(server_pids())
-            metrics = run.collector.take_weights(number)
+            metrics = run.collector.source.take_weights(number)
             extra, (of_server, anonymous) = trainer.finish()[0], server.finish()
             newest = place / f"version_{number:08d}"
             cp = cp or copy(newest, place.with_suffix(".copy"))
-            figures = run.collector._service().figures()
+            figures = run.collector.source._service().figures()
             seconds = parts.seconds | {n: figures[f"{n}_seconds"] for n in ("load", "proof")}
             figures = {
                 "ratio": cp / metrics["sync/seconds"],

@@ -84,7 +84,7 @@ class StepDumps:
 
     def _write_share(self, publication: Publication, step: int, experience: Experience) -> Files:
         folder = publication.folder
-        write_rollouts(experience, folder, self.policy)
+        write_rollouts(experience, folder)
         if dist.get_rank() == 0:
             content = {
                 "format": _FORMAT,
@@ -92,7 +92,7 @@ class StepDumps:
                 "step": step,
                 "precision": self.config.training.precision,
                 "vocab_size": self.policy.vocab_size,
-                "has_routes": experience.batch.routes is not None,
+                "has_routes": experience.group.routes is not None,
                 "rollouts": experience.describe(),
             }
             write_file(folder / DUMP_FILE, (json.dumps(content, indent=1) + "\n").encode())

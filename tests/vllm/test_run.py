@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from gspo_megatron.config.load import load_config
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
-from gspo_megatron.rollout.store import DrawFile, Group, _records, read_groups
+from gspo_megatron.rollout.store import DrawFile, _records, read_groups
 from tests.unit.test_metrics_doc import SERVED
 from tests.vllm.runs import make_run
 
@@ -85,19 +85,19 @@ def hand_on(bank: Path, to: Path, config: Path) -> None:
     _, content, _ = next(_records(bank))
     request = {**json.loads(content), "origin": origin_of_rollouts(load_config(config))}
     file = DrawFile(to, request)
-    for number, columns in read_groups(bank).items():
-        file.append(Group(number, columns))
+    for group in read_groups(bank).values():
+        file.append(group)
     file.close()
 
 
 def sampled_tokens(bank: Path) -> list[list[int]]:
     """What the policy wrote in each episode, in any order."""
     found = []
-    for columns in read_groups(bank).values():
-        lengths = columns["prompt_lengths"] + columns["response_lengths"]
-        rows = np.split(columns["tokens"], lengths.cumsum()[:-1])
-        masks = np.split(columns["sampled"], columns["response_lengths"].cumsum()[:-1])
-        for ids, prompt, mask in zip(rows, columns["prompt_lengths"], masks, strict=True):
+    for group in read_groups(bank).values():
+        lengths = group.prompt_lengths + group.response_lengths
+        rows = np.split(group.tokens, lengths.cumsum()[:-1])
+        masks = np.split(group.sampled, group.response_lengths.cumsum()[:-1])
+        for ids, prompt, mask in zip(rows, group.prompt_lengths, masks, strict=True):
             found.append(ids[prompt:][mask].tolist())
     return sorted(found)
 

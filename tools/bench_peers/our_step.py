@@ -127,7 +127,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
     loop = loop_of(configuration(size, steps, folder), WORKLOADS[size], SHAPES[size]["vocab_size"])
     if WORKLOADS[size].median is not None:
-        loop.collector.engine = PlannedLengths(loop.collector.engine, WORKLOADS[size])
+        episodes = loop.collector.source.episodes
+        episodes.engine = PlannedLengths(episodes.engine, WORKLOADS[size])
     return loop
 
 
@@ -156,7 +157,7 @@ def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
 
 def step(loop: Any, number: int) -> dict[str, float]:
     """RL step `number` and its metrics."""
-    loop.collector.engine.step = number  # for PlannedLengths
+    loop.collector.source.engine.step = number  # for PlannedLengths
     return loop.step(number)
 
 

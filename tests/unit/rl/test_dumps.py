@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,20 +22,23 @@ from gspo_megatron.rl import dumps
 from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
 from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.types import COLUMNS
 from gspo_megatron.types import Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
-from tests.unit.rl.test_experience import batch_of, scores_of
+from tests.unit.rl.test_experience import group_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def rollouts(seed: int, *, routes: bool = True) -> Experience:
-    batch = batch_of(seed)
+    group = group_of(seed)
+    if not routes:
+        group = dataclasses.replace(group, routes=None, layers=None)
     return Experience(
-        batch if routes else dataclasses.replace(batch, routes=None),
-        scores_of(seed),
+        group,
+        torch.device("cpu"),
         metrics={"reward/mean": 0.25},
-        num_tokens=len(batch.rollout_logprobs),
+        num_tokens=len(group.rollout_logprobs),
         rollout_seconds=1.5,
         samples=[Sample("1+1", "2", "3", truncated=False)],
         sample_rewards=[0.5],
@@ -84,10 +88,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, routes: bool) -> None:
     assert dump.run == tmp_path / "run"
     wanted = rollouts(12, routes=routes)
     found = read_experience(dump.folder, dump.rollouts, run.policy)
-    for record in ("batch", "scores"):
-        for name, value in vars(getattr(wanted, record)).items():
-            other = getattr(getattr(found, record), name)
-            assert other is None if value is None else torch.equal(other, value), name
+    for name in COLUMNS:
+        values = getattr(wanted.group, name), getattr(found.group, name)
+        np.testing.assert_equal(*values, name)
     assert found.describe() == wanted.describe()
 
 
@@ -121,8 +124,8 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_costs_the_dump_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(experience: Experience, folder: Path, policy: Policy) -> None:
-        write_rollouts(experience, folder, policy)
+    def refused(experience: Experience, folder: Path) -> None:
+        write_rollouts(experience, folder)
         raise OSError(28, "No space left on device", str(folder / "rollouts"))
 
     run = Run(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,19 +16,17 @@ from scipy import stats
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.environments.episode import Client, Episode, Limits
-from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.lockstep import Episodes
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import (
-    Collector,
-    Experience,
-)
+from gspo_megatron.rl.rollouts import Collector, Experience, responses
+from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
+from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,11 +49,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.samples: list[int] = []
+        self.noise: list[bool] = []
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         per_prompt = requests.responses_per_prompt
         samples = requests.sample_indices()
         self.samples += samples
+        self.noise.append(requests.router_noise)
         prompts = [p for p in requests.prompts for _ in range(per_prompt)]
         responses = []
         for sample in samples:
@@ -110,14 +112,10 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
-    return Collector(
-        config_of(**sections),
-        {},
-        Engine(),
-        SingleTurn(Tokenizer()),
-        Reward("mine", function),
-        torch.device("cpu"),
-    )
+    device = torch.device("cpu")
+    source = MegatronRollouts(BatchedEpisodes(cast(Any, Engine()), None, device))
+    inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={})
+    return collector_of(config_of(**sections), inputs, source, Reward("mine", function), device)
 
 
 def collected(
@@ -189,7 +187,9 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     found = collector(rollout=DYNAMIC)
     experience = drawn_by(found, draw)
     assert draw.drawn == 2 * PROMPTS
-    assert found.engine.samples == list(range(12))  # each once: other random numbers for each
+    assert found.source.engine.samples == list(
+        range(12)
+    )  # each once: other random numbers for each
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
@@ -454,26 +454,29 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
         evaluated(collector(reward, reward=DROPPING))
 
 
-def ended(found: Collector, *errors: str) -> Episodes:
+def ended(found: Collector, *errors: str) -> Generated:
     """Episodes of one turn, of which those with a text have failed."""
-    batch = found.roll_out([Prompts()[0]], 0, len(errors), SAMPLING, 1).batch
+    generated = found.source.episodes.run([Prompts()[0]], [0], len(errors), SAMPLING, 1)
     client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
-    return Episodes(batch, [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors])
+    episodes = [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors]
+    return replace(generated, episodes=episodes)
 
 
 def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector()
     with pytest.raises(EpisodeError, match="environment Mine: no tool"):
-        found.score(ended(found, "", "environment Mine: no tool"), [Prompts()[0]], 0)
+        generated = ended(found, "", "environment Mine: no tool")
+        found.source.score(generated, [Prompts()[0]], 0, found.scorer)
     found = collector(reward=DROPPING)
-    experience = found.score(ended(found, "a", "b"), [Prompts()[0]], 0)
-    assert experience.failed_calls.episodes == 2
-    assert [record["error"] for record in experience.sample_records] == ["a", "b"]
-    responses = [response for _, response in found.responses(experience, 1.0)]
-    assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
+    generated = ended(found, "a", "b")
+    failed, _ = found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+    assert failed.episodes == 2
+    samples = found.scorer.samples(generated.group, [Prompts()[0]], 0)
+    told = [response for _, response in responses(generated.group, samples, 1.0)]
+    assert [(each["reward"], each["error"]) for each in told] == [(None, "a"), (None, "b")]
     told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"
     with pytest.raises(EpisodeError, match=f"the environment: {told}"):
-        raise found.nothing_scored("of a step", [experience.failed_calls])
+        raise found.nothing_scored("of a step", [failed])
 
 
 def test_a_reward_that_raises_an_error_of_ours_is_the_reward_s_fault() -> None:
@@ -511,7 +514,7 @@ def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
     told: list[str] = []
     found = collector()
-    found.tell = told.append
+    found.source.report = told.append
     with heard_by(lambda: signs.append("")):
         evaluated(found)
     assert len(signs) == PROMPTS
