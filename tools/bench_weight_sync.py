@@ -3,7 +3,7 @@
     python tools/bench_weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
 
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
-round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
+round changes all weights and calls what a run calls after each step, ServedRollouts.take_weights:
 the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
 prompts, goes on, and proves its weights with 23 prompts that the trainer has answered, too.
 The time is from the call to its return, so it includes all of that.

@@ -25,15 +25,21 @@ def new_parser(
 
 
 def config_parser(
-    commands: Commands, name: str, run: Run, help_text: str, *, required: bool = True
+    commands: Commands,
+    name: str,
+    run: Run,
+    help_text: str,
+    *,
+    required: bool = True,
+    source: str = "CONFIG.yaml",
 ) -> argparse.ArgumentParser:
-    """Add a command that takes CONFIG.yaml and overrides of its values."""
+    """Add a command that takes CONFIG.yaml, or what `source` names, and overrides of its values."""
     parser = new_parser(commands, name, run, help_text, list_name="overrides")
     parser.add_argument(
         "config",
-        metavar="CONFIG.yaml",
+        metavar=source,
         nargs=None if required else "?",
-        help="the configuration file",
+        help="the configuration file" + " or a run folder" * ("RUN" in source),
     )
     parser.add_argument(
         "overrides",

@@ -41,7 +41,7 @@ class Suites:
         Raises EpisodeError, RewardError and RolloutError, on all ranks, as `Collector.sample`, and
         one of the first two where no problem of a suite has all its rewards."""
         metrics: dict[str, float] = {}
-        responses: list[Record] = []
+        everything: list[Record] = []
         for name in self.scorers:
             draw = self._draw(name, version)
             # noise on the routers of a step is no part of the policy that is measured
@@ -52,8 +52,8 @@ class Suites:
                 reward, failed = self.scorers[name].reward, [drawn.failed_calls]
                 raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
-            responses += records
-        return metrics, responses
+            everything += records
+        return metrics, everything
 
     def _draw(self, name: str, version: int) -> Draw:
         config, suite, key = self.config, self.config.evaluation.suites[name], suite_key(name)

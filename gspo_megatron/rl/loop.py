@@ -37,12 +37,11 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
 from gspo_megatron.rl.rollouts import Collector, Experience, shown
+from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
@@ -111,13 +110,13 @@ class ReinforcementLoop:
         # The metrics of the last step, if the run ended because it could not be evaluated, or no
         # server took its weights.
         self.unevaluated = start.state.unevaluated if start.state else None
-        self.dumps = StepDumps(self.config, run.policy, run.logger)
+        self.kept_steps = KeptSteps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
-        self.dumps.write(step, experience)
+        self.kept_steps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
         advantages, token_advantages = compute_advantages(
             self.updater.objective.advantages, experience, index
@@ -336,7 +335,8 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
         if request.first == 0:
             texts = collector.texts(request, drawn.group, config.logging.samples_per_step)
             samples = shown(drawn.group, texts)
-        kept.append(drawn.group.of_prompts(chosen.candidates(request.first)))
+        group = drawn.group.without_texts()
+        kept.append(group.of_prompts(chosen.candidates(request.first)))
     if not chosen.groups():
         raise collector.nothing_scored("of a step", failed)
     group = RolloutGroup.join([each.of_prompts(chosen.groups()) for each in kept])

@@ -1,7 +1,7 @@
 """Responses that vLLM servers draw: the ranks' end of the rollout service.
 
 weights   all ranks -> a Hugging Face folder -> servers, which prove that they have them
-responses servers -> service -> bank -> each rank reads its own share
+responses servers -> service -> store -> each rank reads its own share
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gspo_megatron.families import family_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.hf.export import export_hf, stream_hf, stream_specs
 from gspo_megatron.models.build import Policy
-from gspo_megatron.platform.collectives import any_rank, on_main
+from gspo_megatron.platform.collectives import all_gather_objects, any_rank, on_main
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import FailedCalls
@@ -331,7 +331,11 @@ class ServedRollouts:
         self.report("")
         self.drawn["seconds"] += time.perf_counter() - start
         drawn = self.read(draw)
-        scorer.adopt(drawn.group.part_names or ())
+        group = drawn.group
+        known = [names for names in all_gather_objects(group.part_names) if names is not None]
+        if known:  # not where all calls failed
+            group.parts, group.part_names = group.parts_of(known[0]), known[0]
+            scorer.adopt(known[0])
         return drawn
 
     def read(self, draw: Draw) -> Drawn:

@@ -59,8 +59,6 @@ class Requests:
 class RolloutEngine(Protocol):
     """Draws responses with the policy's current weights."""
 
-    router_noise: float  # its standard deviation on the routers' scores, but in greedy decoding
-
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """All responses of this rank's requests, in the order of `Requests.sample_indices`.
 

@@ -26,7 +26,6 @@ from gspo_megatron.environments.episode import (
 from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.environments.transcript import records_of
 from gspo_megatron.errors import RewardError
-from gspo_megatron.observe.metrics_files import jsonable
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import (
     FailedCalls,
@@ -47,30 +46,12 @@ if TYPE_CHECKING:
 class Response(Protocol):
     """One turn as an engine generated it."""
 
-    @property
-    def token_ids(self) -> np.ndarray:
-        """[tokens] int32, with the token that ended it."""
-        ...
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        """[tokens] float32, at the sampling temperature."""
-        ...
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the limit of tokens cut it off."""
-        ...
-
-    @property
-    def routes(self) -> np.ndarray | None:
-        """[prompt + response tokens, layers, k], where the engine reports the experts here."""
-        ...
-
-    @property
-    def versions(self) -> np.ndarray | None:
-        """[tokens] int32, of the weights that generated them, where the engine tells."""
-        ...
+    token_ids: np.ndarray  # [tokens] int32, with the token that ended it
+    logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
+    truncated: bool  # cut off by the limit of tokens
+    # [prompt + response tokens, layers, k], where the engine reports the experts here
+    routes: np.ndarray | None
+    versions: np.ndarray | None  # [tokens] int32, of the weights, where the engine tells them
 
 
 # The engine: a turn of each of these samples, which have the same tokens before it.
@@ -263,16 +244,15 @@ class GroupScorer:
     ) -> None:
         """Write the scores, in the order of the responses, into the columns of the group. episodes:
         of the responses, where there are several turns."""
-        names = self.scorer.part_names or ()
-        numbers = group.group_index.tolist()
-        columns, turns = reward_columns(scores, samples, numbers, len(names), self.shaping)
+        names, numbers = self.scorer.part_names, group.group_index.tolist()
+        columns, turns = reward_columns(scores, samples, numbers, len(names or ()), self.shaping)
         group.rewards, group.shaped = columns[0].copy(), columns[1].copy()
         group.turns = columns[2].astype(np.int64)
         group.parts, group.part_names = columns[3:].T.copy(), names
         group.turn_rewards, group.turn_tokens = turns[0].copy(), turns[1].astype(np.int64)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
-            group.records = [jsonable(record) for record in records_of(episodes, scores)]
+            group.records = records_of(episodes, scores)
         group.failed_calls = np.array(failed, np.int64)
         group.reward_seconds = np.array([seconds])
 

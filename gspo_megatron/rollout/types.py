@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES
+from gspo_megatron.observe.metrics_files import jsonable
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.types import RolloutBatch
 
@@ -90,13 +91,13 @@ class RolloutGroup:
     routes: Annotated[np.ndarray | None, Column(TOKEN)] = None
     # numbers of the layers in `routes`, from 1; None: all layers of the model
     layers: Annotated[np.ndarray | None, Column(SHARED, np.int64)] = None
-    # [num_sequences, parts] of the rewards before weights, and their names
+    # [num_sequences, parts] of the rewards before weights, and their names; None: all calls failed
     parts: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
     # why a reward is not more
-    reasons: Annotated[list[str] | None, Column(SEQUENCE, is_added=True)] = None
+    reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.transcript
-    records: Annotated[list[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
+    records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
     failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3] as FailedCalls
     reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring
 
@@ -127,6 +128,10 @@ class RolloutGroup:
         names = self.part_names or ()
         return {} if self.parts is None else dict(zip(names, self.parts[row].tolist()))
 
+    def without_texts(self) -> RolloutGroup:
+        """Without reasons and records: a step needs none, and they are long."""
+        return dataclasses.replace(self, reasons=None, records=None)
+
     # Several groups
 
     def select(self, rows: np.ndarray) -> RolloutGroup:
@@ -143,10 +148,10 @@ class RolloutGroup:
         for name, kind, values in self._columns():
             if values is not None and kind.rows in marks:
                 marked = marks[kind.rows]
-                if isinstance(values, list):
-                    found[name] = [values[row] for row in marked.nonzero()[0]]
-                else:
+                if isinstance(values, np.ndarray):
                     found[name] = values[marked]
+                else:
+                    found[name] = [values[row] for row in marked.nonzero()[0].tolist()]
         return dataclasses.replace(self, **found)
 
     def of_prompts(self, numbers: Sequence[int]) -> RolloutGroup:
@@ -162,18 +167,19 @@ class RolloutGroup:
         for name, kind in COLUMNS.items():
             values: list[Any] = [getattr(group, name) for group in groups]
             if name == "parts":
-                values = [group._parts_of(names) for group in groups]
+                values = [group.parts_of(names) for group in groups]
             lacks = [group.group_index for group, value in zip(groups, values) if value is None]
             if kind.rows == SHARED:
-                joined[name] = (names or values[0]) if name == "part_names" else values[0]
+                known = next((value for value in values if value is not None), None)
+                joined[name] = names or known if name == "part_names" else known
             elif lacks:
                 if len(lacks) < len(groups) and not kind.is_added:
                     numbers = sorted({int(n) for group_index in lacks for n in group_index})
                     raise DataError(f"group {numbers[0] if numbers else 0} lacks {name}")
-            elif isinstance(values[0], list):
-                joined[name] = [each for value in values for each in value]
-            else:
+            elif isinstance(values[0], np.ndarray):
                 joined[name] = np.sum(values, 0) if kind.rows == SUM else np.concatenate(values)
+            else:
+                joined[name] = [each for value in values for each in value]
         return cls(**joined)
 
     def nothing(self) -> RolloutGroup:
@@ -196,21 +202,21 @@ class RolloutGroup:
         chosen = self.routes[:, [place[number] for number in numbers]]
         return dataclasses.replace(self, routes=chosen, layers=np.array(numbers, np.int64))
 
-    def _parts_of(self, names: Sequence[str]) -> np.ndarray | None:
-        """`parts`; where all calls failed before anybody knew the names, NaN for each."""
+    def parts_of(self, names: Sequence[str]) -> np.ndarray | None:
+        """`parts` by these names; NaN where all calls failed before the names were known."""
         if self.parts is None or self.parts.shape[1] == len(names):
             return self.parts
         return np.full((len(self.sample_index), len(names)), np.nan)
 
     # Bytes
 
-    def save(self, *, routes_only: bool = False, texts: bool = True) -> bytes:
-        """The columns as a safetensors file; texts: with reasons and records."""
+    def save(self, *, routes_only: bool = False) -> bytes:
+        """The columns as a safetensors file."""
         found = {n: v for n, _, v in self._columns() if isinstance(v, np.ndarray)}
         if routes_only:
             found = {name: found[name] for name in ("routes", "layers") if name in found}
         else:
-            found |= {n: v for n, v in self._encoded().items() if texts or n == "part_names"}
+            found |= self._encoded()
             if self.parts is not None:
                 found["parts"] = self.parts.T
         return save({name: np.ascontiguousarray(values) for name, values in found.items()})
@@ -223,7 +229,7 @@ class RolloutGroup:
         if self.reasons is not None:
             found["reasons"] = _bytes("".join(f"{json.dumps(each)}\n" for each in self.reasons))
         if self.records is not None:
-            texts = [_bytes(json.dumps(each)) for each in self.records]
+            texts = [_bytes(json.dumps(jsonable(each))) for each in self.records]
             found["records"] = np.concatenate([np.empty(0, np.uint8), *texts])
             found["record_lengths"] = np.array([len(text) for text in texts], np.int64)
         return found

@@ -72,7 +72,6 @@ class PlannedLengths:
         self.engine, self.work = engine, work
         self.step = 0  # number of the RL step
         self.update_weights = engine.update_weights
-        self.router_noise = engine.router_noise
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""

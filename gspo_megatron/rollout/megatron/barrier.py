@@ -173,7 +173,7 @@ class BatchedEpisodes:
         group, places, rounds = generated.group, generated.places, generated.rounds
         has_routes = bool(rounds) and rounds[0].routes is not None
         if self.replica.size() > 1:
-            content = b"" if group is None else group.save(texts=False)
+            content = b"" if group is None else group.without_texts().save()
             content, places = self._told((content, places if has_routes else []))
             group = RolloutGroup.load(content) if group is None else group
         assert group is not None, "the leader has one"
@@ -283,12 +283,16 @@ def _routes(
 ) -> np.ndarray:
     """[tokens, layers of this rank, k]: each token has the experts of the turn in which it was
     first fed. Zeros for episodes without a turn."""
+    first = rounds[0].routes
+    assert first is not None, "the engine records them"
+    if places == [[(0, row)] for row in range(len(rounds[0].response_lengths))]:  # single turns
+        return first.cpu().numpy()
     rows: list[Sequence[Tensor]] = []
     for batch in rounds:
         assert batch.routes is not None, "the engine records them in all rounds"
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
-        rows.append(batch.routes.split(lengths) if lengths else [batch.routes])
-    nothing = rows[0][0][:0]
+        rows.append(batch.routes.split(lengths) if lengths else [])
+    nothing = first[:0]
     pieces = [nothing]
     for branch in places:
         if isinstance(branch, int):

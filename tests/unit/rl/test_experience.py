@@ -93,7 +93,7 @@ def test_draws_are_put_end_to_end() -> None:
 
 def test_parts_that_nobody_knew_yet_are_no_numbers() -> None:
     """All calls of the first draw have failed."""
-    first = replace(group_of(0), parts=np.zeros((4, 0)), part_names=())
+    first = replace(group_of(0), parts=np.zeros((4, 0)), part_names=None)
     then = replace(group_of(4), parts=np.ones((4, 2)), part_names=("even", "late"))
     found = RolloutGroup.join([first, then])
     assert found.part_names == ("even", "late")

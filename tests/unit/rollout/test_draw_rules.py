@@ -364,8 +364,8 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
             return running.status()
 
         failed = await ended(DRAW)
-        assert failed.error == {"kind": "RolloutError", "text": "no server is left"}
-        assert failed.finished == 2 and len(recorder.seeds()) == 6
+        assert failed["error"] == {"kind": "RolloutError", "text": "no server is left"}
+        assert failed["finished"] == 2 and len(recorder.seeds()) == 6
         recorder.refuses = False
         assert (await ended(DRAW))["error"] is None
         assert len(recorder.seeds()) == 9  # three more: of the group that was missing

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from gspo_megatron.rl.rollout_store import read_share
+from gspo_megatron.rl.step_inputs import read_share
 from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
 LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # of each pipeline stage
