@@ -21,7 +21,7 @@ PACKAGE = ROOT / "gspo_megatron"
 STEP: dict[str, tuple[str, ...]] = {
     "self.roll_out": ("responses and their rewards", "RolloutBatch.tokens")
     + ("RolloutBatch.response_lengths", "RolloutBatch.rollout_logprobs", "Scores.shaped"),
-    "self.dumps.write": ("keep the inputs (training.dump_batches)",),
+    "self.kept_steps.write": ("keep the inputs (training.dump_batches)",),
     "gather_index": ("what every rank knows of all sequences",)
     + ("StepIndex.response_lengths", "StepIndex.groups", "StepIndex.rewards"),
     "compute_advantages": ("a reward relative to its group", "LossInputs.advantages"),
@@ -29,7 +29,7 @@ STEP: dict[str, tuple[str, ...]] = {
     "redistribute": ("one all-to-all to the ranks that train", "Sequences.tokens")
     + ("Sequences.rollout_logprobs",),
     "update_policy": ("one optimizer update for each mini-batch",),
-    "self.collector.take_weights": ("new weights to the rollout engine",),
+    "self.collector.source.take_weights": ("new weights to the rollout engine",),
 }
 COLLECT: dict[str, tuple[str, ...]] = {
     "next_rows": ("rollout.prompts_per_step prompts", "Draw.rows"),
@@ -57,8 +57,8 @@ DRAWN = {
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
     r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
-    r"|collector\.(measure|reduce|lengths|nothing_scored)"
-    r"|chosen\.|drawn\.|lengths\.|failed\.|experience\.of_|Experience\.|part\.of_"
+    r"|collector\.(measure|reduce|lengths|nothing_scored|texts)|shown$|Experience$|RolloutGroup\."
+    r"|chosen\.|drawn\.|kept\.|group\.|lengths\.|failed\.|each\."
 )
 
 WIDTH, LINE, PAD, GAP = 490, 17, 10, 24

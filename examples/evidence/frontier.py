@@ -301,11 +301,12 @@ class Laboratory:
             with closing(run.logger), closing(run.collector), closing(run.checkpoints):
                 if dtype is not None:
                     ends = inputs.tokenizer.eos_ids
-                    run.collector.engine = VllmEngine(run.policy, self.engine(dtype), ends)
+                    engine = VllmEngine(run.policy, self.engine(dtype), ends)
+                    run.collector.source.episodes.engine = engine
                 loop = ReinforcementLoop(run)
                 Ahead(loop, staleness)
                 probe = Probe(loop.updater)
-                loop.collector.take_weights(version=0)
+                loop.collector.source.take_weights(version=0)
                 for step in range(1, STEPS + 1):
                     metrics.append(loop.step(step))
                     run.checkpoints.end_of_step(

@@ -43,9 +43,9 @@ class RunState:
     versions: dict[str, str]  # by package
     metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
     warned: list[str] = field(default_factory=list)  # warnings that a run gives once
-    # of a step that was saved between its rollouts and its update: rl.rollout_store
+    # of a step that was saved between its rollouts and its update: rl.step_inputs
     rollouts: dict[str, Any] | None = None
-    # Metrics of the step, which are not logged yet: the reward function failed in its evaluation.
+    # Metrics of the step, which are not logged yet: what follows its update has failed.
     unevaluated: dict[str, float] | None = None
 
     @property

@@ -32,16 +32,17 @@ def config_parser(
     more: str = "",
     *,
     required: bool = True,
+    source: str = "CONFIG.yaml",
 ) -> argparse.ArgumentParser:
-    """Add a command that takes CONFIG.yaml and overrides of its values. more: what its own help
-    says after `help_text`."""
+    """Add a command that takes CONFIG.yaml, or what `source` names, and overrides of its values.
+    more: what its own help says after `help_text`."""
     parser = new_parser(commands, name, run, help_text, list_name="overrides")
     parser.description = f"{parser.description}{more}"
     parser.add_argument(
         "config",
-        metavar="CONFIG.yaml",
+        metavar=source,
         nargs=None if required else "?",
-        help="the configuration file",
+        help="the configuration file" + " or a run folder" * ("RUN" in source),
     )
     parser.add_argument(
         "overrides",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli.arguments import Commands, config_parser, number
+from gspo_megatron.cli.arguments import Commands, config_parser, number, positive
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.process import ranks
 
@@ -28,7 +28,7 @@ TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
 
 def add_parser(commands: Commands) -> None:
     text = "compare loss and gradients of one policy update on several layouts with a reference"
-    parser = config_parser(commands, "verify", run, text)
+    parser = config_parser(commands, "verify", run, text, source="CONFIG.yaml|RUN")
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -61,16 +61,16 @@ def add_parser(commands: Commands) -> None:
         + ")",
     )
     parser.add_argument(
-        "--from-dump",
-        type=Path,
-        metavar="DIR",
-        help="compute a step of a run again, instead of random sequences: DIR is a folder in "
-        "RUN/dumps (see training.dump_batches). The step's loss is printed beside the run's",
+        "--step",
+        type=positive,
+        metavar="N",
+        help="compute step N of the run again, instead of random sequences, from what the run has "
+        "kept of it (see training.dump_batches). The step's loss is printed beside the run's",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="with --from-dump, the weights (default: the newest checkpoint of the run that is not "
+        help="with --step, the weights (default: the newest checkpoint of the run that is not "
         "of a later step; without one, the weights that the run began with)",
     )
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
@@ -93,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             "verify starts the ranks of each layout: start it once, outside torchrun and srun"
         )
     precision = f"training.precision={arguments.precision}"
-    config = load_config(arguments.config, [*arguments.overrides, precision])
+    source = Path(arguments.config)
+    file = source / "config.resolved.yaml" if source.is_dir() else source
+    config = load_config(file, [*arguments.overrides, precision])
     reference = Layout.parse(arguments.reference)
     from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
 
@@ -101,53 +103,54 @@ def run(arguments: argparse.Namespace) -> int:
     layouts = layouts or usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
-    if arguments.checkpoint is not None and arguments.from_dump is None:
-        raise UserError("--checkpoint: it has no effect without --from-dump")
-    dumped = arguments.from_dump is not None
+    if arguments.checkpoint is not None and arguments.step is None:
+        raise UserError("--checkpoint: it has no effect without --step")
+    is_step = arguments.step is not None
     vocab_size = model_vocab_size(config, load_tokenizer(config.data.tokenizer))
-    task = Task(config, vocab_size, common_cut(config, every, dumped=dumped))
-    if dumped:
-        task = _dumped_task(arguments, task)
+    task = Task(config, vocab_size, common_cut(config, every, is_step=is_step))
+    if is_step:
+        run_folder = source if source.is_dir() else Path(str(config.logging.dir))
+        task = _task_of_step(arguments, task, run_folder)
     given = arguments.tolerance
     tolerance = TOLERANCES[arguments.precision] if given is None else given
     on_cpu = arguments.reference_on_cpu
-    worst, loss = _compare_all(arguments.config, task, every, tolerance, on_cpu=on_cpu)
+    worst, loss = _compare_all(str(file), task, every, tolerance, on_cpu=on_cpu)
     good = worst <= tolerance
     print("for scripts:")
     line = f"layouts={len(layouts)} worst_error={worst:.2e} tolerance={tolerance:.2e}"
     line += f" equal={int(good)}"
-    if task.dump is not None:
-        logged = task.dump.logged_loss()
-        line += f" step={task.dump.step} loss={loss:.9g}"
+    if task.kept is not None:
+        logged = task.kept.logged_loss()
+        line += f" step={task.kept.step} loss={loss:.9g}"
         line += "" if logged is None else f" logged_loss={logged:.9g}"
     print(line)
     return int(not good)
 
 
-def _dumped_task(arguments: argparse.Namespace, task: Task) -> Task:
-    """The task with the dump and its weights, which are printed. Raises UserError where one of them
-    does not fit."""
+def _task_of_step(arguments: argparse.Namespace, task: Task, run_folder: Path) -> Task:
+    """The task with the inputs of a step and its weights, which are printed. Raises UserError where
+    one of them does not fit."""
     from gspo_megatron.checkpoint.resume import weights_fit
-    from gspo_megatron.rl.dumps import Dump, find_weights
+    from gspo_megatron.rl.step_inputs import StepInputs, find_weights
 
-    dump = Dump.read(arguments.from_dump)
-    problems = dump.problems(task.config, task.vocab_size)
+    kept = StepInputs.read(run_folder, arguments.step)
+    problems = kept.problems(task.config, task.vocab_size)
     if problems:
         raise ConfigError(problems)
-    weights = find_weights(dump, task.config, arguments.checkpoint)
+    weights = find_weights(kept, task.config, arguments.checkpoint)
     if weights.checkpoint is not None:
         weights_fit(weights.checkpoint, task.config, task.vocab_size)
     updates = weights.is_start and arguments.precision != "fp64"
     lines = [f"warning: {line}" for line in weights.notes]
-    lines.append(f"step {dump.step}, weights: {weights.text}")
+    lines.append(f"step {kept.step}, weights: {weights.text}")
     if not updates:
         lines.append("all mini-batches use these weights: the loss is not that of the run")
-    elif arguments.precision != dump.precision:
-        lines.append(f"the run computed in {dump.precision}: its loss differs by rounding")
+    elif arguments.precision != kept.precision:
+        lines.append(f"the run computed in {kept.precision}: its loss differs by rounding")
     print("\n".join(lines), flush=True)  # before the output of the ranks
     return dataclasses.replace(
         task,
-        dump=dump,
+        kept=kept,
         checkpoint=weights.checkpoint,
         optimizer=weights.optimizer and updates,
         updates=updates,

@@ -398,7 +398,7 @@ class TrainingSection(RunSection):
     evaluation_prompts: Positive = harmless(256, "use at most this many of data.eval_prompts")
     dump_batches: NotNegative = harmless(
         0,
-        "keep the inputs of this many last steps in the run folder, for `verify --from-dump`; "
+        "keep the inputs of this many last steps in the run folder, for `verify RUN --step N`; "
         "0: none",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ from gspo_megatron.observe.intervals import CONFIDENCE
 from gspo_megatron.observe.suite_table import suite_text
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rewards.registry import suite_rewards
-from gspo_megatron.rewards.scoring import PartNames, Scorer
-from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rl.rollouts import Collector, responses
 from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.types import RolloutGroup
 
 Record = dict[str, Any]  # a response, for evaluation.jsonl
 
@@ -25,10 +25,11 @@ class Suites:
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self.config, self.collector = config, collector
-        suites = config.evaluation.suites
-        rewards = suite_rewards(suites)
-        self.scorers = {n: Scorer(reward, suites[n].reward) for n, reward in rewards.items()}
-        self.part_names: dict[str, PartNames | None] = dict.fromkeys(suites)  # see Collector
+        suites, tokenizer = config.evaluation.suites, collector.scorer.texts.tokenizer
+        self.scorers = {
+            name: GroupScorer.of(config, tokenizer, reward, suites[name].reward)
+            for name, reward in suite_rewards(suites).items()
+        }
 
     def close(self) -> None:
         """The run ends."""
@@ -42,29 +43,22 @@ class Suites:
         Raises EpisodeError, RewardError and RolloutError, on all ranks, as `Collector.sample`, and
         one of the first two where no problem of a suite has all its rewards."""
         metrics: dict[str, float] = {}
-        responses: list[Record] = []
+        everything: list[Record] = []
         for name in self.scorers:
-            experience = self._sample(name, version)
-            records = self._records(name, experience)
+            draw = self._draw(name, version)
+            # noise on the routers of a step is no part of the policy that is measured
+            drawn = self.collector.sample(draw, self.scorers[name], router_noise=False)
+            records = self._records(name, draw, drawn.group)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
             if figures is None:
-                reward, failed = self.scorers[name].reward, [experience.failed_calls]
+                reward, failed = self.scorers[name].reward, [drawn.failed_calls]
                 raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
-            responses += records
-        return metrics, responses
+            everything += records
+        return metrics, everything
 
-    def _sample(self, name: str, version: int) -> Experience:
+    def _draw(self, name: str, version: int) -> Draw:
         config, suite, key = self.config, self.config.evaluation.suites[name], suite_key(name)
-        # It draws like the run's own, with another reward; and noise on the routers of a step is no
-        # part of the policy that is measured.
-        collector = copy.copy(self.collector)
-        collector.scorer, collector.part_names = self.scorers[name], self.part_names[name]
-        collector.engine = copy.copy(collector.engine)
-        collector.engine.router_noise = 0.0
-        if collector.lockstep is not None:
-            collector.lockstep = copy.copy(collector.lockstep)
-            collector.lockstep.engine = collector.engine
         sampling = Sampling(
             config.suite_response_tokens(name),
             suite.temperature,
@@ -72,22 +66,20 @@ class Suites:
             suite.top_k,
             tuple(config.rollout.stop),
         )
-        rows, seed = list(range(len(collector.prompts[key]))), config.training.seed
+        rows, seed = list(range(len(self.collector.prompts[key]))), config.training.seed
         named = f"evaluation_{version:08d}_{name}"
-        draw = Draw(named, key, rows, 0, suite.samples, sampling, seed, version)
-        experience = collector.sample(draw)
-        self.part_names[name] = collector.part_names
-        return experience
+        return Draw(named, key, rows, 0, suite.samples, sampling, seed, version)
 
-    def _records(self, name: str, experience: Experience) -> list[Record]:
+    def _records(self, name: str, draw: Draw, group: RolloutGroup) -> list[Record]:
         """The responses of all ranks in the problems' order, on the main rank; else nothing. Raises
         RewardError, on all ranks, where the reward cannot read an answer."""
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
-        mine = self.collector.responses(experience, least)
+        samples = self.collector.texts(draw, group)
+        mine = responses(group, samples, least)
         problem: str | None = None
         try:
-            for (_, record), sample in zip(mine, experience.samples, strict=True):
+            for (_, record), sample in zip(mine, samples, strict=True):
                 record["read_answer"] = reward.answer_in(sample)
         except RewardError as error:
             problem = str(error)

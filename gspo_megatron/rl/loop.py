@@ -37,13 +37,13 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rl.dumps import StepDumps
 from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
-from gspo_megatron.rl.rollouts import Collector, Experience
+from gspo_megatron.rl.rollouts import Collector, Experience, shown
+from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.types import RolloutGroup
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
 
@@ -115,13 +115,13 @@ class ReinforcementLoop:
         # The metrics of the last step, if the run ended because it could not be evaluated, or no
         # server took its weights.
         self.unevaluated = start.state.unevaluated if start.state else None
-        self.dumps = StepDumps(self.config, run.policy, run.logger)
+        self.kept_steps = KeptSteps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step. Returns its metrics, the same on every rank."""
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
-        self.dumps.write(step, experience)
+        self.kept_steps.write(step, experience)
         index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
         advantages, token_advantages = compute_advantages(
             self.updater.objective.advantages, experience, index
@@ -139,7 +139,7 @@ class ReinforcementLoop:
         metrics = {**experience.metrics, **metrics}
         try:
             with timer("sync"):
-                metrics |= self.collector.take_weights(version=step)
+                metrics |= self.collector.source.take_weights(version=step)
         except RolloutError as error:  # the update is made, and only no server has it
             metrics |= timer.step_metrics(experience, self.has_servers)
             checkpoints = self.run_components.checkpoints
@@ -150,11 +150,11 @@ class ReinforcementLoop:
         """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
         then."""
         steps, run = self.config.training.steps, self.run_components
-        sync = self.collector.take_weights(version=self.done)
+        sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
         with contextlib.closing(self.suites), progress_of_run as progress:
-            self.collector.tell = progress.doing
+            self.collector.source.report = progress.doing
             if self.unevaluated is not None:
                 # where no server took that step's weights, they have arrived only now
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
@@ -189,7 +189,7 @@ class ReinforcementLoop:
         # a step that was evaluated in the second attempt is saved again, as one that is evaluated
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
         run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
-        self.collector.after_checkpoint(run.checkpoints.saved_step(step))
+        self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
 
     # The parts of a step, in their order
 
@@ -211,7 +211,7 @@ class ReinforcementLoop:
                 self.trainer,
                 self.loader,
                 experience.describe(),
-                lambda folder: write_rollouts(experience, folder, run.policy),
+                lambda folder: write_rollouts(experience, folder),
             )
         else:
             experience = restored
@@ -246,7 +246,7 @@ class ReinforcementLoop:
         last = min(step + self.config.rollout.staleness, self.config.training.steps)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
-            self.collector.begin(part_of(self._draw(number), 0, rows))
+            self.collector.source.begin(part_of(self._draw(number), 0, rows))
 
     def _rows(self, step: int) -> Iterator[list[int]]:
         """The prompts of the step's draw, and of each refill. The next step's are drawn already
@@ -319,45 +319,51 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
     `next_rows` gives every rank the same `rollout.prompts_per_step` numbers of prompts at each
     call; `draw` is all else about them. With dynamic sampling several draws may be needed, and
     ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, as
-    `Collector.score`, if only some responses have rewards of turns, or if no group has rewards.
+    `RolloutSource.take`, if only some responses have rewards of turns, or if no group has rewards.
     """
-    start, rollout = time.perf_counter(), collector.config.rollout
-    metrics, drawn, lengths, failed = StepMetrics(collector.device), [], [], []
-    scoring = 0.0
+    start, config = time.perf_counter(), collector.config
+    metrics, kept, lengths, failed = StepMetrics(collector.device), [], [], []
+    seconds, samples = 0.0, {}
     chosen = DynamicSampling(
-        rollout.prompts_per_step, rollout.max_refills, enabled=rollout.dynamic_sampling
+        config.rollout.prompts_per_step,
+        config.rollout.max_refills,
+        enabled=config.rollout.dynamic_sampling,
     )
     while chosen.wants_more:
-        first, rows = chosen.num_groups, next_rows()
-        experience = collector.sample(part_of(draw, len(drawn), rows, first))
-        collector.measure(experience, metrics)
-        lengths.append(experience.batch.response_lengths)
-        failed.append(experience.failed_calls)
-        scoring += experience.reward_seconds
-        chosen.add(*collector.judge_groups(experience, first, len(rows)))
-        if first == 0:
-            shown = experience
-        drawn.append(experience.of_groups(chosen.candidates(first)))
+        request = part_of(draw, len(kept), next_rows(), chosen.num_groups)
+        drawn = collector.sample(request)
+        collector.measure(drawn, metrics)
+        lengths.append(drawn.group.response_lengths)
+        failed.append(drawn.failed_calls)
+        seconds += drawn.reward_seconds
+        chosen.add(*collector.judge_groups(drawn.group, request))
+        if request.first == 0:
+            texts = collector.texts(request, drawn.group, config.logging.samples_per_step)
+            samples = shown(drawn.group, texts)
+        group = drawn.group.without_texts()
+        kept.append(group.of_prompts(chosen.candidates(request.first)))
     if not chosen.groups():
         raise collector.nothing_scored("of a step", failed)
-    experience = Experience.join([part.of_groups(chosen.groups()) for part in drawn])
-    experience.metrics, experience.has_turns = collector.reduce(metrics)
-    length_mean = experience.metrics["response/length_mean"]
-    experience.num_tokens = round(length_mean * chosen.num_groups * rollout.group_size)
-    experience.metrics |= collector.lengths(lengths)
-    experience.reward_seconds = scoring
-    experience.metrics["reward/errors"] = float(sum(each.errors for each in failed))
-    experience.metrics["reward/timeouts"] = float(sum(each.timeouts for each in failed))
+    group = RolloutGroup.join([each.of_prompts(chosen.groups()) for each in kept])
+    found, has_turns = collector.reduce(metrics)
+    length_mean = found["response/length_mean"]
+    found |= collector.lengths(lengths)
+    found["reward/errors"] = float(sum(each.errors for each in failed))
+    found["reward/timeouts"] = float(sum(each.timeouts for each in failed))
     if collector.has_episodes:
-        experience.metrics["environment/errors"] = float(sum(each.episodes for each in failed))
-    if collector.config.reward.on_failure == "drop_group":
-        experience.metrics["reward/failed_groups"] = float(sum(chosen.has_failed))
-    experience.metrics |= chosen.metrics()
-    count = collector.config.logging.samples_per_step
-    for name in ("samples", "sample_rewards", "sample_parts", "sample_records"):
-        setattr(experience, name, getattr(shown, name)[:count])
-    experience.rollout_seconds = time.perf_counter() - start
-    return experience
+        found["environment/errors"] = float(sum(each.episodes for each in failed))
+    if config.reward.on_failure == "drop_group":
+        found["reward/failed_groups"] = float(sum(chosen.has_failed))
+    return Experience(
+        group,
+        collector.device,
+        metrics=found | chosen.metrics(),
+        num_tokens=round(length_mean * chosen.num_groups * config.rollout.group_size),
+        has_turns=has_turns,
+        reward_seconds=seconds,
+        rollout_seconds=time.perf_counter() - start,
+        **samples,
+    )
 
 
 def part_of(draw: Draw, number: int, rows: list[int], first: int = 0) -> Draw:

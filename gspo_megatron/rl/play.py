@@ -18,6 +18,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rl.rollouts import responses
 from gspo_megatron.rl.run import in_process_collector
 from gspo_megatron.rollout.engine import Draw, Sampling
 
@@ -39,8 +40,10 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
         with closing(collector):
             count = len(inputs.files[prompts_key(config)])
             rows = [number % count for number in range(episodes)]
-            experience = collector.sample(_draw(config, rows))
-            mine = collector.responses(experience, config.evaluation.correct_at)
+            draw = _draw(config, rows)
+            group = collector.sample(draw).group
+            samples = collector.texts(draw, group)
+            mine = responses(group, samples, config.evaluation.correct_at)
         told = gather_objects(mine) or []
     finally:
         stop_processes()

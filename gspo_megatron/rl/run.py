@@ -14,15 +14,17 @@ from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.environments.episode import gives_rewards
 from gspo_megatron.environments.registry import environment_of, episodes_of, tools_of
-from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
-from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
+from gspo_megatron.rollout.source import RolloutSource
 from gspo_megatron.routing.hooks import attach_hooks
 
 
@@ -69,12 +71,12 @@ def assemble(
         logger.write_config(config, {"reward.name": "the environment gives the rewards"})
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
-    collector: Collector
     if config.rollout.engine == "vllm":
         # not at the top: it loads an HTTP library
-        from gspo_megatron.rl.served_rollouts import ServedCollector
+        from gspo_megatron.rl.served_rollouts import ServedRollouts
 
-        collector = ServedCollector(config, inputs, policy, reward, ranks.device, hf)
+        served = ServedRollouts(config, inputs, policy, ranks.device, hf)
+        collector = collector_of(config, inputs, served, reward, ranks.device)
     else:
         collector = in_process_collector(config, inputs, policy, reward, ranks.device)
     return RunComponents(
@@ -109,8 +111,16 @@ def in_process_collector(
         record_routes="r3" in routing.modes,
         router_noise=routing.rollout_noise,
     )
-    episodes = episodes_of(config, tokenizer)
-    lockstep = None if episodes is None else Lockstep(engine, episodes, device)
+    layers = []
     if "r3" in routing.modes or routing.rollout_noise:
-        attach_hooks(policy.models)
-    return Collector(config, inputs.files, engine, SingleTurn(tokenizer), reward, device, lockstep)
+        layers = attach_hooks(policy.models)
+    episodes = BatchedEpisodes(engine, episodes_of(config, tokenizer), device, layers)
+    return collector_of(config, inputs, MegatronRollouts(episodes), reward, device)
+
+
+def collector_of(
+    config: Config, inputs: Inputs, source: RolloutSource, reward: Reward, device: torch.device
+) -> Collector:
+    """Responses of a source, scored by the run's reward."""
+    scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward)
+    return Collector(config, inputs.files, source, scorer, device)

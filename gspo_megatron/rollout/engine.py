@@ -1,4 +1,4 @@
-"""The interface of a rollout engine, as the training loop uses it."""
+"""The interface of a rollout engine, and what is asked of it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Requests:
     responses_per_prompt: int = 1
     # of each prompt's responses, at most `Sampling.max_tokens`; None: as many
     max_tokens: Sequence[int] | None = None
+    router_noise: bool = True  # that of the engine, if it has any
 
     def sample_indices(self) -> list[int]:
         """[prompts * responses], in the order in which the engine returns them."""
@@ -57,8 +58,6 @@ class Requests:
 
 class RolloutEngine(Protocol):
     """Draws responses with the policy's current weights."""
-
-    router_noise: float  # its standard deviation on the routers' scores, but in greedy decoding
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """All responses of this rank's requests, in the order of `Requests.sample_indices`.

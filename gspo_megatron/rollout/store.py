@@ -1,10 +1,10 @@
-"""The bank: finished groups of responses on the disk, from where the ranks read their share.
+"""The store: finished groups of responses on the disk, from where the ranks read their share.
 
 A file holds one draw: a record that says what was asked for, then a record for each finished group,
 in the order in which they finished. A record is on the disk before anyone is told of it. After a
 kill the whole groups are used again, and a record that was cut short or is damaged is drawn again.
 
-A record is a header (magic, number of the group, bytes, CRC-32) and a safetensors file.
+A record is a header (magic, number of the group, bytes, CRC-32) and a `RolloutGroup`.
 """
 
 from __future__ import annotations
@@ -16,39 +16,20 @@ import struct
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from typing import Any, BinaryIO
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import WRONG_VALUES, make_folder, sync
+from gspo_megatron.files import make_folder, sync
+from gspo_megatron.rollout.types import RolloutGroup
 
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
-# The form of the columns: groups of another one are drawn again. Columns that a reader can do
+# The form of the records: groups of another one are drawn again. Columns that a reader can do
 # without are added without a new form.
 _MAGIC = b"GSP2"
 _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
-
-
-class Group(NamedTuple):
-    """The responses to one prompt, flat; sequence i is prompt then response."""
-
-    number: int  # of the prompt in its step
-    # tokens [sum(prompt + response lengths)] int32, prompt_lengths, response_lengths [n] int64,
-    # rollout_logprobs [sum(response lengths)] float32, versions of the weights that drew them
-    # [sum(response lengths)] int32, truncated [n] bool, sample_index,
-    # group_index [n] int64, rewards, shaped [n] float64, turns [n] int64, turn_rewards [turns]
-    # float64, turn_tokens [turns] int64, parts [parts, n] float64, failed_calls [3] int64 as
-    # FailedCalls, reward_seconds [1] float64; where the servers report them, routes [tokens,
-    # layers, k] uint8 or int16; of episodes, sampled [sum(response lengths)] bool: what the policy
-    # wrote, in_response [tokens] bool, and their turns as JSON, records [bytes] uint8 of
-    # record_lengths [n] int64. Names as in RolloutBatch and rl.rollouts.Scores.
-    columns: dict[str, np.ndarray]
 
 
 class DrawFile:
@@ -68,7 +49,7 @@ class DrawFile:
                 damaged = set()
                 for number, content, after in _records(path):
                     is_request = number == _REQUEST
-                    if content is None or not (is_request or _columns_of(content)):
+                    if content is None or not (is_request or _holds_group(content)):
                         damaged.add(number)
                     elif end == 0 and (number, content) != (_REQUEST, wanted):
                         break
@@ -84,10 +65,11 @@ class DrawFile:
                 self._append(_REQUEST, wanted)
                 sync(path.parent)
 
-    def append(self, group: Group) -> None:
-        """Write a group; it is on the disk when this returns. Raises DataError."""
+    def append(self, group: RolloutGroup) -> None:
+        """Write the responses to one prompt; they are on the disk when this returns. Raises
+        DataError."""
         with _write_errors(self.path):
-            self._append(group.number, save(group.columns))
+            self._append(group.number, group.save())
         self.finished.add(group.number)
 
     def close(self) -> None:
@@ -100,18 +82,24 @@ class DrawFile:
         os.fsync(self._file.fileno())
 
 
-def read_groups(
-    path: Path, wanted: Collection[int] | None = None
-) -> dict[int, dict[str, np.ndarray]]:
-    """The columns of the groups of a draw with these numbers, or of all that are whole. The others
-    are skipped, not read.
+def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
+    """The groups of a draw with these numbers, or all that are whole. The others are skipped, not
+    read.
 
-    Raises DataError for a file that cannot be read, and where one of the numbers is missing.
+    Raises DataError for a file that cannot be read, for a group that lacks columns, and where one
+    of the numbers is missing.
     """
+    found: dict[int, RolloutGroup] = {}
     try:
-        records = _records(path, lambda n: n != _REQUEST and (wanted is None or n in wanted))
-        columns = {number: _columns_of(content) for number, content, _ in records if content}
-        found = {number: each for number, each in columns.items() if each is not None}
+        for number, content, _ in _records(
+            path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
+        ):
+            try:
+                found |= {number: RolloutGroup.load(content)} if content else {}
+            except DataError as error:
+                if wanted is not None:
+                    text = f"{path}: damaged since it was written: group {number} {error}"
+                    raise DataError(text) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if missing := sorted(set(wanted or ()) - found.keys()):
@@ -119,12 +107,13 @@ def read_groups(
     return found
 
 
-def _columns_of(content: bytes) -> dict[str, np.ndarray] | None:
-    """The columns in a record; None where it holds none, although its checksum is right."""
+def _holds_group(content: bytes) -> bool:
+    """Whether a record whose checksum is right holds a group."""
     try:
-        return load(content)
-    except (SafetensorError, *WRONG_VALUES):
-        return None
+        RolloutGroup.load(content)
+    except DataError:
+        return False
+    return True
 
 
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:

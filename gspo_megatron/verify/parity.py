@@ -1,7 +1,7 @@
 """One policy update on any layout, with its whole gradient on rank 0.
 
 Loss and gradient of a step do not depend on how model and batch are sharded: the `verify` command
-and the tests compare them on several layouts, for a synthetic batch or a dumped step of a run.
+and the tests compare them on several layouts, for a synthetic batch or a step of a run.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ from gspo_megatron.platform.groups import (
     stop_processes,
     tear_down_model_parallel,
 )
-from gspo_megatron.rl.dumps import Dump, reference_of
 from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.rollout_store import read_experience
+from gspo_megatron.rl.step_inputs import StepInputs, read_experience, reference_of
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify.results import StepResult, relative_error
@@ -108,7 +107,7 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     return list(dict.fromkeys(found))
 
 
-def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cut:
+def common_cut(config: Config, layouts: Sequence[Layout], *, is_step: bool) -> Cut:
     """Micro-batches that every layout can run alike."""
     replicas, multiple = 1, 1
     for layout in layouts:
@@ -116,7 +115,7 @@ def common_cut(config: Config, layouts: Sequence[Layout], *, dumped: bool) -> Cu
         replicas = math.lcm(replicas, parallel.data_parallel_size)
         if layout.vpp:
             multiple = math.lcm(multiple, layout.pp)
-    budget = config.training.micro_batch_tokens if dumped else _TOKEN_BUDGET
+    budget = config.training.micro_batch_tokens if is_step else _TOKEN_BUDGET
     return Cut(replicas, budget, multiple)
 
 
@@ -161,8 +160,8 @@ class Task:
     config: Config  # on the layout of these ranks
     vocab_size: int
     cut: Cut
-    dump: Dump | None = None  # None: a synthetic batch
-    checkpoint: Path | None = None  # see _run_dumped_step, as the two below
+    kept: StepInputs | None = None  # None: a synthetic batch
+    checkpoint: Path | None = None  # see _run_kept_step, as the two below
     optimizer: bool = False
     updates: bool = False
 
@@ -172,18 +171,18 @@ def run_task(path: Path) -> None:
     with the suffix .result."""
     task: Task = pickle.loads(path.read_bytes())
     ranks = start_processes()
-    if task.dump is None:
+    if task.kept is None:
         batch = synthetic_batch(task.config.objective, task.vocab_size)
         result = run_update(task.config, task.vocab_size, batch, task.cut)
     else:
-        result = _run_dumped_step(task, task.dump)
+        result = _run_kept_step(task, task.kept)
     if ranks.is_main:
         path.with_suffix(".result").write_bytes(pickle.dumps(result))
     stop_processes()
 
 
-def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
-    """Compute a dumped step by the code of a training step. All ranks call it; dump and checkpoint
+def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
+    """Compute a kept step by the code of a training step. All ranks call it; step and checkpoint
     (None: the weights that the run began with) have passed the checks of `find_weights`.
 
     The gradients are those of the first mini-batch, which depend only on the weights. With
@@ -226,7 +225,7 @@ def _run_dumped_step(task: Task, dump: Dump) -> StepResult:
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)
-    experience = read_experience(dump.folder, dump.rollouts, policy)
+    experience = read_experience(kept.folder, kept.rollouts, policy)
     index = gather_index(experience.batch, experience.scores.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(

@@ -58,11 +58,11 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are dumped:
+def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are kept:
     with the rollout's routes, a reference policy, and an optimizer that has gone through a warm
     start and two mini-batches a step."""
-    folder = tmp_path_factory.mktemp("dumped")
+    folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(
         path,
@@ -75,18 +75,18 @@ def dumped_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verify_dump(
+def verify_step(
     config: Path, *layouts: object, overrides: tuple[str, ...] = (), step: int = 3
 ) -> tuple[str, dict[str, float]]:
-    dump = config.parent / "run" / "dumps" / f"step_{step:08d}"
-    return verify(config, *overrides, "--from-dump", dump, "--layouts", *layouts)
+    return verify(config, *overrides, "--step", step, "--layouts", *layouts)
 
 
-def test_a_dumped_step_has_the_logged_loss_on_every_layout(dumped_run: Path) -> None:
-    run = dumped_run.parent / "run"
-    assert sorted(p.name for p in (run / "dumps").iterdir()) == ["step_00000002", "step_00000003"]
+def test_a_kept_step_has_the_logged_loss_on_every_layout(kept_run: Path) -> None:
+    run = kept_run.parent / "run"
+    kept = sorted(p.name for p in (run / "rollouts").iterdir())
+    assert kept == ["step_00000002", "step_00000003"]
     losses = {record["step"]: record.get("loss") for record in all_records(run, "rl")}
-    said, found = verify_dump(dumped_run, "tp=2", "dp=2")
+    said, found = verify_step(kept_run, "tp=2", "dp=2")
     assert "rl_00000002, with its optimizer" in said
     assert (found["layouts"], found["equal"], found["step"]) == (2, 1, 3)
     assert 0 < found["worst_error"] < 2e-5
@@ -98,9 +98,9 @@ def test_a_dumped_step_has_the_logged_loss_on_every_layout(dumped_run: Path) -> 
 
 
 @pytest.mark.full
-def test_without_the_steps_own_weights_it_says_so(dumped_run: Path) -> None:
-    older = dumped_run.parent / "run" / "checkpoints" / "rl_00000001"
-    said, found = verify_dump(dumped_run, "tp=2", "--checkpoint", older)
+def test_without_the_steps_own_weights_it_says_so(kept_run: Path) -> None:
+    older = kept_run.parent / "run" / "checkpoints" / "rl_00000001"
+    said, found = verify_step(kept_run, "tp=2", "--checkpoint", older)
     assert "rl_00000001, not those that the step began with" in said
     assert "all mini-batches use these weights: the loss is not that of the run" in said
     assert abs(found["loss"] - found["logged_loss"]) > 1e-6
@@ -109,23 +109,22 @@ def test_without_the_steps_own_weights_it_says_so(dumped_run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("dumps/step_00000003/rollouts", "dumps/step_00000003: rollouts/{file}: altered"),
+        ("rollouts/step_00000003/rollouts", "rollouts/step_00000003: rollouts/{file}: altered"),
         ("checkpoints/reference/model", "checkpoints/reference: model/{file}: altered"),
     ],
 )
-def test_damage_is_named(dumped_run: Path, tmp_path: Path, name: str, told: str) -> None:
+def test_damage_is_named(kept_run: Path, tmp_path: Path, name: str, told: str) -> None:
     run = tmp_path / "run"
-    shutil.copytree(dumped_run.parent / "run", run)
+    shutil.copytree(kept_run.parent / "run", run)
     file, *_ = sorted((run / name).glob("[!.]*"))
     flip_a_bit(file)
-    words = ("--from-dump", run / "dumps" / "step_00000003", "--layouts", "tp=2")
-    result = gspo("verify", dumped_run, *words, expect=2)
+    result = gspo("verify", run, "--step", "3", "--layouts", "tp=2", expect=2)
     assert f"{run}/{told.format(file=file.name)}" in result.stderr
 
 
-def test_a_step_that_ends_a_run_is_compared(dumped_run: Path) -> None:
+def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
     """With so large a rate the second mini-batch has no finite gradient, on any layout."""
-    said, found = verify_dump(dumped_run, "tp=2", overrides=("optimizer.learning_rate=1e30",))
+    said, found = verify_step(kept_run, "tp=2", overrides=("optimizer.learning_rate=1e30",))
     assert "tp=2: the step ends in mini-batch 2 (the reference's: 2)" in said
     assert "in the same places as the reference: loss; the errors" in said
     assert (found["equal"], found["step"]) == (1, 3) and math.isnan(found["loss"])
@@ -133,10 +132,10 @@ def test_a_step_that_ends_a_run_is_compared(dumped_run: Path) -> None:
 
 
 @pytest.mark.full
-def test_gradients_that_are_not_finite_are_compared(dumped_run: Path, tmp_path: Path) -> None:
+def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Path) -> None:
     """One weight of one expert is no number, and with it no gradient is; which elements are lost
     depends on no layout."""
-    megatron_to_hf(dumped_run.parent / "run", tmp_path / "hf")
+    megatron_to_hf(kept_run.parent / "run", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.layers.1.mlp.experts.1.down_proj.weight"][3, 4] = math.nan
@@ -144,7 +143,7 @@ def test_gradients_that_are_not_finite_are_compared(dumped_run: Path, tmp_path: 
     hf_to_megatron(tmp_path / "hf", tmp_path / "lost")
     plain = ("objective.kl=none", "objective.kl_coefficient=", "routing.reference_replay=off")
     words = ("tp=2", "dp=2", "--checkpoint", tmp_path / "lost")
-    said, found = verify_dump(dumped_run, *words, overrides=plain)
+    said, found = verify_step(kept_run, *words, overrides=plain)
     assert said.count("not finite, in the same places as the reference: loss, grad norm, ") == 2
     assert found["equal"] == 1
 
@@ -158,7 +157,7 @@ def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
         write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
     )
     train(path)
-    said, found = verify_dump(path, "dp=2", "ep=2,dp=2", step=2)
+    said, found = verify_step(path, "dp=2", "ep=2,dp=2", step=2)
     assert "the run computed in bf16: its loss differs by rounding" in said
     # bf16 has 8 bits; advantages are of size 1
     assert found["loss"] == pytest.approx(found["logged_loss"], abs=2e-3)

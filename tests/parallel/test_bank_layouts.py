@@ -7,8 +7,8 @@ versions and routes of their own; the ranks read them as in a run with servers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load, save
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.batching.plan import data_ranks
@@ -26,13 +27,14 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import data_parallel_group, tear_down_model_parallel
-from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.served_rollouts import _COLUMNS, ServedCollector, _refuse_lacks
+from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.served_rollouts import ServedRollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, Group, read_groups
-from gspo_megatron.rollout.vllm.episodes import group_columns
+from gspo_megatron.rollout.episodes import assemble, played_turn
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, read_groups
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 from gspo_megatron.verify.parity import Recorder, plan_alike
@@ -104,31 +106,24 @@ def write_bank(folder: Path, has_turns: bool) -> None:
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
             given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
-            columns = group_columns(prompt, given, number, samples)
-            rewards = random.random(GROUP)
-            columns |= {
-                "rewards": rewards,
-                "shaped": rewards,
-                "turns": np.zeros(GROUP, np.int64),
-                "parts": np.zeros((0, GROUP)),
-                "turn_rewards": np.zeros(0),
-                "turn_tokens": np.zeros(0, np.int64),
-                "part_names": np.frombuffer(json.dumps([]).encode(), np.uint8),
-                "failed_calls": np.zeros(3, np.int64),
-                "reward_seconds": np.full(1, 0.25),
-            }
+            ids = np.array(prompt, np.int32)
+            played = [played_turn(ids, each) for each in given]
+            group = assemble(played, samples, GROUP, has_episodes=False)
+            group.rewards = group.shaped = random.random(GROUP)
+            group.parts, group.part_names = np.zeros((GROUP, 0)), ()
+            group.failed_calls, group.reward_seconds = np.zeros(3, np.int64), np.full(1, 0.25)
             if has_turns:
-                columns["sampled"] = random.random(len(columns["versions"])) < 0.7
-                columns["in_response"] = in_two_branches(columns)
-            file.append(Group(number, columns))
+                group.sampled = random.random(len(group.versions)) < 0.7
+                group.in_response = in_two_branches(group)
+            file.append(group)
         file.close()
 
 
-def in_two_branches(columns: dict[str, np.ndarray]) -> np.ndarray:
+def in_two_branches(group: RolloutGroup) -> np.ndarray:
     """[tokens] bool: the first token of each response is a branch of its own, where the prompt has
     a token for the second one."""
     kinds = []
-    for prompt, length in zip(columns["prompt_lengths"], columns["response_lengths"], strict=True):
+    for prompt, length in zip(group.prompt_lengths, group.response_lengths, strict=True):
         kind = np.arange(prompt + length) >= prompt
         if prompt > 1 and length > 1:
             kind[prompt - 1 : prompt + 1] = True, False
@@ -162,15 +157,15 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
     recorder = Recorder(trainer.optimizer, trainer.scheduler, policy)
     prompts = [Prompt("p", "", f"f:{n}", {}, tuple(ids)) for n, ids in enumerate(PROMPT_IDS)]
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={"data.prompts": prompts})
-    reward = Reward("none", lambda _: 0.0)
-    collector = ServedCollector(config, inputs, policy, reward, torch.device("cpu"))
+    source = ServedRollouts(config, inputs, policy, torch.device("cpu"))
     builder = MicroBatchBuilder(policy, Tokenizer.pad_id, config.rollout.temperature)
     objective = build_objective(config.objective, 20)
     updater = PolicyUpdater(policy, recorder, builder, objective, config.objective, config.routing)
     group, kept = data_parallel_group(), []
     for step in range(1, STEPS + 1):
-        collector.version = step - 1
-        experience = collector.read_draw(draw_of(step))
+        source.version = step - 1
+        drawn = source.read(draw_of(step))
+        experience = Experience(drawn.group, torch.device("cpu"))
         index = gather_index(experience.batch, experience.scores.shaped, group)
         advantages, _ = compute_advantages(objective.advantages, experience, index)
         plans = plan_alike(config, index.lengths, index.masked_lengths, CUT, 2)
@@ -182,7 +177,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
             context_parallel_size=policy.config.context_parallel_size,
         )
         metrics = update_policy(updater, sequences, index, plans, advantages)
-        ages = torch.stack([experience.staleness.sum(), (experience.staleness > 1).sum()])
+        ages = torch.tensor([drawn.staleness.sum(), (drawn.staleness > 1).sum()])
         dist.all_reduce(ages, group=group)
         total, old = ages.tolist()
         learnt = float(sum(index.masked_lengths))
@@ -191,8 +186,8 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
     return kept, StepResult(kept[-1], recorder.gradients, recorder.replica_error)
 
 
-def drawn(folder: Path, step: int) -> list[dict[str, np.ndarray]]:
-    """The columns of each group in the bank."""
+def written(folder: Path, step: int) -> list[RolloutGroup]:
+    """The groups in the bank."""
     path = folder / FOLDER / f"{draw_of(step).name}{SUFFIX}"
     return list(read_groups(path).values())
 
@@ -215,32 +210,44 @@ def test_every_layout_computes_the_same_from_the_bank(
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
     last = on_one[0][-1]
     assert last["old"] > 0  # tokens of more than one version before
-    groups = drawn(tmp_path, STEPS)
-    tokens = sum(columns["response_lengths"].sum() for columns in groups)
+    groups = written(tmp_path, STEPS)
+    tokens = sum(group.response_lengths.sum() for group in groups)
     if bound is None:
-        assert 0 < last["learnt"] == sum(columns["sampled"].sum() for columns in groups) < tokens
+        assert 0 < last["learnt"] == sum(group.sampled.sum() for group in groups) < tokens
     else:
         assert last["learnt"] == tokens - last["old"]
     assert on_one[0][0]["grad_norm"] > 0
 
 
+def a_group(number: int) -> RolloutGroup:
+    played = [
+        played_turn(np.arange(9, dtype=np.int32), response(np.random.default_rng(1), 9, 0, 1))
+    ]
+    group = assemble(played, [number], 1, has_episodes=False)
+    return replace(group, rewards=np.ones(1), shaped=np.ones(1))
+
+
 def reading(path: Path) -> str:
     """What a rank is told that reads the group of its own number."""
     try:
-        ServedCollector._read(path, {dist.get_rank()})
+        ServedRollouts._read(path, [dist.get_rank()], dist.get_rank())
     except DataError as error:
         return str(error)
     return ""
+
+
+def write_two(path: Path) -> None:
+    file = DrawFile(path, {})
+    for number in range(2):
+        file.append(a_group(number))
+    file.close()
 
 
 def test_a_group_that_is_damaged_after_it_was_written_is_told_on_all_ranks(
     pool: Pool, tmp_path: Path
 ) -> None:
     path = tmp_path / f"step_00000001_0{SUFFIX}"
-    file = DrawFile(path, {})
-    for number in range(2):
-        file.append(Group(number, {"tokens": np.arange(9)}))
-    file.close()
+    write_two(path)
     assert pool.run(2, reading, path=path) == ["", ""]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -251,21 +258,23 @@ def test_a_group_that_is_damaged_after_it_was_written_is_told_on_all_ranks(
     ]
 
 
-def lacking(path: Path, lacks: dict[int, str]) -> str:
-    """What a rank is told whose group, of its own number, lacks a column."""
-    rank = dist.get_rank()
-    columns = {name: np.zeros(1) for name in _COLUMNS if name != lacks.get(rank)}
-    try:
-        _refuse_lacks(path, {rank: columns})
-    except DataError as error:
-        return str(error)
-    return ""
-
-
-def test_a_group_with_too_few_columns_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_group_with_too_few_columns_is_told_on_all_ranks(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.groups"
-    assert pool.run(2, lacking, path=path, lacks={}) == ["", ""]
-    assert pool.run(2, lacking, path=path, lacks={1: "tokens"}) == [
+    write_two(path)
+    file, save_all = DrawFile(path, {}), RolloutGroup.save
+    file.finished.clear()
+
+    def without_tokens(group: RolloutGroup) -> bytes:
+        columns = load(save_all(group))
+        del columns["tokens"]
+        return save(columns)
+
+    monkeypatch.setattr(RolloutGroup, "save", without_tokens)
+    file.append(a_group(1))  # the later record of a number counts
+    file.close()
+    assert pool.run(2, reading, path=path) == [
         f"{path}: another rank cannot read its groups",
         f"{path}: damaged since it was written: group 1 lacks tokens",
     ]

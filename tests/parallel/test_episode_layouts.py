@@ -16,8 +16,8 @@ from gspo_megatron.config import Config
 from gspo_megatron.data.chat import Encoded, Rendered
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
 from gspo_megatron.errors import UnplayableError
-from gspo_megatron.rl.lockstep import Lockstep
 from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import Prompt
@@ -84,14 +84,16 @@ def tasks() -> list[Prompt]:
 def play(config: Config) -> dict[int, dict[str, Any]]:
     """This rank's episodes by sample index."""
     policy = build_on_ranks(config)
-    attach_hooks(policy.models)
+    layers = attach_hooks(policy.models)
     engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, record_routes=True)
     runner = EpisodeRunner(Echo(), Tokenizer(), LIMITS)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = range(group.rank(), COUNT, group.size())
-    lockstep = Lockstep(engine, runner, torch.device("cpu"))
-    found = lockstep.run([tasks()[n] for n in mine], mine, PER_PROMPT, SAMPLING, seed=11)
-    batch = found.batch
+    batched = BatchedEpisodes(engine, runner, torch.device("cpu"), layers)
+    found = batched.run([tasks()[n] for n in mine], mine, PER_PROMPT, SAMPLING, seed=11)
+    shared = batched.share(found)
+    assert shared.layers.tolist() == [*layers]
+    batch = shared.to_batch(torch.device("cpu"))
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     tokens, routes = batch.tokens.split(lengths), batch.routes.split(lengths)
     kinds = batch.in_response.split(lengths)
@@ -112,7 +114,9 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
             "truncated": bool(cut),
             "routes": experts.tolist(),
         }
-    for sample, episode in zip(batch.sample_index.tolist(), found.ended, strict=bool(found.ended)):
+    for sample, episode in zip(
+        batch.sample_index.tolist(), found.episodes, strict=bool(found.episodes)
+    ):
         given = episode.given
         rows[sample]["outcome"] = str(episode.error or "") or (
             None if given is None else [list(given.rewards), list(given.ends)]
@@ -229,9 +233,9 @@ def fail(config: Config) -> str:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = range(group.rank(), 2, group.size())
     runner = EpisodeRunner(Unplayable(), Tokenizer(), LIMITS)
-    lockstep = Lockstep(engine, runner, torch.device("cpu"))
+    batched = BatchedEpisodes(engine, runner, torch.device("cpu"))
     with pytest.raises(UnplayableError) as raised:
-        lockstep.run([tasks()[n] for n in mine], mine, 1, SAMPLING, seed=11)
+        batched.run([tasks()[n] for n in mine], mine, 1, SAMPLING, seed=11)
     return str(raised.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ from megatron.core import parallel_state
 
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
-from gspo_megatron.environments.single_turn import SingleTurn
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Sample, TurnRewards
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
@@ -68,7 +71,7 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
         Prompt(f"prompt {n}", answer, f"f:{n}", {}, tuple(ids))
         for n, (ids, answer) in enumerate(zip(prompts, ANSWERS, strict=True))
     ]
-    collector = collector_of(config, engine, reward, drawn)
+    collector = a_collector(config, engine, reward, drawn)
     rows, count = iter(range(len(drawn))), config.rollout.prompts_per_step
     experience = collect(collector, lambda: [next(rows) for _ in range(count)], draw_of(config))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -87,11 +90,14 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     return found, experience.metrics
 
 
-def collector_of(
+def a_collector(
     config: Config, engine: MegatronEngine, reward: Reward, prompts: list[Prompt]
 ) -> Collector:
     files = {"data.prompts": prompts, "data.eval_prompts": prompts}
-    return Collector(config, files, engine, SingleTurn(Tokenizer()), reward, torch.device("cpu"))
+    inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files=files)
+    device = torch.device("cpu")
+    source = MegatronRollouts(BatchedEpisodes(engine, None, device))
+    return collector_of(config, inputs, source, reward, device)
 
 
 def draw_of(config: Config) -> Draw:
@@ -124,7 +130,7 @@ def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any
     engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("mine", globals()[name])
     drawn = [Prompt(f"prompt {n}", "", f"f:{n}", {}, tuple(p)) for n, p in enumerate(prompts)]
-    collector = collector_of(config, engine, reward, drawn)
+    collector = a_collector(config, engine, reward, drawn)
     try:
         experience = collect(collector, lambda: [*range(PROMPTS)], draw_of(config))
         evaluation, responses = collector.evaluate()

@@ -84,12 +84,12 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
     tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.model")
     said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
     assert len(said) == 4 * steps
-    for columns in groups.values():
-        lengths = columns["response_lengths"]
-        masks = np.split(columns["sampled"], lengths.cumsum()[:-1])
-        whole = columns["prompt_lengths"] + lengths
-        rows = np.split(columns["tokens"], whole.cumsum()[:-1])
-        kinds = np.split(columns["in_response"], whole.cumsum()[:-1])
+    for group in groups.values():
+        lengths = group.response_lengths
+        masks = np.split(group.sampled, lengths.cumsum()[:-1])
+        whole = group.prompt_lengths + lengths
+        rows = np.split(group.tokens, whole.cumsum()[:-1])
+        kinds = np.split(group.in_response, whole.cumsum()[:-1])
         for row, kind, mask in zip(rows, kinds, masks, strict=True):
             written = row[kind][mask].tolist()
             found = tokenizer.decode(written), len(written)

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from gspo_megatron.config import Config, Layout, apply_layout, parse_config
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rl.dumps import Dump
-from gspo_megatron.rl.rollout_store import read_experience
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.step_inputs import StepInputs, read_experience
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.types import RolloutBatch
@@ -36,7 +35,9 @@ LAYOUTS = ("tp=1", "pp=2,ep=2,dp=2")
 
 
 @pytest.fixture(scope="module")
-def dumped(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Dump]:
+def dumped(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Config, StepInputs]:
     """The configuration and the only step of a run with two data ranks."""
     run = make_run(
         tmp_path_factory.mktemp("dumped"),
@@ -48,7 +49,7 @@ def dumped(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     )
     run.finish(run.start())
     config = parse_config(yaml.safe_load((run.folder / "config.yaml").read_text()))
-    return config, Dump.read(run.out / "dumps" / "step_00000001")
+    return config, StepInputs.read(run.out, 1)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +69,8 @@ def recorded_by_the_engine(batch: RolloutBatch, policy: Policy) -> Tensor:
     return found.routes
 
 
-def update(config: Config, dump: Dump, routes: str) -> Watched:
-    """The dumped step on these ranks. routes: server, engine, or next (the experts after those of
+def update(config: Config, kept: StepInputs, routes: str) -> Watched:
+    """The kept step on these ranks. routes: server, engine, or next (the experts after those of
     the server, in one layer)."""
 
     def read(folder: Path, description: Mapping[str, Any], policy: Policy) -> Experience:
@@ -83,9 +84,9 @@ def update(config: Config, dump: Dump, routes: str) -> Watched:
             of_layer[is_known] = (of_layer[is_known] + 1) % EXPERTS
         return experience
 
-    task = parity.Task(config, dump.vocab_size, parity.Cut(replicas=2), dump)
+    task = parity.Task(config, kept.vocab_size, parity.Cut(replicas=2), kept)
     with mock.patch.object(parity, "read_experience", read):
-        return watched(parity._run_dumped_step, task=task, dump=dump)
+        return watched(parity._run_kept_step, task=task, kept=kept)
 
 
 def distance(one: Watched, other: Watched) -> float:
@@ -96,10 +97,10 @@ def distance(one: Watched, other: Watched) -> float:
     return max(float((reference[n] - found[n]).abs().max()) for n in reference) / largest
 
 
-def routed_tokens(dump: Dump) -> int:
+def routed_tokens(kept: StepInputs) -> int:
     """All tokens of the step but the last of each sequence: no engine has fed it to the model."""
     found = 0
-    for path in (dump.folder / "rollouts").glob("*_stage_000.safetensors"):
+    for path in (kept.folder / "rollouts").glob("*_stage_000.safetensors"):
         columns = load_file(path)
         found += int((columns["prompt_lengths"] + columns["response_lengths"] - 1).sum())
     return found
@@ -107,18 +108,18 @@ def routed_tokens(dump: Dump) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_servers_experts_give_the_gradients_of_the_engines_experts(
-    pool: Pool, dumped: tuple[Config, Dump], layout: str
+    pool: Pool, dumped: tuple[Config, StepInputs], layout: str
 ) -> None:
-    config, dump = dumped
+    config, kept = dumped
     config = apply_layout(config, Layout.parse(layout))
     server, engine, wrong = (
-        pool.on(config, update, dump=dump, routes=routes) for routes in ("server", "engine", "next")
+        pool.on(config, update, kept=kept, routes=routes) for routes in ("server", "engine", "next")
     )
     # the weights are those that the server had when it drew
     assert server.result.metrics["mismatch/abs_mean"] <= 1e-5
     for each in (server, engine, wrong):
-        assert (each.replayed, each.wrong) == (LAYERS * routed_tokens(dump), 0)
+        assert (each.replayed, each.wrong) == (LAYERS * routed_tokens(kept), 0)
     assert distance(server, engine) <= 1e-6
     # experts of which the routers would choose others: 0.037 was measured
-    assert wrong.moved >= routed_tokens(dump) // 2
+    assert wrong.moved >= routed_tokens(kept) // 2
     assert distance(server, wrong) > 1e-3

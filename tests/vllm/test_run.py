@@ -78,11 +78,11 @@ class Echo:
 def sampled_tokens(bank: Path) -> list[list[int]]:
     """What the policy wrote in each episode, in any order."""
     found = []
-    for columns in read_groups(bank).values():
-        lengths = columns["prompt_lengths"] + columns["response_lengths"]
-        rows = np.split(columns["tokens"], lengths.cumsum()[:-1])
-        masks = np.split(columns["sampled"], columns["response_lengths"].cumsum()[:-1])
-        for ids, prompt, mask in zip(rows, columns["prompt_lengths"], masks, strict=True):
+    for group in read_groups(bank).values():
+        lengths = group.prompt_lengths + group.response_lengths
+        rows = np.split(group.tokens, lengths.cumsum()[:-1])
+        masks = np.split(group.sampled, group.response_lengths.cumsum()[:-1])
+        for ids, prompt, mask in zip(rows, group.prompt_lengths, masks, strict=True):
             found.append(ids[prompt:][mask].tolist())
     return sorted(found)
 

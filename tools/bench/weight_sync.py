@@ -3,7 +3,7 @@
     python tools/bench/weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
 
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
-round changes all weights and calls what a run calls after each step, ServedCollector.take_weights:
+round changes all weights and calls what a run calls after each step, ServedRollouts.take_weights:
 the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
 prompts, goes on, and proves its weights with 23 prompts that the trainer has answered, too.
 The time is from the call to its return, so it includes all of that.
@@ -132,7 +132,7 @@ def running(arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
     run = assemble_run(arguments, folder)
     try:
         start = time.perf_counter()
-        run.collector.take_weights(0)
+        run.collector.source.take_weights(0)
         print(f"first weights, with the start of the server: {time.perf_counter() - start:.1f} s")
         yield run
     finally:
@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     from gspo_megatron.rollout.vllm.weights_folder import weights_folders
 
     with running(arguments, folder) as run:
-        parts, rounds = Parts(run.collector), []
+        parts, rounds = Parts(run.collector.source), []
         parameters = [p for model in run.policy.models for p in model.parameters()]
         total = sum(p.nbytes for p in parameters)
         layer = (total - 2 * _VOCABULARY * _HIDDEN * parameters[0].itemsize) / _LAYERS
@@ -160,10 +160,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
                     parameter.add_(parameter, alpha=0.01 * (-1) ** number)
             newest = place / f"version_{number - 1:08d}"
             cp = copy(newest, place.with_suffix(".copy")) if number % 2 else 0.0
-            metrics = run.collector.take_weights(number)
+            metrics = run.collector.source.take_weights(number)
             newest = place / f"version_{number:08d}"
             cp = cp or copy(newest, place.with_suffix(".copy"))
-            figures = run.collector._service().figures()
+            figures = run.collector.source._service().figures()
             seconds = parts.seconds | {n: figures[f"{n}_seconds"] for n in ("load", "check")}
             figures = {
                 "ratio": cp / metrics["sync/seconds"],

@@ -210,7 +210,7 @@ def profiled_decoding(loop: Any) -> dict[str, float]:
     """Profile a short rollout of 64 responses."""
     from gspo_megatron.rollout.engine import Requests, Sampling
 
-    tokens, engine = 32, loop.collector.engine
+    tokens, engine = 32, loop.collector.source.engine
     requests = Requests([(1, 2, 3, 4)] * 16, list(range(16)), responses_per_prompt=4)
     engine.generate(requests, Sampling(max_tokens=tokens), seed=1)
     with profiled(f"{tokens} tokens of 64 responses") as calls:

@@ -225,7 +225,8 @@ class _Generation:
         self.prompts, self.per_prompt = requests.prompts, requests.responses_per_prompt
         device = self.device = engine.device
         self.samples = torch.tensor(requests.sample_indices(), dtype=torch.long, device=device)
-        self.with_noise = engine.router_noise > 0 and sampling.temperature > 0
+        has_noise = engine.router_noise > 0 and requests.router_noise
+        self.with_noise = has_noise and sampling.temperature > 0
         self.end_ids, self.stop_strings = engine._split_stops(sampling.stop)
         limits = requests.max_tokens or [sampling.max_tokens] * len(self.prompts)
         self.limits = torch.tensor(limits, dtype=torch.long, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,36 +16,18 @@ import numpy as np
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
-from gspo_megatron.environments.episode import (
-    Asked,
-    Episode,
-    EpisodeRunner,
-    Written,
-    joined_routes,
-)
-from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.environments.transcript import records_of
+from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner
 from gspo_megatron.errors import RewardError, RolloutError, UserError
-from gspo_megatron.observe.metrics_files import jsonable
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
-from gspo_megatron.rewards.scoring import (
-    FailedCalls,
-    PartNames,
-    Scorer,
-    reward_columns,
-)
-from gspo_megatron.rewards.shaping import Shaping
-from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.store import SUFFIX, DrawFile, Group
+from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
+from gspo_megatron.rollout.store import SUFFIX, DrawFile
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
-REASONS = "reasons"  # the column of rewards' reasons, as JSON
 _T = TypeVar("_T")
-
-RECORDS = ("records", "record_lengths")  # columns of a Group
 
 
 def draw_from_json(given: Mapping[str, Any]) -> Draw:
@@ -67,13 +48,11 @@ class Scorers:
     def __init__(self, config: Config, inputs: Inputs) -> None:
         wanted, suites = config.reward, config.evaluation.suites
         reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
-        self._scorer = Scorer(reward, wanted)
+        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, wanted)
         self._of_suites = {
-            suite_key(name): Scorer(of_suite, suites[name].reward)
+            suite_key(name): GroupScorer.of(config, inputs.tokenizer, of_suite, suites[name].reward)
             for name, of_suite in suite_rewards(suites).items()
         }
-        self._shaping = Shaping(wanted, config.rollout.max_response_tokens)
-        self._environment = SingleTurn(inputs.tokenizer)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def work(self) -> None:
@@ -87,25 +66,25 @@ class Scorers:
 
     async def score(
         self,
-        make: Callable[[], Group],
+        make: Callable[[], RolloutGroup],
         prompt: Prompt,
-        then: Callable[[Group], None],
+        then: Callable[[RolloutGroup], None],
         key: str,
         episodes: Sequence[Episode] = (),
     ) -> None:
-        """Make a group in the main thread, add the rewards to its columns there, and call `then`
-        with it. key: of the prompt's file, which decides the reward; episodes: of the responses,
-        where there are several turns."""
-        scorer = self._of_suites.get(key, self._scorer)
+        """Make a group in the main thread, write the rewards into its columns there, and call
+        `then` with it. key: of the prompt's file, which decides the reward; episodes: of the
+        responses, where there are several turns."""
+        scoring = self._of_suites.get(key, self._scorer)
+        scorer = scoring.scorer
         given = scorer.given(episodes)
 
-        def begin() -> tuple[Group, list[Sample]]:
+        def begin() -> tuple[RolloutGroup, list[Sample]]:
             group = make()
-            return group, self._samples(group, prompt)
+            return group, scoring.samples(group, [prompt], group.number)
 
-        def finish(group: Group, samples: Sequence[Sample], found: Any) -> None:
-            self._add(group, samples, scorer.part_names or (), *found, scorer.take_seconds())
-            group.columns.update(record_columns(records_of(episodes, found[0])))
+        def finish(group: RolloutGroup, samples: Sequence[Sample], found: Any) -> None:
+            scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes)
             then(group)
 
         def whole() -> None:
@@ -121,9 +100,9 @@ class Scorers:
 
     async def close(self) -> None:
         """End the workers."""
-        for scorer in (self._scorer, *self._of_suites.values()):
-            if scorer.workers is not None:
-                await scorer.workers.close()
+        for scoring in (self._scorer, *self._of_suites.values()):
+            if scoring.scorer.workers is not None:
+                await scoring.scorer.workers.close()
 
     async def _in_main(self, call: Callable[[], _T]) -> _T:
         """The call's result, from the main thread."""
@@ -144,49 +123,6 @@ class Scorers:
 
         self._jobs.put(job)
         return await future
-
-    def _samples(self, group: Group, prompt: Prompt) -> list[Sample]:
-        columns = group.columns
-        return self._environment.samples(
-            columns["tokens"],
-            columns["prompt_lengths"],
-            columns["response_lengths"],
-            columns["truncated"],
-            columns["group_index"],
-            [prompt],
-            group.number,
-            sampled=columns.get("sampled"),
-            in_response=columns.get("in_response"),
-        )
-
-    def _add(
-        self,
-        group: Group,
-        samples: Sequence[Sample],
-        part_names: PartNames,
-        found: Sequence[Score | None],
-        failed: FailedCalls,
-        seconds: float,
-    ) -> None:
-        columns = group.columns
-        numbers = [group.number] * len(samples)
-        scores, turns = reward_columns(found, samples, numbers, len(part_names), self._shaping)
-        columns |= {
-            "rewards": scores[0],
-            "shaped": scores[1],
-            "turns": scores[2].astype(np.int64),
-            "parts": np.ascontiguousarray(scores[3:]),
-            "turn_rewards": np.ascontiguousarray(turns[0]),
-            "turn_tokens": turns[1].astype(np.int64),
-            "part_names": np.frombuffer(json.dumps(part_names).encode(), np.uint8),
-            # a line for each response, so that those of several groups can stand end to end
-            REASONS: np.frombuffer(
-                "".join(f"{json.dumps(each.reason if each else '')}\n" for each in found).encode(),
-                np.uint8,
-            ),
-            "failed_calls": np.array(failed),
-            "reward_seconds": np.array([seconds]),
-        }
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
@@ -303,18 +239,14 @@ class Draws:
         assert file is not None, "it is closed when all groups have ended"
         prompt = self.prompts[draw.key][draw.rows[number - draw.first]]
         samples = range(number * draw.per_prompt, (number + 1) * draw.per_prompt)
-        episodes: list[Episode] = []
-        if self.episodes is None:
-            limit = draw.sampling.max_tokens
-            responses = await self._turns(running, samples, Asked(prompt.token_ids, 0, limit))
-        else:
-            episodes = await all_of([self._episode(running, prompt, n) for n in samples])
-            responses = [self._response_of(draw, episode) for episode in episodes]
+        played = await self._play(running, prompt, samples)
+        episodes = [each.episode for each in played if each.episode is not None]
 
-        def make() -> Group:
-            columns = group_columns(prompt.token_ids, responses, number, samples)
-            responses.clear()  # all of it is in the columns
-            return Group(number, columns | (episode_columns(episodes) if episodes else {}))
+        def make() -> RolloutGroup:
+            has_episodes = self.episodes is not None
+            group = assemble(played, samples, draw.per_prompt, has_episodes=has_episodes)
+            played.clear()  # all of it is in the columns
+            return group
 
         running.scoring += 1
         try:
@@ -322,24 +254,29 @@ class Draws:
         finally:
             running.scoring -= 1
 
-    async def _episode(self, running: RunningDraw, prompt: Prompt, sample: int) -> Episode:
-        async def write(asked: Asked) -> Written:
-            [response] = await self._turns(running, [sample], asked)
-            return Written(response.token_ids.tolist(), response.truncated, source=response)
+    async def _play(
+        self, running: RunningDraw, prompt: Prompt, samples: Sequence[int]
+    ) -> list[Played]:
+        """The responses to a prompt."""
+        draw = running.draw
+        works = players(
+            prompt,
+            samples,
+            draw.sampling.max_tokens,
+            self.episodes,
+            partial(self._turns, running),
+            partial(self._no_turn, draw),
+        )
+        return [each for played in await all_of(works.values()) for each in played]
 
+    def _no_turn(self, draw: Draw, prompt_tokens: int) -> Response:
+        """See `players`."""
         assert self.episodes is not None
-        return await self.episodes.run(prompt, write)
-
-    def _response_of(self, draw: Draw, episode: Episode) -> Response:
-        """An episode as one response."""
-        client, settings = episode.client, self.pool.settings
-        if client.turns[0].source is not None:
-            return joined_turns(episode)
-        routes = None  # it failed before its first turn
+        settings, routes = self.pool.settings, None
         if settings.needs.with_routes and draw.sampling.temperature > 0:
-            routes = no_routes(len(client.prompt_ids) + 1, settings.facts)
+            routes = no_routes(prompt_tokens + 1, settings.facts)
         return Response(
-            episode.tokens,
+            np.array([self.episodes.tokenizer.eos_id], np.int32),
             np.zeros(1, np.float32),
             truncated=True,
             routes=routes,
@@ -347,7 +284,7 @@ class Draws:
         )
 
     async def _turns(
-        self, running: RunningDraw, samples: Sequence[int], asked: Asked
+        self, running: RunningDraw, asked: Asked, samples: Sequence[int]
     ) -> list[Response]:
         """A turn of each of the samples. Its seed is that of the draw and its numbers."""
         draw, turn = running.draw, (asked.turn,) if asked.turn else ()
@@ -370,77 +307,3 @@ class Draws:
             "top_k": draw.sampling.top_k,
             **self.stops,
         }
-
-
-def joined_turns(episode: Episode) -> Response:
-    """The response that an episode's turns, and what stands between them, make."""
-    routes = [
-        piece
-        for branch in episode.client.branches()
-        for piece in _routes_of([episode.client.turns[number].source for number in branch.turns])
-    ]
-    return Response(
-        episode.tokens,
-        episode.column(lambda turn: turn.source.logprobs, filler=0.0),
-        episode.client.is_cut,
-        routes=np.concatenate(routes) if routes else None,
-        versions=episode.column(lambda turn: turn.source.versions),
-    )
-
-
-def _routes_of(turns: Sequence[Response]) -> list[np.ndarray]:
-    """The experts of a branch's tokens, in pieces; none where the servers do not report them."""
-    routes = [turn.routes for turn in turns if turn.routes is not None]
-    assert len(routes) in (0, len(turns)), "routes of some turns only"
-    return joined_routes(routes) if routes else []
-
-
-def episode_columns(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
-    """The columns of a `Group` that episodes have of their own, or in another form."""
-    ids, kinds = zip(*(episode.sequence for episode in episodes))
-    return {
-        "tokens": np.concatenate(ids),
-        "prompt_lengths": np.array([int((~kind).sum()) for kind in kinds]),
-        "in_response": np.concatenate(kinds),
-        "sampled": np.concatenate([episode.mask for episode in episodes]),
-    }
-
-
-def record_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """The records of episodes as columns of a `Group`; none of single turns."""
-    if not records:
-        return {}
-    texts = [json.dumps(jsonable(record)).encode() for record in records]
-    lengths = np.array([len(text) for text in texts])
-    return dict(zip(RECORDS, (np.frombuffer(b"".join(texts), np.uint8), lengths)))
-
-
-def read_records(texts: np.ndarray, lengths: np.ndarray) -> list[dict[str, Any]]:
-    """The inverse of `record_columns`."""
-    ends = np.cumsum(lengths)[:-1] if len(lengths) else []
-    return [json.loads(part.tobytes()) for part in np.split(texts, ends) if len(part)]
-
-
-def group_columns(
-    prompt: Sequence[int],
-    responses: Sequence[Response],
-    number: int,
-    samples: Sequence[int],
-) -> dict[str, np.ndarray]:
-    """The columns of a `Group` without its rewards. prompt: token ids."""
-    before = np.array(prompt, dtype=np.int32)
-    tokens = [part for each in responses for part in (before, each.token_ids)]
-    columns = {
-        "tokens": np.concatenate(tokens),
-        "prompt_lengths": np.full(len(responses), len(before)),
-        "response_lengths": np.array([len(each.token_ids) for each in responses]),
-        "rollout_logprobs": np.concatenate([each.logprobs for each in responses]),
-        "versions": np.concatenate([each.versions for each in responses]),
-        "truncated": np.array([each.truncated for each in responses]),
-        "sample_index": np.array(samples),
-        "group_index": np.full(len(responses), number),
-    }
-    routes = [each.routes for each in responses if each.routes is not None]
-    if routes:
-        columns["routes"] = np.concatenate(routes)
-    return columns

@@ -17,9 +17,9 @@ NO_NUMBER = "is not a number of 0 or more"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--checkpoint", "somewhere", *LAYOUT), "it has no effect without --from-dump"),
-        (("--from-dump", "nowhere", *LAYOUT), "nowhere: no such folder"),
-        (("--from-dump", "empty", *LAYOUT), "empty: manifest.json: missing"),
+        (("--checkpoint", "somewhere", *LAYOUT), "it has no effect without --step"),
+        (("--step", "3", *LAYOUT), "the inputs of step 3 were not kept; those of the run are of"),
+        (("--step", "0", *LAYOUT), "argument --step"),
         *(
             (("--tolerance=" + text,), f"{text!r} {NO_NUMBER}")
             for text in ("nan", "-1", "inf", "x")
@@ -37,7 +37,6 @@ def test_what_is_refused(
     said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     code, _, err = gspo("verify", write_config(), *words)
     assert code == 2 and said in err
 

@@ -38,7 +38,8 @@ class Recorded(ReinforcementLoop):
             self.sampled.append(draw)
             return sample(draw)
 
-        self.collector.sample, self.collector.begin = recorded, self.begun.append
+        self.collector.sample = recorded
+        self.collector.source.begin = self.begun.append
 
     def draws_of(self, step: int) -> list[Draw]:
         return [draw for draw in self.sampled if draw.name.startswith(f"step_{step:08d}_")]

@@ -1,49 +1,51 @@
-"""Records of several responses: chosen, counted, put end to end."""
+"""Responses of several draws: chosen, counted, put end to end."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 
-from gspo_megatron.rl.rollouts import Scores, join, select_sequences, turns_and_branches
-from gspo_megatron.types import RolloutBatch
+from gspo_megatron.errors import DataError
+from gspo_megatron.rl.rollouts import turns_and_branches
+from gspo_megatron.rollout.types import RolloutGroup
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]
 # The third has two branches.
 IN_RESPONSE = [n == "r" for n in "pprprrrrprpprprrr"]
 
 
-def batch_of(first: int) -> RolloutBatch:
+def group_of(first: int) -> RolloutGroup:
     count, length = len(PROMPT_LENGTHS), sum(PROMPT_LENGTHS) + sum(RESPONSE_LENGTHS)
-    return RolloutBatch(
-        tokens=1000 * first + torch.arange(length),
-        prompt_lengths=torch.tensor(PROMPT_LENGTHS),
-        response_lengths=torch.tensor(RESPONSE_LENGTHS),
-        rollout_logprobs=-1000.0 * first - torch.arange(sum(RESPONSE_LENGTHS)),
-        truncated=torch.tensor([True, False, True, False]),
-        sample_index=first + torch.arange(count),
-        group_index=(first + torch.arange(count)) // 2,
-        mask=torch.arange(sum(RESPONSE_LENGTHS)) % 2 == first % 2,
-        routes=(1000 * first + torch.arange(length))[:, None, None].expand(length, 2, 3),
-        in_response=torch.tensor(IN_RESPONSE),
-    )
-
-
-def scores_of(first: int) -> Scores:
-    rewards = first + torch.arange(len(TURNS), dtype=torch.float64)
-    return Scores(
+    rewards = first + np.arange(count, dtype=float)
+    tokens = 1000 * first + np.arange(length)
+    return RolloutGroup(
+        tokens=tokens,
+        prompt_lengths=np.array(PROMPT_LENGTHS),
+        response_lengths=np.array(RESPONSE_LENGTHS),
+        rollout_logprobs=(-1000.0 * first - np.arange(sum(RESPONSE_LENGTHS))).astype(np.float32),
+        truncated=np.array([True, False, True, False]),
+        sample_index=first + np.arange(count),
+        group_index=(first + np.arange(count)) // 2,
+        mask=np.arange(sum(RESPONSE_LENGTHS)) % 2 == first % 2,
+        routes=np.broadcast_to(tokens[:, None, None], (length, 2, 3)).astype(np.int16),
+        layers=np.array([1, 2]),
+        in_response=np.array(IN_RESPONSE),
         rewards=rewards,
         shaped=rewards / 2,
-        turns=torch.tensor(TURNS),
-        turn_rewards=first + torch.arange(sum(TURNS), dtype=torch.float64) / 16,
-        turn_tokens=torch.tensor([1, 3, 1, 2, 1, 1, 1]),
-    )
+        turns=np.array(TURNS),
+        turn_rewards=first + np.arange(sum(TURNS)) / 16,
+        turn_tokens=np.array([1, 3, 1, 2, 1, 1, 1]),
+        reasons=[f"of {n}" for n in range(first, first + count)],
+        failed_calls=np.array([1, 0, 2]),
+    ).checked()
 
 
 def test_selected_sequences_stay_whole() -> None:
-    batch, rows = batch_of(1), torch.tensor([False, True, False, True])
-    found = select_sequences(batch, rows)
+    group, rows = group_of(1), np.array([False, True, False, True])
+    found = group.select(rows)
     assert found.sample_index.tolist() == [2, 4]
     assert found.group_index.tolist() == [1, 2]
     assert found.prompt_lengths.tolist() == [1, 1]
@@ -54,34 +56,54 @@ def test_selected_sequences_stay_whole() -> None:
     assert found.mask.tolist() == (found.rollout_logprobs % 2 == 1).tolist()
     assert found.in_response.tolist() == IN_RESPONSE[3:8] + IN_RESPONSE[13:]
     assert found.routes.shape == (9, 2, 3)
-    assert torch.equal(found.routes[:, 1, 2], found.tokens)
-    nothing = select_sequences(batch, torch.zeros(4, dtype=torch.bool))
-    assert [len(value) for value in vars(nothing).values()] == [0] * 10
+    assert found.routes[:, 1, 2].tolist() == found.tokens.tolist()
+    assert found.reasons == ["of 2", "of 4"]
+    assert (found.turns.tolist(), found.turn_tokens.tolist()) == ([2, 3], [3, 1, 1, 1, 1])
+    assert (16 * (found.turn_rewards - 1)).tolist() == [1, 2, 4, 5, 6]
+    assert group.of_prompts([1]).sample_index.tolist() == [2, 3]
+    nothing = group.nothing()
+    names = ("tokens", "mask", "routes", "turns", "reasons")
+    assert {len(getattr(nothing, name)) for name in names} == {0}
+    assert nothing.failed == (0, 0, 0)
 
 
 def test_turns_and_branches_are_counted() -> None:
     sampled = torch.tensor([n == "s" for n in "ss-ssss---"])
-    turns, branches = turns_and_branches(batch_of(0), sampled)
+    turns, branches = turns_and_branches(group_of(0).to_batch(torch.device("cpu")), sampled)
     assert turns.tolist() == [1, 2, 2, 0]
     assert branches.tolist() == [1, 1, 2, 1]
 
 
-def test_selected_scores_keep_their_turns() -> None:
-    found = scores_of(10).select(torch.tensor([False, True, False, True]))
-    assert found.rewards.tolist() == [11, 13]
-    assert found.shaped.tolist() == [5.5, 6.5]
-    assert found.turns.tolist() == [2, 3]
-    assert (16 * (found.turn_rewards - 10)).tolist() == [1, 2, 4, 5, 6]
-    assert found.turn_tokens.tolist() == [3, 1, 1, 1, 1]
-
-
-def test_rounds_are_put_end_to_end() -> None:
-    found = join([batch_of(0), batch_of(4)])
+def test_draws_are_put_end_to_end() -> None:
+    found = RolloutGroup.join([group_of(0), group_of(4)])
     assert found.sample_index.tolist() == list(range(8))
-    assert torch.equal(found.tokens, torch.cat([batch_of(0).tokens, batch_of(4).tokens]))
-    assert torch.equal(found.routes[:, 0, 0], found.tokens)
-    assert torch.equal(found.mask, torch.cat([batch_of(0).mask, batch_of(4).mask]))
-    unrecorded = [replace(batch_of(first), mask=None, routes=None) for first in (0, 4)]
-    assert join(unrecorded).routes is None and join(unrecorded).mask is None
-    assert select_sequences(unrecorded[0], torch.ones(4, dtype=torch.bool)).routes is None
-    assert join([scores_of(0), scores_of(4)]).turns.tolist() == TURNS + TURNS
+    assert found.tokens.tolist() == [*group_of(0).tokens, *group_of(4).tokens]
+    assert found.routes[:, 0, 0].tolist() == found.tokens.tolist()
+    assert found.mask.tolist() == [*group_of(0).mask, *group_of(4).mask]
+    assert found.turns.tolist() == TURNS + TURNS
+    assert found.failed == (2, 0, 4) and found.reasons == [f"of {n}" for n in range(8)]
+    plain = [replace(group_of(first), mask=None, routes=None) for first in (0, 4)]
+    assert RolloutGroup.join(plain).routes is None and RolloutGroup.join(plain).mask is None
+    # groups that an earlier version wrote have no reasons
+    older = replace(group_of(4), reasons=None)
+    assert RolloutGroup.join([group_of(0), older]).reasons is None
+    with pytest.raises(DataError, match="group 2 lacks routes"):
+        RolloutGroup.join([group_of(0), replace(group_of(4), routes=None)])
+
+
+def test_parts_that_nobody_knew_yet_are_no_numbers() -> None:
+    """All calls of the first draw have failed."""
+    first = replace(group_of(0), parts=np.zeros((4, 0)), part_names=None)
+    then = replace(group_of(4), parts=np.ones((4, 2)), part_names=("even", "late"))
+    found = RolloutGroup.join([first, then])
+    assert found.part_names == ("even", "late")
+    assert np.isnan(found.parts[:4]).all() and (found.parts[4:] == 1).all()
+
+
+def test_columns_that_do_not_fit_are_named() -> None:
+    with pytest.raises(DataError, match="truncated has 3 rows for 4 sequences; turn_rewards has 7"):
+        replace(group_of(0), truncated=np.ones(3, bool), turns=np.ones(4, np.int64)).checked()
+    with pytest.raises(DataError, match="tokens is of type float64"):
+        replace(group_of(0), tokens=np.ones(17)).checked()
+    with pytest.raises(DataError, match="tokens has 16 rows for 17 tokens"):
+        replace(group_of(0), tokens=np.ones(16, int)).checked()

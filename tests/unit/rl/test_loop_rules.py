@@ -13,11 +13,12 @@ from gspo_megatron.config import Config, parse_config
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import FailedCalls, Scorer
-from gspo_megatron.rl import rollouts
+from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
-from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import Sampling
+from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.megatron import rollouts
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -168,7 +169,7 @@ def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[i
         unevaluated=unevaluated,
         trainer=None,
         loader=None,
-        collector=SimpleNamespace(after_checkpoint=nothing),
+        collector=SimpleNamespace(source=SimpleNamespace(after_checkpoint=nothing)),
         evaluate=lambda *_: {},
     )
     progress = SimpleNamespace(update=nothing, note=nothing)
@@ -198,8 +199,8 @@ def test_ranks_wait_for_the_slowest_and_count_the_failures_of_all(
 
     monkeypatch.setattr(rollouts, "all_gather_numbers", gathered)
     config = config_of()
-    scorer = Scorer(Reward("mine", lambda _: 0.0), config.reward)
-    collector = object.__new__(Collector)
-    vars(collector).update(scorer=scorer, part_names=scorer.part_names)
-    failed, seconds = collector._agree(None, FailedCalls(1, 1, 1))
+    tokenizer: Any = None
+    scorer = GroupScorer.of(config, tokenizer, Reward("mine", lambda _: 0.0), config.reward)
+    source = object.__new__(MegatronRollouts)
+    failed, seconds = source._agree(scorer, None, FailedCalls(1, 1, 1))
     assert failed == FailedCalls(3, 4, 2) and seconds == 7.5

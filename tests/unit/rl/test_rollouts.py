@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,20 +15,17 @@ from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.environments.episode import Client, Episode, Limits
-from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.environments.episode import Client, Episode, EpisodeRunner, Limits
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.dynamic_sampling import DynamicSampling
-from gspo_megatron.rl.lockstep import Episodes
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import (
-    Collector,
-    Experience,
-)
+from gspo_megatron.rl.rollouts import Collector, Experience, responses
+from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Draw, Requests, Sampling
+from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -38,10 +37,13 @@ SAMPLING = Sampling(max_tokens=LONGEST)
 class Tokenizer:
     """Token 65 is "A", and so on."""
 
-    eos_ids = (0, EOS)
+    eos_ids, eos_id = (0, EOS), EOS
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids)
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
 
 
 class Engine:
@@ -49,11 +51,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.samples: list[int] = []
+        self.noise: list[bool] = []
+        self.seeds: list[int] = []
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         per_prompt = requests.responses_per_prompt
         samples = requests.sample_indices()
         self.samples += samples
+        self.noise.append(requests.router_noise)
+        self.seeds.append(seed)
         prompts = [p for p in requests.prompts for _ in range(per_prompt)]
         responses = []
         for sample in samples:
@@ -110,14 +116,10 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
-    return Collector(
-        config_of(**sections),
-        {},
-        Engine(),
-        SingleTurn(Tokenizer()),
-        Reward("mine", function),
-        torch.device("cpu"),
-    )
+    device = torch.device("cpu")
+    source = MegatronRollouts(BatchedEpisodes(cast(Any, Engine()), None, device))
+    inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={})
+    return collector_of(config_of(**sections), inputs, source, Reward("mine", function), device)
 
 
 def collected(
@@ -140,6 +142,46 @@ def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torc
     section, group = config_of(**sections).objective, dist.group.WORLD
     index = gather_index(experience.batch, experience.scores.shaped, group)
     return compute_advantages(build_advantages(section), experience, index)[1]
+
+
+def test_noise_on_the_routers_is_of_a_step_and_not_of_a_suite() -> None:
+    found = collector()
+    found.prompts = {"data.prompts": Prompts()}
+    draw = replace(DRAW, rows=[0, 1])
+    for noise in (True, False):
+        found.sample(draw, router_noise=noise)
+    assert found.source.engine.noise == [True, False]
+
+
+class Talk:
+    """Two turns; nothing in the episode of the second prompt."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        if task.answer == "flat":
+            raise ConnectionError("no tool")
+        await client.generate()
+        await client.generate(text="A")
+
+
+def test_each_turn_has_random_numbers_of_its_own() -> None:
+    """A single turn has those of the first one."""
+    engine, tokenizer = Engine(), cast(Any, Tokenizer())
+    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, Limits(2, 20))
+    batched = BatchedEpisodes(cast(Any, engine), runner, torch.device("cpu"))
+    prompts = [Prompts(1)[n] for n in (1, 2)]
+    prompts[0] = replace(prompts[0], token_ids=(5,))
+    found = batched.share(batched.run([prompts[1], prompts[0]], [2, 1], GROUP, SAMPLING, seed=7))
+    assert engine.seeds == [7, 7 + 2**56]
+    assert engine.samples == [4, 5, 4, 5]  # of the prompt whose episodes have turns
+    assert found.sample_index.tolist() == [4, 5, 2, 3]
+    assert found.truncated.tolist() == [False, False, True, True]
+    # turns of 1 and 2 tokens, an "A" between them; the other group has failed before its first turn
+    assert found.response_lengths.tolist() == [1 + 1 + 1, 2 + 1 + 2, 1, 1]
+    assert found.sampled.tolist() == [
+        *(True, False, True), *(True, True, False, True, True), False, False
+    ]  # fmt: skip
+    between = found.rollout_logprobs[[1, 5, 8, 9]]
+    assert between.tolist() == [0] * 4 and (found.rollout_logprobs[[0, 2]] == -4.5).all()
 
 
 DYNAMIC = {"dynamic_sampling": True, "max_refills": 2}
@@ -189,7 +231,9 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     found = collector(rollout=DYNAMIC)
     experience = drawn_by(found, draw)
     assert draw.drawn == 2 * PROMPTS
-    assert found.engine.samples == list(range(12))  # each once: other random numbers for each
+    assert found.source.engine.samples == list(
+        range(12)
+    )  # each once: other random numbers for each
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
@@ -454,26 +498,29 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
         evaluated(collector(reward, reward=DROPPING))
 
 
-def ended(found: Collector, *errors: str) -> Episodes:
+def ended(found: Collector, *errors: str) -> Generated:
     """Episodes of one turn, of which those with a text have failed."""
-    batch = found.roll_out([Prompts()[0]], 0, len(errors), SAMPLING, 1).batch
+    generated = found.source.episodes.run([Prompts()[0]], [0], len(errors), SAMPLING, 1)
     client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
-    return Episodes(batch, [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors])
+    episodes = [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors]
+    return replace(generated, episodes=episodes)
 
 
 def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector()
     with pytest.raises(EpisodeError, match="environment Mine: no tool"):
-        found.score(ended(found, "", "environment Mine: no tool"), [Prompts()[0]], 0)
+        generated = ended(found, "", "environment Mine: no tool")
+        found.source.score(generated, [Prompts()[0]], 0, found.scorer)
     found = collector(reward=DROPPING)
-    experience = found.score(ended(found, "a", "b"), [Prompts()[0]], 0)
-    assert experience.failed_calls.episodes == 2
-    assert [record["error"] for record in experience.sample_records] == ["a", "b"]
-    responses = [response for _, response in found.responses(experience, 1.0)]
-    assert [(each["reward"], each["error"]) for each in responses] == [(None, "a"), (None, "b")]
+    generated = ended(found, "a", "b")
+    failed, _ = found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+    assert failed.episodes == 2
+    samples = found.scorer.samples(generated.group, [Prompts()[0]], 0)
+    told = [response for _, response in responses(generated.group, samples, 1.0)]
+    assert [(each["reward"], each["error"]) for each in told] == [(None, "a"), (None, "b")]
     told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"
     with pytest.raises(EpisodeError, match=f"the environment: {told}"):
-        raise found.nothing_scored("of a step", [experience.failed_calls])
+        raise found.nothing_scored("of a step", [failed])
 
 
 def test_a_reward_that_raises_an_error_of_ours_is_the_reward_s_fault() -> None:
@@ -511,7 +558,7 @@ def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
     signs: list[str] = []
     told: list[str] = []
     found = collector()
-    found.tell = told.append
+    found.source.report = told.append
     with heard_by(lambda: signs.append("")):
         evaluated(found)
     assert len(signs) == PROMPTS
@@ -521,63 +568,3 @@ def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
         "rewards 3/3",
         "",
     ]
-
-
-# --- Dynamic sampling: which groups are trained on, and when more prompts are drawn ---------------
-
-YES, NO = True, False
-
-
-def selection(*rounds: list[bool], max_refills: int = 2) -> DynamicSampling:
-    """After these rounds, each of which was wanted."""
-    chosen = DynamicSampling(len(rounds[0]), max_refills)
-    for has_spread in rounds:
-        assert chosen.wants_more
-        chosen.add(has_spread)
-    return chosen
-
-
-@pytest.mark.parametrize(
-    ("rounds", "wants_more", "groups", "metrics"),
-    [
-        ([[YES, YES, YES]], False, [0, 1, 2], (0, 0, 0)),
-        ([[NO, YES, NO]], True, [1], (0, 2, 0)),
-        ([[NO, YES, NO], [NO, YES, YES]], False, [1, 4, 5], (1, 3, 0)),
-        # too many: the last of them go
-        ([[NO, YES, YES], [YES, YES, NO]], False, [1, 2, 3], (1, 3, 0)),
-        ([[NO, YES, NO], [NO, NO, NO], [NO, NO, YES]], False, [1, 8], (2, 7, 0)),
-        # nothing at all: the first round, after all refills
-        ([[NO, NO, NO], [NO, NO, NO]], True, [0, 1, 2], (1, 3, 1)),
-        ([[NO, NO, NO]] * 3, False, [0, 1, 2], (2, 6, 1)),
-    ],
-)
-def test_groups_with_spread_are_taken_in_order(
-    rounds: list[list[bool]], wants_more: bool, groups: list[int], metrics: tuple[int, int, int]
-) -> None:
-    chosen = selection(*rounds)
-    assert chosen.wants_more is wants_more
-    assert chosen.groups() == groups
-    names = ("rollout/refills", "rollout/groups_dropped", "rollout/no_spread")
-    assert chosen.metrics() == dict(zip(names, metrics, strict=True))
-
-
-def test_without_refills_groups_are_dropped_all_the_same() -> None:
-    chosen = selection([YES, NO], max_refills=0)
-    assert not chosen.wants_more
-    assert chosen.groups() == [0]
-
-
-def test_switched_off_it_takes_one_draw_whole() -> None:
-    chosen = DynamicSampling(2, 3, enabled=False)
-    assert chosen.wants_more
-    chosen.add([NO, YES])
-    assert not chosen.wants_more
-    assert chosen.groups() == chosen.candidates(0) == [0, 1]
-    assert chosen.metrics() == {}
-
-
-def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
-    chosen = selection([NO, YES, NO])
-    assert chosen.candidates(0) == [0, 1, 2]
-    chosen.add([NO, YES, NO])
-    assert chosen.candidates(3) == [4]

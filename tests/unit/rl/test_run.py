@@ -49,7 +49,9 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         run.logger.close()
         schedule = ReinforcementLoop(run).trainer.scheduler
         tokenizer = run.inputs.tokenizer
-        end_ids, found = run.collector.engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
+        end_ids, found = run.collector.source.engine._split_stops(
+            ("<|doc|>", "<sep>", "<|doc|><sep>")
+        )
     finally:
         stop_processes()
     # names that nothing reads are no values in what the run has used

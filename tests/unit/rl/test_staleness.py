@@ -3,7 +3,6 @@ their metrics, against values that were counted by hand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,12 @@ import torch
 
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.rollouts import Experience
-from gspo_megatron.rl.served_rollouts import ServedCollector
+from gspo_megatron.rl.run import collector_of
+from gspo_megatron.rl.served_rollouts import ServedRollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, Group
+from gspo_megatron.rollout.source import Drawn
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 
@@ -69,31 +70,31 @@ def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool
         response = "".join(each.response for each in sequences)
         ages = np.array([int(age) for each in sequences for age in each.ages], np.int32)
         assert len(ages) == len(response)
-        columns: dict[str, Any] = {
-            "tokens": np.arange(len(kinds), dtype=np.int32),
-            "prompt_lengths": np.array([each.kinds.count("p") for each in sequences]),
-            "response_lengths": np.array([len(each.response) for each in sequences]),
-            "rollout_logprobs": np.full(len(response), -1.0, np.float32),
-            "versions": VERSION - ages,
-            "truncated": np.zeros(len(sequences), bool),
-            "sample_index": np.arange(2) + 2 * number,
-            "group_index": np.full(2, number),
-            "rewards": np.arange(2.0),
-            "shaped": np.arange(2.0),
-            "turns": np.zeros(2, np.int64),
-            "parts": np.zeros((0, 2)),
-            "turn_rewards": np.zeros(0),
-            "turn_tokens": np.zeros(0, np.int64),
-            "part_names": np.frombuffer(json.dumps([]).encode(), np.uint8),
-            "failed_calls": np.zeros(3, np.int64),
-            "reward_seconds": np.full(1, 0.25),
-        }
+        group = RolloutGroup(
+            tokens=np.arange(len(kinds), dtype=np.int32),
+            prompt_lengths=np.array([each.kinds.count("p") for each in sequences]),
+            response_lengths=np.array([len(each.response) for each in sequences]),
+            rollout_logprobs=np.full(len(response), -1.0, np.float32),
+            versions=VERSION - ages,
+            truncated=np.zeros(len(sequences), bool),
+            sample_index=np.arange(2) + 2 * number,
+            group_index=np.full(2, number),
+            rewards=np.arange(2.0),
+            shaped=np.arange(2.0),
+            turns=np.zeros(2, np.int64),
+            turn_rewards=np.zeros(0),
+            turn_tokens=np.zeros(0, np.int64),
+            parts=np.zeros((2, 0)),
+            part_names=(),
+            failed_calls=np.array([number, 2, 0]),
+            reward_seconds=np.full(1, 0.25),
+        )
         if episodes:
-            columns["sampled"] = np.array([kind == "R" for kind in response])
-            columns["in_response"] = np.array([kind != "p" for kind in kinds])
+            group.sampled = np.array([kind == "R" for kind in response])
+            group.in_response = np.array([kind != "p" for kind in kinds])
         if routes:
-            columns["routes"] = np.concatenate([experts(each) for each in sequences])
-        file.append(Group(number, columns))
+            group.routes = np.concatenate([experts(each) for each in sequences])
+        file.append(group)
     file.close()
 
 
@@ -112,7 +113,7 @@ def read(
     *,
     episodes: bool = True,
     routes: bool = False,
-) -> tuple[Experience, dict[str, float], ServedCollector]:
+) -> tuple[Drawn, dict[str, float], ServedRollouts]:
     """What a step gets of these groups, and the metrics of it."""
     write(folder, groups, episodes=episodes, routes=routes)
     config = tiny_config(
@@ -124,12 +125,13 @@ def read(
     prompts = [Prompt("p", "", f"f:{n}", {}, (0,)) for n in range(2)]
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={"data.prompts": prompts})
     reward = Reward("none", lambda _: 0.0)
-    collector = ServedCollector(config, inputs, tiny_policy(), reward, torch.device("cpu"))
-    collector.version = VERSION
-    experience, metrics = collector.read_draw(DRAW), StepMetrics(collector.device)
-    collector.measure(experience, metrics)
+    source = ServedRollouts(config, inputs, tiny_policy(), torch.device("cpu"))
+    source.version = VERSION
+    collector = collector_of(config, inputs, source, reward, source.device)
+    drawn, metrics = source.read(DRAW), StepMetrics(source.device)
+    collector.measure(drawn, metrics)
     found, _ = collector.reduce(metrics)
-    return experience, found, collector
+    return drawn, found, source
 
 
 def staleness(metrics: dict[str, float]) -> dict[str, float]:
@@ -138,41 +140,41 @@ def staleness(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_ages_of_episodes_are_those_of_what_the_policy_wrote(tmp_path: Path) -> None:
-    experience, metrics, _ = read(tmp_path, EPISODES)
-    assert experience.staleness is not None
+    drawn, metrics, _ = read(tmp_path, EPISODES)
+    assert drawn.staleness is not None
     ages = [0, 0, 3, 3, 0, 0, 1, 2, 1, 3, 1, 3, 0, 2]
-    assert experience.staleness.tolist() == ages
+    assert drawn.staleness.tolist() == ages
     assert staleness(metrics) == {
         "mean": pytest.approx(19 / 14),
         "max": 3,
         "tokens_older_than_1": pytest.approx(6 / 14),
     }
     # without a bound all that the policy wrote is learnt from
-    assert experience.batch.mask is not None
-    assert experience.batch.mask.tolist() == experience.sampled.tolist()  # type: ignore[union-attr]
+    assert drawn.group.learnt is not None
+    assert drawn.group.learnt.tolist() == drawn.group.sampled.tolist()
 
 
 @pytest.mark.parametrize(("bound", "masked"), [(0, 9), (1, 6), (2, 4)])
 def test_tokens_of_episodes_beyond_the_bound_are_left_out(
     tmp_path: Path, bound: int, masked: int
 ) -> None:
-    experience, metrics, _ = read(tmp_path, EPISODES, bound)
+    drawn, metrics, _ = read(tmp_path, EPISODES, bound)
     assert staleness(metrics)["masked"] == pytest.approx(masked / 14)
     kinds = "".join(each.response for group in EPISODES for each in group)
     ages = "".join(each.ages for group in EPISODES for each in group)
     wanted = [kind == "R" and int(age) <= bound for kind, age in zip(kinds, ages, strict=True)]
-    assert experience.batch.mask is not None
-    assert experience.batch.mask.tolist() == wanted and sum(wanted) == 14 - masked
+    assert drawn.group.learnt is not None
+    assert drawn.group.learnt.tolist() == wanted and sum(wanted) == 14 - masked
     # what the policy wrote stays known: turns are counted by it
-    assert experience.sampled is not None and int(experience.sampled.sum()) == 14
+    assert drawn.group.sampled is not None and int(drawn.group.sampled.sum()) == 14
 
 
 def test_ages_of_single_turns_are_those_of_all_tokens(tmp_path: Path) -> None:
-    experience, metrics, _ = read(tmp_path, SINGLE, 2, episodes=False)
-    assert experience.staleness is not None and experience.sampled is None
-    assert experience.staleness.tolist() == [3, 3, 0, 2, 1, 0, 1, 0]
-    assert experience.batch.mask is not None
-    assert experience.batch.mask.tolist() == [False, False] + [True] * 6
+    drawn, metrics, _ = read(tmp_path, SINGLE, 2, episodes=False)
+    assert drawn.staleness is not None and drawn.group.sampled is None
+    assert drawn.staleness.tolist() == [3, 3, 0, 2, 1, 0, 1, 0]
+    assert drawn.group.learnt is not None
+    assert drawn.group.learnt.tolist() == [False, False] + [True] * 6
     assert staleness(metrics) == {
         "mean": 10 / 8,
         "max": 3,
@@ -195,15 +197,15 @@ def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
 
 def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_path: Path) -> None:
     """The 29 tokens are of seven branches; the server left three other tokens out."""
-    _, _, collector = read(tmp_path, EPISODES, routes=True)
+    _, _, source = read(tmp_path, EPISODES, routes=True)
     assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
-    assert (collector.drawn["missing_routes"], collector.drawn["routes"]) == (3, 29 - 7)
+    assert (source.drawn["missing_routes"], source.drawn["routes"]) == (3, 29 - 7)
 
 
 def test_missing_experts_of_single_turns_are_counted(tmp_path: Path) -> None:
     groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
-    _, _, collector = read(tmp_path, groups, episodes=False, routes=True)
-    assert (collector.drawn["missing_routes"], collector.drawn["routes"]) == (4, 14 - 4)
+    _, _, source = read(tmp_path, groups, episodes=False, routes=True)
+    assert (source.drawn["missing_routes"], source.drawn["routes"]) == (4, 14 - 4)
 
 
 def test_tokens_of_weights_older_than_the_draw_may_have_are_refused(tmp_path: Path) -> None:

@@ -5,31 +5,51 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.rl.served_rollouts import join_groups
-from gspo_megatron.rollout.store import DrawFile, Group, forget, read_groups
+from gspo_megatron.rollout.store import DrawFile, forget, read_groups
+from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
 REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
 
 
-def group(number: int) -> Group:
+def a_group(number: int) -> RolloutGroup:
+    """Three responses to a prompt."""
     draws = np.random.default_rng(number)
-    return Group(
-        number, {"tokens": draws.integers(0, 99, 5 + number), "parts": draws.random((2, 3))}
-    )
+    prompts, responses = np.full(3, number + 1), draws.integers(1, 6, 3)
+    tokens = int(responses.sum()) + 3 * (number + 1)
+    return RolloutGroup(
+        tokens=draws.integers(0, 99, tokens),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=draws.random(int(responses.sum())).astype(np.float32),
+        truncated=draws.random(3) < 0.5,
+        sample_index=3 * number + np.arange(3),
+        group_index=np.full(3, number),
+        rewards=draws.random(3),
+        shaped=draws.random(3),
+        turns=np.zeros(3, np.int64),
+        turn_rewards=np.zeros(0),
+        turn_tokens=np.zeros(0, np.int64),
+        versions=np.ones(int(responses.sum()), np.int32),
+        parts=draws.random((3, 2)),
+        part_names=("a", "b"),
+        failed_calls=np.arange(3),
+        reward_seconds=np.ones(1),
+    ).checked()
 
 
 def written(path: Path, *numbers: int) -> list[int]:
     """Append groups as one process does; returns the size of the file after each."""
     file, sizes = DrawFile(path, REQUEST), []
     for number in numbers:
-        file.append(group(number))
+        file.append(a_group(number))
         sizes.append(path.stat().st_size)
     file.close()
     return sizes
@@ -39,8 +59,12 @@ def assert_holds(path: Path, *numbers: int) -> None:
     found = read_groups(path)
     assert found.keys() == set(numbers)
     for number in numbers:
-        for name, values in group(number).columns.items():
-            np.testing.assert_array_equal(found[number][name], values)
+        assert_holds_columns(found[number], a_group(number))
+
+
+def assert_holds_columns(found: RolloutGroup, expected: RolloutGroup) -> None:
+    for name in COLUMNS:
+        np.testing.assert_equal(getattr(found, name), getattr(expected, name), name)
 
 
 def test_groups_come_back_and_those_of_other_ranks_are_left_out(tmp_path: Path) -> None:
@@ -63,7 +87,7 @@ def test_a_record_that_was_cut_short_is_dropped_and_written_again(
     assert_holds(path, 0)
     file = DrawFile(path, REQUEST)
     assert file.finished == {0} and path.stat().st_size == first
-    file.append(group(1))
+    file.append(a_group(1))
     file.close()
     assert_holds(path, 0, 1)
 
@@ -80,7 +104,7 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     file = DrawFile(path, REQUEST)
     assert file.finished == {0, 2}
     assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
-    file.append(group(1))
+    file.append(a_group(1))
     file.close()
     assert_holds(path, 0, 1, 2)
     DrawFile(path, REQUEST).close()
@@ -118,10 +142,21 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
     assert_holds(path, 1)
 
 
-def test_groups_without_the_columns_that_were_added_later_are_used(tmp_path: Path) -> None:
-    """The bytes of a record's header are those that the versions before wrote."""
-    path = tmp_path / "a.groups"
-    contents = [(-1, json.dumps(REQUEST, sort_keys=True).encode()), (0, save(group(0).columns))]
+def test_groups_of_the_version_before_are_used(tmp_path: Path) -> None:
+    """The bytes of a record are those that it wrote: header, names, shapes and types."""
+    path, group = tmp_path / "a.groups", a_group(0)
+    columns = {
+        "tokens": group.tokens.astype(np.int32),
+        **{name: getattr(group, name) for name in ("prompt_lengths", "response_lengths")},
+        **{name: getattr(group, name) for name in ("rollout_logprobs", "versions", "truncated")},
+        **{name: getattr(group, name) for name in ("sample_index", "group_index", "rewards")},
+        **{name: getattr(group, name) for name in ("shaped", "turns", "turn_rewards")},
+        **{name: getattr(group, name) for name in ("turn_tokens", "failed_calls")},
+        "reward_seconds": np.ones(1),
+        "parts": np.ascontiguousarray(group.parts.T),  # [parts, num_sequences]
+        "part_names": np.frombuffer(b'["a", "b"]', np.uint8),
+    }
+    contents = [(-1, json.dumps(REQUEST, sort_keys=True).encode()), (0, save(columns))]
     path.write_bytes(
         b"".join(
             struct.pack("<4sqQI", b"GSP2", number, len(content), zlib.crc32(content)) + content
@@ -130,15 +165,38 @@ def test_groups_without_the_columns_that_were_added_later_are_used(tmp_path: Pat
     )
     file = DrawFile(path, REQUEST)
     assert file.finished == {0}
-    added = {name: np.zeros(1, np.uint8) for name in ("reasons", "records", "record_lengths")}
-    file.append(Group(1, group(1).columns | added))
+    file.append(replace(a_group(1), reasons=["é\nof", "", "b"], records=[{"turns": []}] * 3))
     file.close()
-    assert_holds(path, 0, 1)
     found = read_groups(path)
+    assert_holds_columns(found[0], group)
+    assert (found[1].reasons, found[1].records) == (["é\nof", "", "b"], [{"turns": []}] * 3)
     for order in ([0, 1], [1, 0]):
-        joined = join_groups(found[order[0]], [found[n] for n in order])
-        assert joined.keys() == {"tokens", "parts"}
-        assert len(joined["tokens"]) == 5 + 6
+        joined = RolloutGroup.join([found[n] for n in order])
+        assert joined.reasons is None and joined.records is None
+        assert joined.sample_index.tolist() == [3 * n + k for n in order for k in range(3)]
+
+
+def test_a_group_without_a_column_is_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, whole = tmp_path / "a.groups", RolloutGroup.save
+
+    def without_tokens(group: RolloutGroup) -> bytes:
+        columns = load(whole(group))
+        del columns["tokens"], columns["turns"]
+        return save(columns)
+
+    file = DrawFile(path, REQUEST)
+    with monkeypatch.context() as patched:
+        patched.setattr(RolloutGroup, "save", without_tokens)
+        file.append(a_group(0))
+    file.append(a_group(1))
+    file.close()
+    assert read_groups(path).keys() == {1}
+    with pytest.raises(DataError, match="since it was written: group 0 lacks tokens, turns"):
+        read_groups(path, {0, 1})
+    assert DrawFile(path, REQUEST).finished == {1}
+    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 0\n"
 
 
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
@@ -167,18 +225,21 @@ def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
 ) -> None:
     path = tmp_path / "a.groups"
     file = DrawFile(path, REQUEST)
-    file.append(group(0))
+    file.append(a_group(0))
     with monkeypatch.context() as patched:
-        patched.setattr("gspo_megatron.rollout.store.save", lambda _: content)
-        file.append(group(1))
-    file.append(group(2))
+        patched.setattr(RolloutGroup, "save", lambda _: content)
+        file.append(a_group(1))
+    file.append(a_group(2))
     file.close()
-    with pytest.raises(DataError, match=r"damaged since it was written: groups \[1\] are missing"):
+    with pytest.raises(
+        DataError,
+        match="damaged since it was written: group(s \\[1\\] are missing| 1 (holds|lacks))",
+    ):
         read_groups(path, {1, 2})
     assert_holds(path, 0, 2)
     file = DrawFile(path, REQUEST)
     assert file.finished == {0, 2}
     assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
-    file.append(group(1))
+    file.append(a_group(1))
     file.close()
     assert_holds(path, 0, 1, 2)

@@ -22,7 +22,8 @@ from gspo_megatron.environments.episode import (
 )
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.store import Group, read_groups
+from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.episodes import Draws
 from gspo_megatron.rollout.vllm.server import FleetSettings
@@ -107,9 +108,9 @@ class Unscored:
 
     async def score(
         self,
-        make: Callable[[], Group],
+        make: Callable[[], RolloutGroup],
         prompt: Prompt,
-        then: Callable[[Group], None],
+        then: Callable[[RolloutGroup], None],
         key: str,
         episodes: Sequence[Episode] = (),
     ) -> None:
@@ -123,7 +124,7 @@ def drawn(
     *draws: Draw,
     environment: Any = None,
     limits: Limits | None = None,
-) -> tuple[list[dict[int, dict[str, np.ndarray]]], list[Episode]]:
+) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
     """The groups of these draws, by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
@@ -207,12 +208,12 @@ def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environme
     pool = Recorder()
     (groups, more), _ = drawn(tmp_path, pool, DRAW, refill, environment=environment)
     assert (sorted(groups), sorted(more)) == ([0, 1, 2], [3, 4])
-    for number, columns in {**groups, **more}.items():
+    for number, group in {**groups, **more}.items():
         row = [*DRAW.rows, *refill.rows][number]
-        assert columns["group_index"].tolist() == [number] * GROUP
-        assert columns["sample_index"].tolist() == [GROUP * number + n for n in range(GROUP)]
-        assert columns["prompt_lengths"].tolist() == [row + 1] * GROUP
-        assert columns["tokens"][: row + 1].tolist() == [10 + row] * (row + 1)
+        assert group.group_index.tolist() == [number] * GROUP
+        assert group.sample_index.tolist() == [GROUP * number + n for n in range(GROUP)]
+        assert group.prompt_lengths.tolist() == [row + 1] * GROUP
+        assert group.tokens[: row + 1].tolist() == [10 + row] * (row + 1)
 
 
 # Bounds
@@ -277,7 +278,7 @@ def test_an_episode_is_cut_where_its_own_limit_ended_it(tmp_path: Path) -> None:
     pool = Recorder(length=4)
     draw = replace(DRAW, rows=[0, 1, 2, 3, 4])
     [groups], _ = drawn(tmp_path, pool, draw, environment=Ends())
-    cut = [columns["truncated"].tolist() for _, columns in sorted(groups.items())]
+    cut = [group.truncated.tolist() for _, group in sorted(groups.items())]
     assert cut == [[False] * 3, [True] * 3, [True] * 3, [True] * 3, [False] * 3]
 
 
@@ -300,21 +301,21 @@ def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
     draw = replace(DRAW, rows=[0, 5], sampling=Sampling(6, temperature=temperature))
     [groups], episodes = drawn(tmp_path, pool, draw, environment=Fails())
     assert sum(episode.error is not None for episode in episodes) == GROUP
-    for number, columns in groups.items():
-        lengths = columns["prompt_lengths"] + columns["response_lengths"]
-        assert len(columns["tokens"]) == len(columns["in_response"]) == lengths.sum()
-        response = columns["response_lengths"].sum()
+    for number, group in groups.items():
+        lengths = group.prompt_lengths + group.response_lengths
+        assert len(group.tokens) == len(group.in_response) == lengths.sum()
+        response = group.response_lengths.sum()
         for name in ("sampled", "rollout_logprobs", "versions"):
-            assert len(columns[name]) == response
+            assert len(getattr(group, name)) == response
         if temperature > 0:
-            assert columns["routes"].shape == (lengths.sum(), LAYERS, TOP_K)
-            assert columns["routes"].any() == (number == 1)
+            assert group.routes.shape == (lengths.sum(), LAYERS, TOP_K)
+            assert group.routes.any() == (number == 1)
         else:
-            assert "routes" not in columns
+            assert group.routes is None
     failed = groups[0]
-    assert failed["tokens"].tolist() == [10, EOS] * GROUP
-    assert not failed["sampled"].any() and failed["truncated"].all()
-    assert failed["versions"].tolist() == [DRAW.version] * GROUP
+    assert failed.tokens.tolist() == [10, EOS] * GROUP
+    assert not failed.sampled.any() and failed.truncated.all()
+    assert failed.versions.tolist() == [DRAW.version] * GROUP
 
 
 def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
@@ -375,4 +376,4 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
 
     asyncio.run(run())
     groups = read_groups(tmp_path / f"{DRAW.name}.groups")
-    assert [groups[n]["prompt_lengths"][0] for n in range(3)] == [2, 3, 4]
+    assert [groups[n].prompt_lengths[0] for n in range(3)] == [2, 3, 4]

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from aiohttp import web
@@ -24,9 +23,10 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import EpisodeRunner, Limits
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rl.served_rollouts import join_groups, origin_of_rollouts
+from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
 from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
@@ -66,7 +66,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 def draw(
     config: Config, folder: Path, wanted: Draw = DRAW, asked: list[Any] | None = None
-) -> tuple[int, dict[int, dict[str, np.ndarray]]]:
+) -> tuple[int, dict[int, RolloutGroup]]:
     """Have the draw as a service that is started now; returns how many responses the server gave,
     and the groups. asked: gets the sampling of each request."""
     scorers = Scorers(config, inputs := read_inputs(config))
@@ -137,7 +137,7 @@ def test_a_suite_is_drawn_with_its_own_sampling_and_judged_by_its_own_reward(
     for given in asked:
         assert (given["temperature"], given["top_p"], given["top_k"]) == (0.25, 0.5, 7)
         assert given["max_tokens"] == 3
-    assert {float(x) for each in groups.values() for x in each["rewards"]} == {0.125}
+    assert {float(x) for each in groups.values() for x in each.rewards} == {0.125}
     changed = suite | {"reward": {"name": "exact_match"}}
     other = configured(*usual, f"evaluation.suites={json.dumps({'near': changed})}")
     assert origin_of_rollouts(other) != origin_of_rollouts(config)
@@ -154,14 +154,11 @@ def test_reasons_of_rewards_travel_with_their_groups(
     config = configured("reward.import_path=reasoned_reward:reward")
     _, groups = draw(config, tmp_path / "run")
     found = [groups[number] for number in range(3)]  # of the rows 3, 0, 5
-    joined = join_groups(found[0], found)
-    reasons = [json.loads(line) for line in bytes(joined["reasons"]).decode().splitlines()]
-    assert reasons == [*["é\nof train.jsonl:4"] * 2, "", "", *["é\nof train.jsonl:6"] * 2]
-    assert joined["rewards"].tolist() == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
-    # of a group that an earlier version has written
-    older = {name: values for name, values in found[1].items() if name != "reasons"}
-    assert "reasons" not in join_groups(found[0], [found[0], older])
-    assert join_groups(found[0], [])["reasons"].size == 0
+    joined = RolloutGroup.join(found)
+    assert joined.reasons == [
+        *["é\nof train.jsonl:4"] * 2, "", "", *["é\nof train.jsonl:6"] * 2
+    ]  # fmt: skip
+    assert joined.rewards.tolist() == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
 
 
 def test_groups_are_used_again_unless_the_reward_has_changed(
@@ -172,7 +169,7 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
         monkeypatch.delitem(sys.modules, "bank_test_reward", raising=False)
         count, groups = draw(configured(*overrides), tmp_path / "run")
         assert groups.keys() == {0, 1, 2}
-        return count, {float(x) for each in groups.values() for x in each["rewards"]}
+        return count, {float(x) for each in groups.values() for x in each.rewards}
 
     assert drawn() == (6, {0.25})
     assert drawn() == (0, {0.25})
@@ -306,9 +303,9 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
             assert running[0].error is None
             trained.append([])
             for group in read_groups(draws.path(f"s{step}")).values():
-                tokens = group["tokens"][: group["prompt_lengths"][0]]
+                tokens = group.tokens[: group.prompt_lengths[0]]
                 trained[-1].append(rows_of[tuple(tokens.tolist())])
-                ages.extend((step - 1 - group["versions"]).tolist())
+                ages.extend((step - 1 - group.versions).tolist())
 
     async def run() -> None:
         async with Double().serve() as double, connected_session() as session:

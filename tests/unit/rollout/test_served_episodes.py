@@ -18,13 +18,13 @@ from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
 from gspo_megatron.errors import UserError, error_of
-from gspo_megatron.rl.served_rollouts import join_groups
 from gspo_megatron.rollout.engine import Draw, Sampling
 from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client as Server_Client
 from gspo_megatron.rollout.vllm.client import connected_session
-from gspo_megatron.rollout.vllm.episodes import RECORDS, Draws, Scorers, read_records
+from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
 from tests.fleets import ScheduledFleet
@@ -49,7 +49,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 def served(
     config: Config, folder: Path, environment: Any, limits: Limits
-) -> tuple[dict[int, dict[str, np.ndarray]], UserError | None]:
+) -> tuple[dict[int, RolloutGroup], UserError | None]:
     """The groups of a draw, and its error as rank 0 gets it."""
     inputs = read_inputs(config)
     scorers, told = Scorers(config, inputs), []
@@ -120,10 +120,10 @@ def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_grou
     dropping = configured("reward.on_failure=drop_group")
     groups, error = served(dropping, tmp_path, Endless(), limits)
     assert error is None
-    for columns in groups.values():
-        assert np.isnan(columns["rewards"]).all() and columns["failed_calls"].tolist() == [0, 0, 2]
-        assert not columns["sampled"].any()
-        for record in read_records(*(columns[name] for name in RECORDS)):
+    for group in groups.values():
+        assert np.isnan(group.rewards).all() and group.failed == (0, 0, 2)
+        assert not group.sampled.any()
+        for record in group.records:
             assert "catch LimitReached" in record["error"] and len(record["turns"]) == 6
 
 
@@ -132,14 +132,12 @@ def test_turns_and_their_rewards_are_kept(
 ) -> None:
     groups, error = served(configured("reward.scale=0.5"), tmp_path, Counting(), Limits(3, 8))
     assert error is None
-    joined = join_groups(groups[0], [groups[0], groups[1]])
-    assert joined["rewards"].tolist() == [1.25] * 4, "each episode has a row of its own"
-    records = read_records(*(joined[name] for name in RECORDS))
-    assert len(records) == 4
-    for record in records:
+    joined = RolloutGroup.join([groups[0], groups[1]])
+    assert joined.rewards.tolist() == [1.25] * 4, "each episode has a row of its own"
+    assert len(joined.records) == 4
+    for record in joined.records:
         rewards = [t["reward"] for t in record["turns"] if t["role"] == "assistant"]
         assert rewards == [0.25, 1.0], "before they are scaled"
         assert [t["role"] for t in record["turns"]] == [
             "prompt", "assistant", "environment", "assistant"
         ]  # fmt: skip
-    assert read_records(*(join_groups(groups[0], [])[name] for name in RECORDS)) == []

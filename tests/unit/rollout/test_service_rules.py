@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.rollout import store as bank
-from gspo_megatron.rollout.store import DrawFile, Group
+from gspo_megatron.rollout.store import DrawFile
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
@@ -25,6 +25,7 @@ from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH
+from tests.unit.rollout.test_bank import a_group
 
 SETTINGS = FleetSettings(
     FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
@@ -191,7 +192,7 @@ def test_a_group_is_on_the_disk_before_anyone_is_told_of_it(
     assert disk.sizes(path) == [path.stat().st_size] and disk.folders == [tmp_path]
     for number in (1, 0):
         assert number not in file.finished
-        file.append(Group(number, {"tokens": np.arange(50 + number)}))
+        file.append(a_group(number))
         assert number in file.finished
         assert disk.sizes(path)[-1] == path.stat().st_size
     assert len(disk.sizes(path)) == 3 and disk.sizes(path) == sorted({*disk.sizes(path)})

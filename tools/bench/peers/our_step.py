@@ -71,7 +71,6 @@ class PlannedLengths:
         self.engine, self.work = engine, work
         self.step = 0  # number of the RL step
         self.update_weights = engine.update_weights
-        self.router_noise = engine.router_noise
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
@@ -126,7 +125,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
     loop = loop_of(configuration(size, steps, folder), WORKLOADS[size], SHAPES[size]["vocab_size"])
     if WORKLOADS[size].median is not None:
-        loop.collector.engine = PlannedLengths(loop.collector.engine, WORKLOADS[size])
+        episodes = loop.collector.source.episodes
+        episodes.engine = PlannedLengths(episodes.engine, WORKLOADS[size])
     return loop
 
 
@@ -155,7 +155,7 @@ def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
 
 def step(loop: Any, number: int) -> dict[str, float]:
     """RL step `number` and its metrics."""
-    loop.collector.engine.step = number  # for PlannedLengths
+    loop.collector.source.engine.step = number  # for PlannedLengths
     return loop.step(number)
 
 

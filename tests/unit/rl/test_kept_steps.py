@@ -1,4 +1,4 @@
-"""Dumps of step inputs: what is kept, what is read back, and with which weights."""
+"""The inputs of a run's last steps: what is kept, what is read back, and with which weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,24 +18,35 @@ from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.run_logger import RunLogger
-from gspo_megatron.rl import dumps
-from gspo_megatron.rl.dumps import DUMP_FILE, DUMPS, Dump, StepDumps, dumped_steps, find_weights
-from gspo_megatron.rl.rollout_store import read_experience, write_rollouts
+from gspo_megatron.rl import step_inputs
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rl.step_inputs import (
+    STEP_FILE,
+    KeptSteps,
+    StepInputs,
+    find_weights,
+    kept_steps,
+    read_experience,
+    write_rollouts,
+)
+from gspo_megatron.rollout.store import FOLDER
+from gspo_megatron.rollout.types import COLUMNS
 from gspo_megatron.types import Sample
 from tests.unit.models.one_rank import VOCABULARY, tiny_config, tiny_policy
-from tests.unit.rl.test_experience import batch_of, scores_of
+from tests.unit.rl.test_experience import group_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def rollouts(seed: int, *, routes: bool = True) -> Experience:
-    batch = batch_of(seed)
+    group = group_of(seed)
+    if not routes:
+        group = dataclasses.replace(group, routes=None, layers=None)
     return Experience(
-        batch if routes else dataclasses.replace(batch, routes=None),
-        scores_of(seed),
+        group,
+        torch.device("cpu"),
         metrics={"reward/mean": 0.25},
-        num_tokens=len(batch.rollout_logprobs),
+        num_tokens=len(group.rollout_logprobs),
         rollout_seconds=1.5,
         samples=[Sample("1+1", "2", "3", truncated=False)],
         sample_rewards=[0.5],
@@ -44,7 +56,7 @@ def rollouts(seed: int, *, routes: bool = True) -> Experience:
 
 @dataclasses.dataclass
 class Run:
-    """A run of which steps are dumped."""
+    """A run of which steps are kept."""
 
     folder: Path
     keep: int = 2
@@ -56,12 +68,12 @@ class Run:
         self.config: Config = tiny_config(training=training, logging=logging, **self.sections)
         self.policy: Policy = tiny_policy()
         record = RunLogger(self.config, is_main=True)
-        self.dumps = StepDumps(self.config, self.policy, record)
+        self.kept = KeptSteps(self.config, self.policy, record)
         record.close()
 
-    def dump(self, step: int, *, routes: bool = True) -> Dump:
-        self.dumps.write(step, rollouts(step, routes=routes))
-        return Dump.read(self.folder / "run" / DUMPS / f"step_{step:08d}")
+    def write(self, step: int, *, routes: bool = True) -> StepInputs:
+        self.kept.write(step, rollouts(step, routes=routes))
+        return StepInputs.read(self.folder / "run", step)
 
     def checkpoint(self, position: Position, *, state: bool = True) -> Path:
         """A whole checkpoint, as far as choosing one goes."""
@@ -78,68 +90,67 @@ class Run:
 @pytest.mark.parametrize("routes", [True, False])
 def test_what_is_read_is_what_was_written(tmp_path: Path, routes: bool) -> None:
     run = Run(tmp_path)
-    dump = run.dump(12, routes=routes)
-    assert (dump.step, dump.precision, dump.vocab_size) == (12, "fp32", VOCABULARY)
-    assert dump.has_routes == routes
-    assert dump.run == tmp_path / "run"
+    kept = run.write(12, routes=routes)
+    assert (kept.step, kept.precision, kept.vocab_size) == (12, "fp32", VOCABULARY)
+    assert kept.has_routes == routes
+    assert kept.run == tmp_path / "run"
     wanted = rollouts(12, routes=routes)
-    found = read_experience(dump.folder, dump.rollouts, run.policy)
-    for record in ("batch", "scores"):
-        for name, value in vars(getattr(wanted, record)).items():
-            other = getattr(getattr(found, record), name)
-            assert other is None if value is None else torch.equal(other, value), name
+    found = read_experience(kept.folder, kept.rollouts, run.policy)
+    for name in COLUMNS:
+        values = getattr(wanted.group, name), getattr(found.group, name)
+        np.testing.assert_equal(*values, name)
     assert found.describe() == wanted.describe()
 
 
 def test_the_last_steps_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=3)
-    folder = tmp_path / "run" / DUMPS
+    folder = tmp_path / "run" / FOLDER
     for step in range(1, 6):
-        run.dump(step)
-        assert dumped_steps(folder) == list(range(max(1, step - 2), step + 1))
-    run.dump(4)  # resumed before it: step 5 is of a time that did not happen
-    assert dumped_steps(folder) == [3, 4]
-    run.dump(5)
-    assert dumped_steps(folder) == [3, 4, 5]
+        run.write(step)
+        assert kept_steps(folder) == list(range(max(1, step - 2), step + 1))
+    run.write(4)  # resumed before it: step 5 is of a time that did not happen
+    assert kept_steps(folder) == [3, 4]
+    run.write(5)
+    assert kept_steps(folder) == [3, 4, 5]
     assert sorted(p.name for p in folder.iterdir()) == [f"step_0000000{n}" for n in (3, 4, 5)]
 
 
 def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=0)
-    run.dumps.write(1, rollouts(1))
-    assert not (tmp_path / "run" / DUMPS).exists()
+    run.kept.write(1, rollouts(1))
+    assert not (tmp_path / "run" / FOLDER).exists()
 
 
 def test_what_a_killed_run_left_is_cleared(tmp_path: Path) -> None:
-    half = tmp_path / "run" / DUMPS / ".partial-step_00000003-0123"
+    half = tmp_path / "run" / FOLDER / ".partial-step_00000003-0123"
     half.mkdir(parents=True)
-    (half / DUMP_FILE).write_text("{")
+    (half / STEP_FILE).write_text("{")
     Run(tmp_path)
     assert not half.exists()
 
 
-def test_a_disk_that_refuses_costs_the_dump_and_not_the_run(
+def test_a_disk_that_refuses_costs_the_inputs_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(experience: Experience, folder: Path, policy: Policy) -> None:
-        write_rollouts(experience, folder, policy)
+    def refused(experience: Experience, folder: Path) -> None:
+        write_rollouts(experience, folder)
         raise OSError(28, "No space left on device", str(folder / "rollouts"))
 
     run = Run(tmp_path)
     full = rollouts(7)
     with monkeypatch.context() as patch:
-        patch.setattr(dumps, "write_rollouts", refused)
-        run.dumps.write(7, full)
-    assert list((tmp_path / "run" / DUMPS).iterdir()) == []
-    assert "warning: step 7 could not be dumped" in (said := capsys.readouterr().err)
+        patch.setattr(step_inputs, "write_rollouts", refused)
+        run.kept.write(7, full)
+    assert list((tmp_path / "run" / FOLDER).iterdir()) == []
+    assert "warning: the inputs of step 7 could not be kept" in (said := capsys.readouterr().err)
     assert "No space left on device" in said
-    assert run.dump(7).step == 7  # there is room now
+    assert run.write(7).step == 7  # there is room now
 
     (tmp_path / "other").mkdir()
     other = Run(tmp_path / "other")
-    (tmp_path / "other" / "run" / DUMPS).write_text("a file in the folder's place")
-    other.dumps.write(1, full)
-    assert "warning: step 1 could not be dumped" in capsys.readouterr().err
+    (tmp_path / "other" / "run" / FOLDER).write_text("a file in the folder's place")
+    other.kept.write(1, full)
+    assert "warning: the inputs of step 1 could not be kept" in capsys.readouterr().err
 
 
 def damaged(folder: Path, kind: str) -> str:
@@ -163,41 +174,42 @@ def damaged(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["altered", "cut short", "missing", "foreign", "no manifest"])
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:
-    folder = Run(tmp_path).dump(3).folder
+    folder = Run(tmp_path).write(3).folder
     file = damaged(folder, kind)
     said = "missing" if kind == "no manifest" else kind
     with pytest.raises(DataError, match=f"{folder}: (rollouts/)?{file}: .*{said}|{file}: {said}"):
-        Dump.read(folder)
+        StepInputs.read(tmp_path / "run", 3)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b'{"format": "another"}', b'{"format": "gspo-megatron step dump", "version": 9}'],
+    [b"", b"[]", b'{"format": "another"}', b'{"step": 3, "precision": "fp32"}'],
 )
-def test_a_folder_of_something_else_is_no_dump(tmp_path: Path, content: bytes) -> None:
-    folder = Run(tmp_path).dump(3).folder
-    (folder / DUMP_FILE).write_bytes(content)
+def test_a_folder_of_something_else_is_no_step(tmp_path: Path, content: bytes) -> None:
+    folder = Run(tmp_path).write(3).folder
+    (folder / STEP_FILE).write_bytes(content)
     manifest = json.loads((folder / MANIFEST).read_text())
-    record = record_of(folder / DUMP_FILE)
-    manifest["files"][DUMP_FILE] = {"bytes": record.bytes, "crc32": record.crc32}
+    record = record_of(folder / STEP_FILE)
+    manifest["files"][STEP_FILE] = {"bytes": record.bytes, "crc32": record.crc32}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=f"{folder}: not the dump of a step"):
-        Dump.read(folder)
+    with pytest.raises(DataError, match=f"{folder}: not the inputs of a step"):
+        StepInputs.read(tmp_path / "run", 3)
 
 
-def test_the_folder_of_all_dumps_is_not_one_of_them(tmp_path: Path) -> None:
+def test_a_step_that_was_not_kept_is_told_with_those_that_were(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.dump(3)
-    folder = run.dump(4).folder.parent
-    with pytest.raises(DataError, match="holds the dumps step_00000003, step_00000004; name one"):
-        Dump.read(folder)
-    with pytest.raises(DataError, match="nowhere: no such folder"):
-        Dump.read(tmp_path / "nowhere")
+    run.write(3)
+    run.write(4)
+    told = "inputs of step 5 were not kept; those of the run are of the steps: 3, 4"
+    with pytest.raises(DataError, match=told):
+        StepInputs.read(tmp_path / "run", 5)
+    with pytest.raises(DataError, match="of the steps: none"):
+        StepInputs.read(tmp_path / "nowhere", 5)
 
 
 def test_a_configuration_that_cannot_compute_the_step_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with_routes, without = run.dump(3), run.dump(4, routes=False)
+    with_routes, without = run.write(3), run.write(4, routes=False)
     kl = {"kl": "k3", "kl_coefficient": 0.1}
     r3 = tiny_config(routing={"replay": "r3", "reference_replay": "r3"}, objective=kl)
     assert with_routes.problems(r3, VOCABULARY) == []
@@ -210,7 +222,7 @@ def test_a_configuration_that_cannot_compute_the_step_is_refused(tmp_path: Path)
 
 
 def test_the_logged_loss_is_the_last_one_of_the_step(tmp_path: Path) -> None:
-    dump = Run(tmp_path).dump(3)
+    kept = Run(tmp_path).write(3)
     lines = [
         {"phase": "sft", "step": 3, "loss": 9.0},
         {"phase": "rl", "step": 3, "loss": 8.0},
@@ -218,40 +230,40 @@ def test_the_logged_loss_is_the_last_one_of_the_step(tmp_path: Path) -> None:
         {"phase": "rl", "step": 4, "loss": 7.0},
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert dump.logged_loss() == 0.5
-    assert dataclasses.replace(dump, step=5).logged_loss() is None
-    assert dataclasses.replace(dump, folder=tmp_path / "a" / "b" / "c").logged_loss() is None
+    assert kept.logged_loss() == 0.5
+    assert dataclasses.replace(kept, step=5).logged_loss() is None
+    assert dataclasses.replace(kept, run=tmp_path / "nowhere").logged_loss() is None
 
 
 def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    dump = run.dump(4)
-    first = find_weights(dump, run.config, None)
+    kept = run.write(4)
+    first = find_weights(kept, run.config, None)
     assert (first.checkpoint, first.is_start, first.optimizer) == (None, False, False)
     assert "first ones, not those that the step began with" in first.text
-    assert find_weights(dataclasses.replace(dump, step=1), run.config, None).is_start
+    assert find_weights(dataclasses.replace(kept, step=1), run.config, None).is_start
 
     older = run.checkpoint(Position("rl", 2))
     run.checkpoint(Position("rl", 4))  # after the step
     run.checkpoint(Position("rl", 4, rolled_out=True))
-    found = find_weights(dump, run.config, None)
+    found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
     exact = run.checkpoint(Position("rl", 3))
-    found = find_weights(dump, run.config, None)
+    found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (exact, True, True)
     assert found.text == f"{exact}, with its optimizer"
     rolled = run.checkpoint(Position("rl", 3, rolled_out=True))
-    assert find_weights(dump, run.config, None).checkpoint == rolled
+    assert find_weights(kept, run.config, None).checkpoint == rolled
 
     (rolled / "weights").write_bytes(b"123")
-    found = find_weights(dump, run.config, None)
+    found = find_weights(kept, run.config, None)
     assert found.checkpoint == exact
     assert found.notes == (
         f"{rolled} is damaged and not used: weights: cut short, it has 3 of 4 bytes",
     )
 
     flip_a_bit(exact / "weights")
-    found = find_weights(dump, run.config, None)
+    found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
     assert found.notes[1] == (
         f"{exact} is damaged and not used: weights: altered, its checksum is not the manifest's"
@@ -266,17 +278,17 @@ def flip_a_bit(file: Path) -> None:
 
 def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    dump = run.dump(4)
+    kept = run.write(4)
     given = run.checkpoint(Position("rl", 1))
-    found = find_weights(dump, run.config, str(given))
+    found = find_weights(kept, run.config, str(given))
     assert (found.checkpoint, found.is_start) == (given, False)
     alone = run.checkpoint(Position("rl", 3), state=False)
-    assert not find_weights(dump, run.config, str(alone)).is_start
+    assert not find_weights(kept, run.config, str(alone)).is_start
     (given / "weights").write_bytes(b"1235")
     with pytest.raises(DataError, match=f"{given}: weights: altered"):
-        find_weights(dump, run.config, str(given))
+        find_weights(kept, run.config, str(given))
     with pytest.raises(DataError, match="manifest.json: missing"):
-        find_weights(dump, run.config, str(tmp_path))
+        find_weights(kept, run.config, str(tmp_path))
 
 
 def reference_beside(checkpoint: Path) -> Path:
@@ -291,11 +303,11 @@ def reference_beside(checkpoint: Path) -> Path:
 def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path) -> None:
     kl = {"kl": "k3", "kl_coefficient": 0.1}
     run = Run(tmp_path, sections={"objective": kl})
-    dump = run.dump(4)
+    kept = run.write(4)
     checkpoint = run.checkpoint(Position("rl", 3))
     file = reference_beside(checkpoint)
     flip_a_bit(file)
     for given in (None, str(checkpoint)):
         with pytest.raises(DataError, match=rf"{file.parent}: weights: altered(.|\n)*move it away"):
-            find_weights(dump, run.config, given)
-    assert find_weights(dump, tiny_config(), None).checkpoint == checkpoint
+            find_weights(kept, run.config, given)
+    assert find_weights(kept, tiny_config(), None).checkpoint == checkpoint

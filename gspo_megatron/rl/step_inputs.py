@@ -1,7 +1,8 @@
-"""The inputs of a run's last steps, kept to compute a step again that went wrong.
+"""What a policy update needs beside the weights, on the disk: the step's Experience, for a run that
+stops between its rollouts and their update, or to compute a step again that went wrong.
 
-A dump is what a policy update needs beside the weights: the step's Experience. It depends on no
-layout, and is written before the update, so that the step that ends a run leaves one too.
+Each data rank writes its share as a `RolloutGroup`; routes are written by the pipeline stage that
+has them. A run on another layout reads the sequences of its own groups out of all files.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
 
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
@@ -38,33 +43,113 @@ from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError, problem, some_of
-from gspo_megatron.files import parse_json
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.metrics_files import RL, read_metrics, series
 from gspo_megatron.observe.run_logger import RunLogger
-from gspo_megatron.platform.collectives import gather_objects, on_main
-from gspo_megatron.rl.rollout_store import write_rollouts
+from gspo_megatron.platform.collectives import gather_objects, on_main, raise_everywhere
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.store import FOLDER
+from gspo_megatron.rollout.types import RolloutGroup
+from gspo_megatron.routing.hooks import attach_hooks
+from gspo_megatron.types import Sample
 
-DUMPS = "dumps"  # in the run folder
-DUMP_FILE = "dump.json"
-_FORMAT = "gspo-megatron step dump"
+STEP_FILE = "step.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
+# The files of one step, below the folder of a checkpoint or of a kept step
 
-class StepDumps:
-    """Keeps the inputs of the last `training.dump_batches` steps; every rank calls everything."""
+
+def write_rollouts(experience: Experience, folder: Path) -> None:
+    """Write this rank's share below `folder`; every rank calls it. Raises OSError."""
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        return  # the first has the same
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if stage > 0 and experience.group.routes is None:
+        return
+    data_rank = parallel_state.get_data_parallel_group(with_context_parallel=True).rank()
+    name = f"rank_{dist.get_rank():05d}_data_{data_rank:05d}_stage_{stage:03d}.safetensors"
+    path = folder / FOLDER / name
+    make_folder(path.parent)
+    write_file(path, experience.group.save(routes_only=stage > 0))
+
+
+def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:
+    """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
+    layout; every rank calls it. Raises DataError, the same on all ranks."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    share, samples, error = None, [], None
+    try:
+        samples = [Sample(**sample) for sample in description["samples"]]
+        share = read_share(
+            folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
+        )
+    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as found:
+        error = f"{folder / FOLDER}: cannot be read: {found}"
+    raise_everywhere(error)
+    assert share is not None
+    rest: dict[str, Any] = {**description, "samples": samples}
+    return Experience(share, torch.device(torch.cuda.current_device()), **rest)
+
+
+def read_share(
+    folder: Path, rank: int, size: int, layers: Callable[[], Sequence[int]]
+) -> RolloutGroup:
+    """The groups whose number leaves `rank` when divided by `size`, as rollouts deal them out; of
+    the routes, if there are any, the numbered layers. One data rank's file is in memory at a time.
+
+    Raises OSError, SafetensorError, DataError and KeyError if a file is not as `write_rollouts`
+    left it.
+    """
+    shares: list[RolloutGroup] = []
+    for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
+        with safe_open(path, framework="np") as file:
+            mine = file.get_tensor("group_index") % size == rank
+        if shares and not mine.any():
+            continue
+        share = RolloutGroup.load(path.read_bytes())
+        if share.routes is not None:
+            share = _with_routes(share, path, layers())
+        shares.append(share.select(mine))
+    return RolloutGroup.join(shares)
+
+
+def _with_routes(share: RolloutGroup, first_stage: Path, wanted: Sequence[int]) -> RolloutGroup:
+    """With the routes of the wanted layers, from the files of all stages of its data rank."""
+    assert share.routes is not None
+    routes, layers = [share.routes[:, :0]], []
+    for path in sorted(first_stage.parent.glob(f"*_data_{_data_rank(first_stage):05d}_*")):
+        with safe_open(path, framework="np") as file:
+            known = file.get_tensor("layers").tolist()
+            present = [row for row, layer in enumerate(known) if layer in wanted]
+            if present:
+                routes.append(file.get_tensor("routes")[:, present])
+                layers += [known[row] for row in present]
+    share = replace(share, routes=np.concatenate(routes, 1), layers=np.array(layers, np.int64))
+    return share.of_layers(wanted)
+
+
+def _data_rank(path: Path) -> int:
+    return int(path.name.split("_")[3])
+
+
+# The last steps of a run
+
+
+class KeptSteps:
+    """Keeps the inputs of the last `training.dump_batches` steps in the run's store; every rank
+    calls everything. Written before the update, so that the step that ends a run is there, too."""
 
     def __init__(self, config: Config, policy: Policy, logger: RunLogger) -> None:
         self.keep, self.config = config.training.dump_batches, config
         self.policy, self.logger = policy, logger
-        self.folder = run_folder(config) / DUMPS
+        self.folder = run_folder(config) / FOLDER
         if self.keep:
             on_main(lambda: remove_leftovers(self.folder))
 
     def write(self, step: int, experience: Experience) -> None:
-        """Dump a step before its update. Where the disk refuses, the run goes on with a warning."""
+        """Keep a step. Where the disk refuses, the run goes on with a warning."""
         if not self.keep:
             return
         publication = on_main(lambda: Publication(self.folder, _name(step)))
@@ -80,69 +165,72 @@ class StepDumps:
                 if refusal is not None:
                     publication.abandon()
         if refusal is not None:
-            self.logger.note(f"warning: step {step} could not be dumped: {refusal}")
+            self.logger.note(f"warning: the inputs of step {step} could not be kept: {refusal}")
 
     def _write_share(self, publication: Publication, step: int, experience: Experience) -> Files:
         folder = publication.folder
-        write_rollouts(experience, folder, self.policy)
+        write_rollouts(experience, folder)
         if dist.get_rank() == 0:
             content = {
-                "format": _FORMAT,
-                "version": 2,
                 "step": step,
                 "precision": self.config.training.precision,
                 "vocab_size": self.policy.vocab_size,
-                "has_routes": experience.batch.routes is not None,
+                "has_routes": experience.group.routes is not None,
                 "rollouts": experience.describe(),
             }
-            write_file(folder / DUMP_FILE, (json.dumps(content, indent=1) + "\n").encode())
+            write_file(folder / STEP_FILE, (json.dumps(content, indent=1) + "\n").encode())
         names = owned_by(files_below(folder), dist.get_rank(), dist.get_world_size())
         return {name: record_of(folder / name) for name in names}
 
     def _publish(self, publication: Publication, step: int, files: Files) -> None:
-        """Dumps of later steps are of a time before the run was resumed: they go too."""
+        """Later steps are of a time before the run was resumed: they go too."""
         publication.publish(files)
-        steps = dumped_steps(self.folder)
+        steps = kept_steps(self.folder)
         kept = [each for each in steps if each <= step][-self.keep :]
         for surplus in set(steps).difference(kept):
             shutil.rmtree(hide(self.folder / _name(surplus)), ignore_errors=True)
 
 
-def dumped_steps(folder: Path) -> list[int]:
-    """The steps of which a folder holds dumps, in order."""
+def kept_steps(folder: Path) -> list[int]:
+    """The steps whose inputs a store holds, in order."""
+    if not folder.is_dir():
+        return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
 @dataclass(frozen=True)
-class Dump:
-    """A step's dump, as dump.json describes it."""
+class StepInputs:
+    """A step that was kept, as step.json describes it."""
 
-    folder: Path
+    run: Path
     step: int
     precision: str  # that the step was computed in
     vocab_size: int
     has_routes: bool
     rollouts: dict[str, Any]  # Experience.describe
 
+    @property
+    def folder(self) -> Path:
+        return self.run / FOLDER / _name(self.step)
+
     @classmethod
-    def read(cls, folder: Path, *, contents: bool = True) -> Dump:
+    def read(cls, run: Path, step: int, *, contents: bool = True) -> StepInputs:
         """Raises DataError with all that is wrong with the folder; the files' checksums only with
         `contents`."""
+        store = run / FOLDER
+        folder = store / _name(step)
         if not folder.is_dir():
-            raise DataError(f"{folder}: no such folder")
-        steps = dumped_steps(folder)
-        if steps:
-            names = ", ".join(_name(step) for step in steps)
-            raise DataError(f"{folder}: holds the dumps {names}; name one of them")
+            steps = ", ".join(map(str, kept_steps(store))) or "none"
+            raise DataError(
+                f"{folder}: no such folder: the inputs of step {step} were not kept; those of the "
+                f"run are of the steps: {steps} (training.dump_batches)"
+            )
         _check_whole(folder, contents=contents)
         try:
-            content = parse_json((folder / DUMP_FILE).read_bytes())
-            if (content.pop("format"), content.pop("version")) != (_FORMAT, 2):
-                raise ValueError
-            return cls(folder, **content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{folder}: not the dump of a step") from None
+            return cls(run, **parse_json((folder / STEP_FILE).read_bytes()))
+        except (OSError, *WRONG_VALUES):
+            raise DataError(f"{folder}: not the inputs of a step") from None
 
     def logged_loss(self) -> float | None:
         """What the run wrote down for the step, where it came that far."""
@@ -151,11 +239,6 @@ class Dump:
         except DataError:
             return None
         return dict(zip(*series(records, "loss", RL))).get(self.step)
-
-    @property
-    def run(self) -> Path:
-        """The run folder, if the dump lies where it was written."""
-        return self.folder.absolute().parent.parent
 
     def problems(self, config: Config, vocab_size: int) -> list[str]:
         """Why a configuration cannot compute the step."""
@@ -172,7 +255,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """Where the weights for a dumped step come from."""
+    """Where the weights for a kept step come from."""
 
     checkpoint: Path | None  # None: those that the run began with
     is_start: bool  # those that the step began with: its loss can be that of the run
@@ -187,8 +270,8 @@ class StepWeights:
         return source if self.is_start else f"{source}, not those that the step began with"
 
 
-def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
-    """The weights of the checkpoint `given`, or of the newest whole one of the dump's run that is
+def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWeights:
+    """The weights of the checkpoint `given`, or of the newest whole one of the step's run that is
     not of a later time, or the first ones. All that is read of them is held against its checksum,
     the reference too where the objective needs one. Raises DataError."""
     notes = []
@@ -196,17 +279,17 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
         checkpoint = Path(given)
         _check_whole(checkpoint)
     else:
-        start = Position(RL, dump.step - 1, True)  # all of the step before, and its own rollouts
-        for position in positions(dump.run / CHECKPOINTS):
+        start = Position(RL, step.step - 1, True)  # all of the step before, and its own rollouts
+        for position in positions(step.run / CHECKPOINTS):
             if position.order > start.order:
                 continue
-            checkpoint = dump.run / CHECKPOINTS / position.name
+            checkpoint = step.run / CHECKPOINTS / position.name
             damage = find_damage(checkpoint)
             if not damage:
                 break
             notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
         else:
-            return StepWeights(None, dump.step == 1, False, tuple(notes))
+            return StepWeights(None, step.step == 1, False, tuple(notes))
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if objective.needs_reference and (reference := reference_of(checkpoint)) is not None:
         # without one, the run's first weights, which are the same, take its place
@@ -215,7 +298,7 @@ def find_weights(dump: Dump, config: Config, given: str | None) -> StepWeights:
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
         return StepWeights(checkpoint, False, False, tuple(notes))
     state = RunState.read(checkpoint)
-    is_start = state.step == dump.step - 1
+    is_start = state.step == step.step - 1
     return StepWeights(checkpoint, is_start, state.phase == RL and is_start, tuple(notes))
 
 

@@ -1,0 +1,74 @@
+"""Where episodes of a rank wait for their next turn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_megatron.environments.episode import Asked
+from gspo_megatron.rollout.megatron.barrier import Barrier, Turn, _turns_of
+from gspo_megatron.types import RolloutBatch
+
+
+def turns(number: int, *ids: list[int]) -> list[Turn]:
+    """A call of the engine: a prompt of one token and a turn for each."""
+    count = torch.arange(len(ids))
+    batch = RolloutBatch(
+        tokens=torch.tensor([n for turn in ids for n in (9, *turn)]),
+        prompt_lengths=torch.ones(len(ids), dtype=torch.long),
+        response_lengths=torch.tensor([len(turn) for turn in ids]),
+        rollout_logprobs=torch.arange(sum(map(len, ids))).float(),
+        truncated=torch.zeros(len(ids), dtype=torch.bool),
+        sample_index=count,
+        group_index=count,
+    )
+    return _turns_of(batch, number)
+
+
+def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
+    """Its client is gone, and asks for something else later."""
+
+    async def plain(barrier: Barrier) -> Any:
+        return [turn for n in range(2) for turn in await barrier.generate(Asked((1,), n, 4), [1])]
+
+    async def impatient(barrier: Barrier) -> Any:
+        given_up = asyncio.create_task(barrier.generate(Asked((2,), 0, 4), [0]))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        return await barrier.generate(Asked((3,), 0, 4), [0])
+
+    async def run() -> list[list[Turn]]:
+        barrier = Barrier()
+        plays = enumerate((impatient, plain))
+        running: Any = {n: asyncio.create_task(play(barrier)) for n, play in plays}
+        await barrier.until_all_wait(running)
+        asked = {number: call.asked.token_ids for number, call in barrier.waiting.items()}
+        assert asked == {0: (3,), 1: (1,)}
+        barrier.answer(turns(0, [5, 6], [7]))
+        await barrier.until_all_wait(running)
+        assert [*barrier.waiting] == [1]
+        barrier.answer(turns(1, [8]))
+        return await asyncio.gather(*running.values())
+
+    first, second = asyncio.run(run())
+    assert [(turn.token_ids.tolist(), turn.place) for turn in first] == [([5, 6], (0, 0))]
+    found = [(turn.token_ids.tolist(), turn.logprobs.tolist(), turn.place) for turn in second]
+    assert found == [([7], [2.0], (0, 1)), ([8], [0.0], (1, 0))]
+
+
+def test_all_responses_to_a_prompt_wait_together() -> None:
+    async def run() -> Any:
+        barrier = Barrier()
+        ask = Asked((1,), 0, 4)
+        calls = {n: asyncio.create_task(barrier.generate(ask, [n, n + 1])) for n in (2, 0)}
+        await barrier.until_all_wait(calls)
+        barrier.answer(turns(0, [3], [4], [5], [6]))
+        return await asyncio.gather(*calls.values())
+
+    later, first = asyncio.run(run())
+    assert [turn.token_ids.tolist() for turn in (*first, *later)] == [[3], [4], [5], [6]]
+    assert first[0].token_ids.dtype == np.int32
