@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gspo_megatron.observe.suite_scores import bootstrap_interval
 from scipy.optimize import brentq
 
 from gspo_megatron.data.rows import Problems, read_rows
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import write_atomically
+from gspo_megatron.observe.intervals import bootstrap_interval
 
 FIELDS = ("id", "contest_start", "title", "description", "official_tests")
 JUDGED_BY = ("official_tests", "generated_checker", "input_mode")  # what the reward `code` reads
