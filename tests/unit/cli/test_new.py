@@ -37,7 +37,7 @@ def test_every_key_has_the_schemas_words(tmp_path: Path, gspo: Command) -> None:
         ("full", "my run: is not empty; name a new folder"),
         ("file", "my run: is a file; name a new folder"),
         ("config", "config.json: No such file"),
-        ("family", "architectures = ['LlamaForCausalLM']: not supported; supported: Qwen3Moe"),
+        ("family", "architectures = ['Gemma3ForCausalLM']: not supported; supported: Qwen3Moe"),
         ("weights", "safetensors"),
         ("tokenizer", "without tokenizer.json"),
         ("no folder", "nowhere: no such folder"),
@@ -55,7 +55,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         folder.touch()
     elif spoil == "family":
         config = json.loads((model / "config.json").read_text())
-        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        config |= {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}
         (model / "config.json").write_text(json.dumps(config))
     elif spoil == "no folder":
         model = tmp_path / "nowhere"

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
     write_model(folder / "hf", "qwen3_moe", seed=1, vocab_size=VOCAB)
     write_model(folder / "small", "qwen3_moe", seed=1, vocab_size=5)
     (folder / "llama").mkdir()
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    llama = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}
     (folder / "llama" / "config.json").write_text(json.dumps(llama))
     size = f"model.vocab_size={VOCAB}"
     for name, words in (
@@ -65,7 +65,7 @@ WRONG = {
     "model.hf_path=hf/config.json": "model.hf_path = 'hf/config.json': is a file; legal: its "
     "folder",
     "model.hf_path=llama": "model.hf_path: llama/config.json: architectures = "
-    "['LlamaForCausalLM']: not supported; supported: Qwen3MoeForCausalLM",
+    "['Gemma3ForCausalLM']: not supported; supported: Qwen3MoeForCausalLM",
     "model.checkpoint_path=hf": "model.checkpoint_path = 'hf': is a Hugging Face folder; use "
     "model.hf_path for it",
     "model.checkpoint_path=empty": "model.checkpoint_path = 'empty': holds no checkpoint of "

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 
 from gspo_megatron.config import (
     Config,
@@ -23,6 +22,7 @@ from gspo_megatron.config import (
 )
 from gspo_megatron.config.load import load_any_config, override, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError
 
 MINIMAL = "data: {tokenizer: letters.model}\n"

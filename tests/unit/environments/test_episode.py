@@ -445,7 +445,7 @@ def test_environments_are_found_by_name_or_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "games.py").write_text(
+    (tmp_path / "found_games.py").write_text(
         "class Game:\n"
         "    def __init__(self, *, level: int = 1):\n"
         "        if level > 3:\n"
@@ -470,20 +470,30 @@ def test_environments_are_found_by_name_or_path(
         "level = 3\n"
     )
     assert get_environment("single_turn") is None
-    assert get_environment("any", "games:Game", {"level": 2}).level == 2
+    assert get_environment("any", "found_games:Game", {"level": 2}).level == 2
     wrong: list[tuple[str, str | None, dict[str, Any], str]] = [
         ("chess", None, {}, "no such environment; legal: agent, single_turn"),
-        ("", "games:Chess", {}, "games has no class Chess; it has: Game, Empty, Plain, OneArg"),
-        ("", "games:Gane", {}, "has no class Gane; it has: Game$"),
-        ("", "games:play", {}, "is a function; legal: a class with async def rollout"),
-        ("", "games:level", {}, "games has no class level"),
-        ("", "games:Plain", {}, "its method rollout is no coroutine; legal: async def rollout"),
-        ("", "games:OneArgument", {}, r"its method is rollout\(client\); legal: async def"),
-        ("", "games:Broken", {}, r"making it failed: KeyError: 'DATA' \(games.py:"),
-        ("", "games:Empty", {}, "has no method rollout"),
-        ("", "games:Game", {"levels": 2}, "no such option; legal: level"),
-        ("", "games:Game", {"level": "a"}, "wrong type; int is wanted"),
-        ("", "games:Game", {"level": 4}, "level is at most 3"),
+        (
+            "",
+            "found_games:Chess",
+            {},
+            "games has no class Chess; it has: Game, Empty, Plain, OneArg",
+        ),
+        ("", "found_games:Gane", {}, "has no class Gane; it has: Game$"),
+        ("", "found_games:play", {}, "is a function; legal: a class with async def rollout"),
+        ("", "found_games:level", {}, "games has no class level"),
+        (
+            "",
+            "found_games:Plain",
+            {},
+            "its method rollout is no coroutine; legal: async def rollout",
+        ),
+        ("", "found_games:OneArgument", {}, r"its method is rollout\(client\); legal: async def"),
+        ("", "found_games:Broken", {}, r"making it failed: KeyError: 'DATA' \(found_games.py:"),
+        ("", "found_games:Empty", {}, "has no method rollout"),
+        ("", "found_games:Game", {"levels": 2}, "no such option; legal: level"),
+        ("", "found_games:Game", {"level": "a"}, "wrong type; int is wanted"),
+        ("", "found_games:Game", {"level": 4}, "level is at most 3"),
         ("single_turn", None, {"level": 4}, "it takes none"),
     ]
     for name, path, options, problem in wrong:

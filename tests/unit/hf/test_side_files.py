@@ -80,13 +80,18 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
     return shape_of(describe(hf), megatron)
 
 
+# Families whose models are models of an earlier family, too, under other names.
+FIRST_OF_ITS_SHAPE = {"hy_v3": "glm4_moe", "glm4_moe_lite": "deepseek_v3"}
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_it_describes_the_same_model_and_keeps_an_original(family: str) -> None:
     shape = _shape(model_config(family))
     made = export_config(shape, VOCABULARY, torch.bfloat16)
     assert shape_of(describe(made)) == shape
     assert made["torch_dtype"] == "bfloat16"
-    assert made["architectures"] == CONFIGS[family]["architectures"]
+    first = FIRST_OF_ITS_SHAPE.get(family, family)
+    assert made["architectures"] == CONFIGS[first]["architectures"]
     original = model_config(family) | {"bos_token_id": 3, "somebodys_key": [1, 2]}
     made = export_config(_shape(original), VOCABULARY, torch.float32, original)
     assert made == original

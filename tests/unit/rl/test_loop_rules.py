@@ -63,6 +63,10 @@ class Unwritable:
 
     error = DataError("rollouts/step_00000003: cannot be written: No space left on device")
 
+    @property
+    def source(self) -> Unwritable:
+        return self
+
     def begin(self, draw: Any) -> None:
         raise self.error
 
