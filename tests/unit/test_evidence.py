@@ -25,8 +25,9 @@ import estimators
 import frontier_figure
 import gradients
 import laboratory
+import quick
 import records
-from estimators import GROUPS, effective_share, figures, ratio_figures
+from estimators import GROUPS, effective_share, figures, mean_interval, ratio_figures
 from laboratory import GROUP, PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 
 # A policy of two tokens: pi(1) = sigmoid(theta). A response has LENGTH of them, independent; its
@@ -104,6 +105,17 @@ def test_bias_and_noise_are_those_computed_by_hand(weight: str) -> None:
     assert found["signal_ratio"] == pytest.approx(expected, rel=0.1)
 
 
+def test_the_control_variate_takes_away_noise() -> None:
+    expected = moments(OLD, "sequence")[0] / moments(NEW, "none")[0]
+    found = [measured(100, 8, seed)["sequence"] for seed in range(40)]
+    plain, controlled = (
+        np.array([each[name][0] - expected for each in found]) for name in ("plain", "projection")
+    )
+    # the truth of 200 groups has its own noise, which no control variate removes
+    assert controlled.std() < 0.8 * plain.std()
+    assert abs(controlled.mean()) < 4 * controlled.std() / math.sqrt(len(found))
+
+
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimators, "RESAMPLES", 200)
     mean, variance = moments(OLD, "sequence")
@@ -124,6 +136,22 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.Monke
     # 95 of 100 in the limit of many groups; the seeds are fixed
     assert held.pop("difference") == 100  # it is the base
     assert all(85 <= count <= 100 for count in held.values()), held
+
+
+def test_an_objective_that_clips_everything_has_no_signal() -> None:
+    own = dict(zip(WEIGHTS, drawn(OLD, WEIGHTS, 50, 8, 1), strict=True))
+    own["nothing"] = np.zeros(50)
+    (true,) = drawn(NEW, ("none",), 50, 8, 2)
+    found = figures(own, true, base="sequence", unbiased="product")["nothing"]
+    assert found["projection"] == [0, 0, 0] and found["noise"] == [0, 0, 0]
+    assert math.isnan(found["signal"][0])
+
+
+def test_intervals_of_a_mean() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 400)
+    mean, low, high = mean_interval(values)
+    assert mean == pytest.approx(values.mean())
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
 
 
 def test_log_ratios_follow_the_formula_of_correlated_terms() -> None:
@@ -357,3 +385,46 @@ def test_the_answers_quote_their_own_figures() -> None:
         f"{outside('8')} of those of 8 tokens and {outside('256')} of 256 lie outside",
     ):
         assert quote in page, quote
+
+
+def test_every_figure_is_drawn_from_the_kept_lines(tmp_path: Path) -> None:
+    draw.draw_all(tmp_path)
+    for name in draw.FIGURES:
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+        kept = draw.PICTURES / f"{name}.png"
+        assert 5_000 < kept.stat().st_size < 150_000
+        assert f"(evidence/{name}.png)" in draw.PAGE.read_text(encoding="utf-8")
+    assert (tmp_path / "frontier.png").stat().st_size > 20_000
+
+
+def test_a_table_has_the_numbers_of_its_lines() -> None:
+    lines = [
+        {
+            "setting": {"experts": 8, "learning_rate": 0.001},
+            "changed_experts": {"1": shares, "4": shares, "16": shares},
+        }
+        for shares in ([0.1, 0.2], [0.3, 0.4])
+    ]
+    assert draw.volatility_table(lines)[2:] == [
+        "| 8 | 0.001 | 2 | 25.0 | 15.0 · 35.0 | 20.0 · 30.0 | 25 | 25 |"
+    ]
+
+
+def test_the_kept_lines_say_how_they_were_made() -> None:
+    for name in ("gradients", "likelihoods", "volatility"):
+        lines = records.read(records.RESULTS / f"{name}.jsonl")
+        assert lines
+        for line in lines:
+            assert line["setting"]["seed"] > 0 and line["seconds"] > 0 and line["code"]
+
+
+def test_quick_finds_what_lies_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    line = records.read(records.RESULTS / "volatility.jsonl")[0]
+    assert quick.outside("volatility", line, line) == 0
+    moved = {**line, "changed_experts": {"1": [s + 0.05 for s in line["changed_experts"]["1"]]}}
+    assert quick.outside("volatility", moved, line) == len(line["changed_experts"]["1"])
+    assert "OUTSIDE" in capsys.readouterr().out
+    for name in ("gradients", "likelihoods", "volatility"):
+        first = records.read(records.RESULTS / f"{name}.jsonl")[0]
+        assert quick.kept_line(name, first) == first
+        assert quick.outside(name, first, first) == 0
