@@ -112,7 +112,8 @@ def pack(
     boundaries = _boundaries(lengths, spec, shape)
     total = shape.rows * shape.tokens
 
-    joined = torch.cat([torch.empty(0, dtype=torch.long), *(tokens[number] for number in members)])
+    nothing = torch.empty(0, dtype=torch.long)
+    joined = torch.cat([tokens[number] for number in members]) if members else nothing
     positions = _Positions.padding(total, spec.pad_id)
     positions.lay_out(pieces, boundaries, joined, [response_offsets[n] for n in members])
     if spec.context_parallel_size > 1:
