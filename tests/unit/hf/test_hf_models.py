@@ -43,10 +43,11 @@ VARIANTS: list[Variant] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),
-    # beyond the window of 8 tokens; as DeepSeek-V3, as Moonlight, and without factors of the scale
+    # beyond the window of 8 tokens; as DeepSeek-V3, and with two, one and none of the factors
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("glm4_moe_lite", {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}}),
-    ("deepseek_v3", {"rope_scaling": YARN, "q_lora_rank": None, "n_group": 1}),
+    ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.707}, "q_lora_rank": None, "n_group": 1}),
+    ("glm4_moe_lite", {"rope_scaling": YARN}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
