@@ -38,6 +38,18 @@ def check_latent(
     return check
 
 
+def latent_fields(query: int, plain: int, values: int) -> tuple[f.Field, ...]:
+    """The widths of latent attention, with those that config.json may lack: of the queries' latent,
+    of a head's channels without positions, and of its values."""
+    return (
+        f.Field("q_lora_rank", "q_lora_rank", query, nullable=True),
+        f.Field("kv_lora_rank", "kv_lora_rank", 512),
+        f.Field("qk_nope_head_dim", "qk_head_dim", plain),
+        f.Field("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+        f.Field("v_head_dim", "v_head_dim", values),
+    )
+
+
 def write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
     """What is made of several fields."""
     return {
@@ -52,18 +64,7 @@ FAMILY = f.Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     other_model_types=("kimi_k2",),
-    fields=(
-        *f.SIZES,
-        f.Field("q_lora_rank", "q_lora_rank", 1536, nullable=True),
-        f.Field("kv_lora_rank", "kv_lora_rank", 512),
-        f.Field("qk_nope_head_dim", "qk_head_dim", 128),
-        f.Field("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
-        f.Field("v_head_dim", "v_head_dim", 128),
-        f.Field("n_routed_experts", "num_moe_experts"),
-        f.Field("num_experts_per_tok", "moe_router_topk", 8),
-        f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
-        f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
-    ),
+    fields=(*f.SIZES, *latent_fields(1536, 128, 128), *r.fields(topk=8, scaling=2.5)),
     always={
         **r.ALWAYS,
         "multi_latent_attention": True,

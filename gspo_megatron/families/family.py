@@ -194,15 +194,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None, {}),
 }
 
+
 # What every family has: sizes, norms.
-SIZES = (
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("intermediate_size", "ffn_hidden_size"),
-    Field("rms_norm_eps", "layernorm_epsilon", 1e-6),
-    Field("hidden_act", "activation_func", "silu"),
-)
+def sizes(epsilon: float) -> tuple[Field, ...]:
+    """The fields; `epsilon` of the norms: where config.json names none."""
+    return (
+        Field("num_hidden_layers", "num_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("intermediate_size", "ffn_hidden_size"),
+        Field("rms_norm_eps", "layernorm_epsilon", epsilon),
+        Field("hidden_act", "activation_func", "silu"),
+    )
+
+
+SIZES = sizes(1e-6)
 
 
 def key_value_heads(default: int | None) -> Field:

@@ -20,6 +20,16 @@ ALWAYS: dict[str, Any] = {
 }
 
 
+def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
+    """The routed experts, with what config.json may lack."""
+    return (
+        f.Field("n_routed_experts", "num_moe_experts"),
+        f.Field("num_experts_per_tok", "moe_router_topk", topk),
+        f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+        f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", scaling),
+    )
+
+
 @dataclass(frozen=True)
 class Groups:
     """Experts are chosen among those of the best groups; here what a family takes for keys that
@@ -68,11 +78,12 @@ def write_shared(megatron: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: shared // (megatron.get("moe_ffn_hidden_size") or 1)}
 
 
-def dense_first(default: int) -> f.ReadPattern:
-    """The first layers are dense: `mlp_layer_types`, or the number `first_k_dense_replace`."""
+def dense_first(default: int, *, has_types: bool = False) -> f.ReadPattern:
+    """The first layers are dense: `first_k_dense_replace` of them. has_types: config.json may name
+    the kind of each layer instead, in `mlp_layer_types`; other families ignore that key."""
 
     def read(hf: Mapping[str, Any]) -> list[bool]:
-        kinds = hf.get("mlp_layer_types")
+        kinds = hf.get("mlp_layer_types") if has_types else None
         if kinds is not None:
             return [kind == "sparse" for kind in kinds]
         dense = hf.get("first_k_dense_replace", default)

@@ -190,6 +190,18 @@ def test_deepseeks_options() -> None:
         assert named in line
 
 
+def test_kinds_of_layers_count_where_the_family_has_them() -> None:
+    """As in transformers: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the kinds."""
+    kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+    for name in ("deepseek_v3", "glm4_moe"):
+        hf = {k: v for k, v in CONFIGS[name].items() if k != "first_k_dense_replace"}
+        assert shape(hf | kinds) == shape(hf)
+    for name in ("glm4_moe_lite", "hy_v3"):
+        assert shape(CONFIGS[name] | kinds).megatron["moe_layer_freq"] == [1, 0, 1, 1]
+        [line] = problems(CONFIGS[name] | {"mlp_layer_types": ["sparse"]})
+        assert line.startswith("mlp_layer_types")
+
+
 def folder(path: Path, **changes: Any) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | changes))
