@@ -74,7 +74,7 @@ def settle(descriptor: int) -> None:
 
     Called every SETTLED bytes while a large file is written: its pages are then used again for what
     follows. Without it a model fills the page cache, and fresh memory is several times slower than
-    used memory on a virtual machine (docs/decisions.md). Raises OSError.
+    used memory on a virtual machine (docs/decisions, 0066). Raises OSError.
     """
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
