@@ -1,4 +1,4 @@
-"""The decisions: each file has its head, the index is up to date, links and paths lead somewhere."""
+"""The decisions: heads, index, and the files that they name."""
 
 from __future__ import annotations
 
