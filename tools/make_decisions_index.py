@@ -11,35 +11,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "decisions"
 # In the order of the data. A room is a folder of the package or of the repository.
-ROOMS = [
-    "config",
-    "families",
-    "data",
-    "rewards",
-    "environments",
-    "rollout",
-    "rollout/megatron",
-    "rollout/vllm",
-    "batching",
-    "objectives",
-    "routing",
-    "models",
-    "rl",
-    "supervised",
-    "checkpoint",
-    "hf",
-    "evaluation",
-    "verify",
-    "estimate",
-    "observe",
-    "platform",
-    "process",
-    "slurm",
-    "examples",
-    "tests",
-    "tools",
-    "docs",
-]
+ROOMS = (
+    *("config", "families", "data", "rewards", "environments"),
+    *("rollout", "rollout/megatron", "rollout/vllm"),
+    *("batching", "objectives", "routing", "models", "rl", "supervised"),
+    *("checkpoint", "hf", "evaluation", "verify", "estimate", "observe"),
+    *("platform", "process", "slurm", "examples", "tests", "tools", "docs"),
+)
 HEADER = """# Decisions
 
 What a newcomer would question, the reason, and what else was tried and measured: one file a
