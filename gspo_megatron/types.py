@@ -1,6 +1,7 @@
 """The records that travel between the layers. No torch at import, no behaviour.
 
 Sequences travel flat: one tensor of tokens and one of lengths, never a Python object per token.
+The names in `__all__` are stable (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+__all__ = [
+    "LossInputs",
+    "LossOutputs",
+    "Message",
+    "Prompt",
+    "Reasoned",
+    "Sample",
+    "TurnRewards",
+]
 
 Message = Mapping[str, Any]  # the strings role and content, and what else the row has
 

@@ -2,10 +2,15 @@
 
 from torch import Tensor
 
-from gspo_megatron.objectives.advantages import group_mean
-from gspo_megatron.objectives.losses import aggregate_sequences
-from gspo_megatron.objectives.metrics import policy_metrics, ratio_values
-from gspo_megatron.objectives.parts import exponentiate, sequence_log_ratio, token_log_ratio
+from gspo_megatron.objectives import (
+    aggregate_sequences,
+    exponentiate,
+    group_mean,
+    policy_metrics,
+    ratio_values,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 from gspo_megatron.types import LossInputs, LossOutputs, Sample
 
 
