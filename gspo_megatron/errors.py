@@ -26,7 +26,7 @@ class UserError(ValueError):
 class ConfigError(UserError):
     """All that is wrong with a configuration, one line a problem.
 
-    known: the configuration without the values that are not legal, where the rest of it can still
+    known: the configuration without the values that are not allowed, where the rest of it can still
     be checked (config/known.py).
     """
 
@@ -37,7 +37,7 @@ class ConfigError(UserError):
 
 
 class UnknownValueError(ConfigError):
-    """A value was read that is not legal, which is told already: what needs it cannot be checked.
+    """A value was read that is not allowed, which is told already: what needs it cannot be checked.
     It has no line of its own."""
 
     def __init__(self) -> None:
@@ -97,7 +97,8 @@ def gathered_in(problems: list[str]) -> Generator[None]:
 
 
 def problem(key: str, value: Any, wrong: str) -> str:
-    """One line about one key; `wrong` says what is wrong and, after a semicolon, what is legal."""
+    """One line about one key; `wrong` says what is wrong and, after a semicolon, what is
+    allowed."""
     return f"{key} = {format_value(value)}: {wrong}"
 
 
@@ -126,4 +127,4 @@ def did_you_mean(names: Sequence[str]) -> str:
 def suggest(name: str, candidates: Sequence[str]) -> str:
     """The nearest candidates, or all of them where none is near and the list is short."""
     close = nearest(name, candidates)
-    return did_you_mean(close) if close else f"legal: {', '.join(candidates)}"
+    return did_you_mean(close) if close else f"allowed: {', '.join(candidates)}"

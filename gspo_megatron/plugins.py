@@ -113,7 +113,7 @@ def option_problems(
         elif key == given:
             problems.append(f"{kind}.options.{key}: not an option of {name} but its input")
         elif not takes_any:
-            legal = f"legal: {', '.join(named)}" if named else "it takes none"
+            legal = f"allowed: {', '.join(named)}" if named else "it takes none"
             problems.append(f"{kind}.options.{key} = {value!r}: {name} has no such option; {legal}")
     for each in named.values():
         if each.default is each.empty and each.name not in options:

@@ -107,7 +107,7 @@ gspo_main() {
         --rollout-nodes=*) rollout_nodes=${word#*=} ;;
         --rollout-nodes) rollout_nodes=${2:-none} && shift ;;
         -*)
-            gspo_say "$word: not known; legal: --check-only, --fresh, --rollout-nodes K; options of sbatch come before the script"
+            gspo_say "$word: not known; allowed: --check-only, --fresh, --rollout-nodes K; options of sbatch come before the script"
             exit 2
             ;;
         *) words+=("$word") ;;
@@ -186,7 +186,7 @@ gspo_split_nodes() {
     unset GSPO_ROLLOUT_NODES
     if [ -n "${SLURM_HET_SIZE:-}" ]; then
         if [ "$command $SLURM_HET_SIZE $count" != "train 2 0" ]; then
-            gspo_say "a heterogeneous job of $SLURM_HET_SIZE components: legal: 2, in train_gspo.sbatch, without --rollout-nodes"
+            gspo_say "a heterogeneous job of $SLURM_HET_SIZE components: allowed: 2, in train_gspo.sbatch, without --rollout-nodes"
             exit 2
         fi
         nodes=$all gspo_rollout_group=(--het-group=1)
@@ -195,11 +195,11 @@ gspo_split_nodes() {
         return 0
     else
         if [[ $command != train || ! $count =~ ^[1-9][0-9]*$ ]] || [ "$count" -ge "$all" ]; then
-            gspo_say "--rollout-nodes $count: legal in train_gspo.sbatch: less than the $all nodes of the job"
+            gspo_say "--rollout-nodes $count: allowed in train_gspo.sbatch: less than the $all nodes of the job"
             exit 2
         fi
         if [ $((SLURM_NTASKS % all)) -ne 0 ]; then
-            gspo_say "--rollout-nodes $count: $SLURM_NTASKS tasks on $all nodes; legal: --ntasks-per-node of sbatch"
+            gspo_say "--rollout-nodes $count: $SLURM_NTASKS tasks on $all nodes; allowed: --ntasks-per-node of sbatch"
             exit 2
         fi
         nodes=$((all - count))

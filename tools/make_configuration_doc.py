@@ -43,7 +43,7 @@ def markdown() -> str:
             rows = [_row(key) for key in keys if key.name.startswith(f"{section}.")]
             if rows:
                 parts.append(f"### {section}\n\n{schema.__doc__}\n")
-                head = "| key | type | default | meaning | legal | resume |"
+                head = "| key | type | default | meaning | allowed | resume |"
                 parts.append("\n".join([head, "| --- " * 6 + "|", *rows]) + "\n")
     return "\n".join(parts)
 

@@ -165,7 +165,7 @@ def attempts_of(path: Path, suite: str) -> dict[str, dict[str, list[bool]]]:
         if record.get("suite") == suite and record["correct"] is not None:
             contest, slash, index = record["row_id"].partition("/")
             if not slash:
-                raise DataError(f"{path}: row_id {record['row_id']!r}; legal: CONTEST/INDEX")
+                raise DataError(f"{path}: row_id {record['row_id']!r}; allowed: CONTEST/INDEX")
             found[contest][index].append(record["correct"])
     if not found:
         raise DataError(f"{path}: has no responses of the suite {suite!r}; --suite names another")

@@ -189,7 +189,7 @@ def given_checkpoint(path: str) -> Path:
         if (checkpoint / MANIFEST).is_file():
             return checkpoint
     if found:
-        wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; legal: a whole one"
+        wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; allowed: a whole one"
         raise DataError(problem("model.checkpoint_path", path, wrong))
     raise DataError(no_checkpoint(path))
 

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.output or str(config.logging.dir))
     count, first = arguments.seeds or SEEDS, config.training.seed
     if count > MAX_SEEDS:
-        raise UserError(f"--seeds {count}: legal: 1 to {MAX_SEEDS}")
+        raise UserError(f"--seeds {count}: allowed: 1 to {MAX_SEEDS}")
     seeds: Sequence[int] = range(first, first + count)
     if arguments.report_only and arguments.seeds is None:
         seeds = seeds_found(variants, out) or seeds

@@ -36,8 +36,8 @@ class Checked:
 def all_told(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
-    """A configuration is loaded within it. If it holds values that are not legal, `check` looks at
-    the rest of it, and the ConfigError has all problems.
+    """Context in which a configuration is loaded. If it holds values that are not allowed, `check`
+    looks at the rest of it, and the ConfigError has all problems.
 
     world_size: None: as many ranks as the layout needs. check: by default `check_run`; options: its
     own.
@@ -67,7 +67,7 @@ def check_run(
 ) -> Checked:
     """`check_all`, the packages that the run imports, and the run folder, which must be empty with
     `fresh`, the weights that a new run begins with, and where its export goes. Raises ConfigError
-    with the problems of all, after those `told`: the values that are not legal."""
+    with the problems of all, after those `told`: the values that are not allowed."""
     options: Any = {"fresh": fresh, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
@@ -156,7 +156,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             reward = None
         elif reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
-            problems.append(f"data.answer_field = null: {wrong}; legal: the field that holds them")
+            problems.append(
+                f"data.answer_field = null: {wrong}; allowed: the field that holds them"
+            )
             reward = None
         if reward is not None:
             check_section(reward, section)

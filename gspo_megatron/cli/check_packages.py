@@ -47,7 +47,7 @@ def _lacks_vllm(python: str | None) -> list[str]:
     """The problem with the interpreter that is to start vLLM; nothing where it has vLLM."""
     from gspo_megatron.errors import problem
 
-    key, advice = "rollout.vllm.python", "legal: the interpreter of an environment that has vLLM"
+    key, advice = "rollout.vllm.python", "allowed: the interpreter of an environment that has vLLM"
     program = shutil.which(python or sys.executable)
     if program is None:
         return []  # a rule of the configuration says so

@@ -110,7 +110,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         return 0
     if processes > _MOST_PROCESSES:
         raise UserError(
-            f"--layout {arguments.layout}: takes {processes} processes; legal: up to "
+            f"--layout {arguments.layout}: takes {processes} processes; allowed: up to "
             f"{_MOST_PROCESSES} on one machine, any number under srun and torchrun"
         )
     if processes > 1:

@@ -119,7 +119,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
         values["evaluation"]["suites"] = suites
         values["data"]["eval_prompts"] = values["reward"] = None
     if not (values["evaluation"].get("suites") or values["data"].get("eval_prompts")):
-        raise UserError(f"{source}: names nothing to evaluate; legal: --suite FILE.yaml")
+        raise UserError(f"{source}: names nothing to evaluate; allowed: --suite FILE.yaml")
     return values, out
 
 

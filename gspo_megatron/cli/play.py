@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = _as_played(load_config(arguments.config, arguments.overrides))
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     if not (config.data.prompts or config.data.eval_prompts):
-        raise ConfigError(["data.prompts, data.eval_prompts: null; legal: prompts to play"])
+        raise ConfigError(["data.prompts, data.eval_prompts: null; allowed: prompts to play"])
     if rank_of is None:
         check_all(config, world_size)
     if rank_of is None and world_size > 1:

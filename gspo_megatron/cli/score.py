@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     suites = config.evaluation.suites
     if arguments.suite is not None and arguments.suite not in suites:
         legal = ", ".join(suites) or "none: the configuration has no evaluation.suites"
-        raise ConfigError([f"--suite {arguments.suite}: no such suite; legal: {legal}"])
+        raise ConfigError([f"--suite {arguments.suite}: no such suite; allowed: {legal}"])
     if arguments.suite is not None:
         section, keys = suites[arguments.suite].reward, [suite_key(arguments.suite)]
         reward = suite_rewards({arguments.suite: suites[arguments.suite]})[arguments.suite]
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         section, keys = config.reward, ["data.prompts", "data.eval_prompts"]
         if getattr(environment_of(config), "gives_rewards", False):
             wrong = "it gives the rewards itself (gives_rewards), and no function is asked"
-            raise ConfigError([f"environment: {wrong}; legal: --suite NAME"])
+            raise ConfigError([f"environment: {wrong}; allowed: --suite NAME"])
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
     prompt = _prompt(config, keys, arguments.row)
     check_answers(reward, [prompt])
@@ -88,7 +88,7 @@ def _prompt(config: Config, keys: list[str], row: str | None) -> Prompt:
                 return prompt
     read = ", ".join(path for _, path in paths)
     raise DataError(
-        f"--row {row}: no row of {read} has this id; legal: an id, or FILE:LINE for rows without"
+        f"--row {row}: no row of {read} has this id; allowed: an id, or FILE:LINE for rows without"
     )
 
 

@@ -135,9 +135,9 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not equals or not name.isidentifier():
-            raise UserError(f"{word}: legal: OPTION=VALUE, as max_num_seqs=64")
+            raise UserError(f"{word}: allowed: OPTION=VALUE, as max_num_seqs=64")
         if name in _OWN_OPTIONS:
-            raise UserError(f"{word}: legal: SOURCE, --host, --port and --dtype")
+            raise UserError(f"{word}: allowed: SOURCE, --host, --port and --dtype")
         options[name] = parse_yaml(text, word)
     return options
 

@@ -31,7 +31,7 @@ class Key:
     resume: str  # whether it may change when a run is resumed
 
     def __str__(self) -> str:
-        legal = f"; legal: {self.legal}" if self.legal else ""
+        legal = f"; allowed: {self.legal}" if self.legal else ""
         default = self.default if self.default == "required" else f"default {self.default}"
         return f"{self.name} ({self.type}, {default}): {self.meaning}{legal}"
 

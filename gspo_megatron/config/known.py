@@ -1,7 +1,7 @@
 """What can still be checked of a configuration that holds mistakes.
 
-All mistakes are told at once. A value that is not legal must not hide a missing file, and must not
-cause a second error either: the configuration is made without it, and whatever reads it is left
+All mistakes are told at once. A value that is not allowed must not hide a missing file, and must
+not cause a second error either: the configuration is made without it, and whatever reads it is left
 out. Rules, files and modules that do without it are checked as usual.
 """
 

@@ -178,7 +178,9 @@ def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
                 found[name] = of_file.get(name) or next(iter(of_file.values()))
                 if name not in of_file and len(of_file) > 1:
                     legal = ", ".join(f"{given}:{each}" for each in of_file)
-                    problems.append(f"evaluation.suites.{name} = {given}: several; legal: {legal}")
+                    problems.append(
+                        f"evaluation.suites.{name} = {given}: several; allowed: {legal}"
+                    )
             except ConfigError as error:
                 problems += [f"evaluation.suites.{name}: {line}" for line in error.problems]
                 del found[name]
@@ -190,7 +192,7 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
     ConfigError with all that is wrong with suites or overrides alone."""
     raw, problems = apply_overrides({"evaluation": {"suites": suites}}, overrides)
     for other in raw.keys() - {"evaluation"}:
-        problems.append(f"{other}: nothing reads it without a model; legal: evaluation.key=value")
+        problems.append(f"{other}: nothing reads it without a model; allowed: evaluation.key=value")
     try:
         section = EvaluationSection.model_validate(raw["evaluation"])
         problems += [problem(*each) for each in suite_problems(section)]
@@ -270,7 +272,7 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     places = [*map(str, location)]
     is_suite = places[:2] == ["evaluation", "suites"] and len(places) > 2
     if is_suite and places[3:] == ["[key]"]:
-        legal = "legal: letters, digits, _ and -, as in aime-24; a number in quotes"
+        legal = "allowed: letters, digits, _ and -, as in aime-24; a number in quotes"
         return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {legal}"
     key = places[0]
     for part in location[1:]:
@@ -298,7 +300,7 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
         return problem(key, value, "must be a mapping of keys, as in `key: value`")
     if kind == "literal_error":
         legal = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        hint, listing = suggest(str(value), legal), f"legal: {', '.join(legal)}"
+        hint, listing = suggest(str(value), legal), f"allowed: {', '.join(legal)}"
         hint = hint if hint == listing else f"{hint} {listing}"
         return problem(key, value, f"unknown value; {hint}")
     if kind == "string_pattern_mismatch":
@@ -360,4 +362,4 @@ def stage_of(values: Mapping[str, Any]) -> str:
         raise ConfigError([f"has keys of different stages: {places}; keep those of one"])
     legal = ", ".join(f"data.{inputs[stage]} ({stage})" for stage in left)
     wrong = f"may be a configuration of {' or '.join(left)}"
-    raise ConfigError([f"{wrong}: legal: one of {legal}, or give --stage"])
+    raise ConfigError([f"{wrong}: allowed: one of {legal}, or give --stage"])

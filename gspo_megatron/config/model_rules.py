@@ -53,7 +53,7 @@ Rule = Callable[[Plan], Problems]
 def world_size_fits(plan: Plan) -> Problems:
     layout, world = plan.layout, plan.world_size
     model, experts = layout.model_parallel_size, layout.expert_parallel_size
-    legal = f"legal: multiples of {replace(layout, dp=None).world_size}"
+    legal = f"allowed: multiples of {replace(layout, dp=None).world_size}"
     if world % model:
         sizes = f"{layout.tp} * {layout.pp} * {layout.cp}"
         yield "world size", f"not divisible by tp * pp * cp = {sizes} = {model}; {legal}"
@@ -63,7 +63,7 @@ def world_size_fits(plan: Plan) -> Problems:
         yield "world size", f"{wrong}; {legal}"
     if layout.dp is not None and layout.dp * model != world:
         wrong = f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}"
-        yield "parallel.data_parallel_size", f"{wrong}; legal: null, which takes all ranks"
+        yield "parallel.data_parallel_size", f"{wrong}; allowed: null, which takes all ranks"
 
 
 def tensor_parallel_fits(plan: Plan) -> Problems:
@@ -71,11 +71,11 @@ def tensor_parallel_fits(plan: Plan) -> Problems:
     key, sequence_key = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"
     if section.sequence_parallel and tp == 1:
         wrong = "splits over tensor-parallel ranks, and there is only one"
-        yield sequence_key, f"{wrong}; legal: null, or tp > 1"
+        yield sequence_key, f"{wrong}; allowed: null, or tp > 1"
     shape, groups = plan.shape, plan.shape.num_query_groups
     if section.sequence_parallel is False and tp > 1 and shape.num_moe_experts is not None:
         wrong = f"experts with tp = {tp} need it, or every token is routed tp times"
-        yield sequence_key, f"{wrong}; legal: null or true"
+        yield sequence_key, f"{wrong}; allowed: null or true"
     if groups % tp and tp % groups:
         yield key, f"neither divides num_query_groups = {groups} nor is a multiple of it"
     if shape.num_attention_heads % groups:
@@ -97,14 +97,14 @@ def experts_divide(plan: Plan) -> Problems:
     ):
         size, key = getattr(plan.shape, name), f"parallel.expert_{kind}_parallel_size"
         if size is None and ranks > 1:
-            yield key, "the model has no experts; legal: 1"
+            yield key, "the model has no experts; allowed: 1"
         if size is not None and size % ranks:
             yield key, _must_divide(name, size)
 
 
 def _must_divide(name: str, size: int) -> str:
     divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-    return f"does not divide {name} = {size}; legal: {divisors}{' ...' if size > 64 else ''}"
+    return f"does not divide {name} = {size}; allowed: {divisors}{' ...' if size > 64 else ''}"
 
 
 def router_is_sound(plan: Plan) -> Problems:
@@ -116,18 +116,18 @@ def router_is_sound(plan: Plan) -> Problems:
             yield "model.megatron.moe_ffn_hidden_size", wrong
         return
     if topk > number:
-        yield key, f"there are {number} experts; legal: 1 to {number}"
+        yield key, f"there are {number} experts; allowed: 1 to {number}"
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     if topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
         wrong = "a softmax over one expert has no gradient"
-        yield key, f"{wrong}; legal: 2 or more, or model.megatron.moe_router_pre_softmax = true"
+        yield key, f"{wrong}; allowed: 2 or more, or model.megatron.moe_router_pre_softmax = true"
 
 
 def dropout_is_off(plan: Plan) -> Problems:
     for name in ("hidden_dropout", "attention_dropout"):
         if plan.config.model.megatron.get(name):
             wrong = "its noise depends on the layout, and old and new policy would differ by it"
-            yield f"model.megatron.{name}", f"{wrong}; legal: 0.0"
+            yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
 
 
 # How layers are split over pipeline stages: evenly, or as fields of Megatron-Core say.
@@ -142,7 +142,7 @@ _PP = "parallel.pipeline_model_parallel_size"
 def pipeline_divides(plan: Plan) -> Problems:
     layout = plan.layout
     if layout.vpp is not None and layout.pp == 1:
-        wrong = "interleaving needs stages; legal: null, or pipeline_model_parallel_size > 1"
+        wrong = "interleaving needs stages; allowed: null, or pipeline_model_parallel_size > 1"
         yield "parallel.virtual_pipeline_model_parallel_size", wrong
     else:
         yield from stage_problems(plan.shape.num_layers, layout, plan.shape.megatron)
@@ -154,7 +154,7 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
     chunks = layout.pp * (layout.vpp or 1)
     if len(used) > 1:
         names = [name for way in used for name in way if megatron.get(name)]
-        wrong = f"another way to place layers than {names[0]}; legal: one of the two"
+        wrong = f"another way to place layers than {names[0]}; allowed: one of the two"
         yield f"model.megatron.{names[-1]}", wrong
     elif used == [(WRITTEN_OUT,)]:
         if (wrong := _written_out(layers, layout, megatron[WRITTEN_OUT])) is not None:
@@ -166,7 +166,7 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         if (layers + extra) % chunks:
             all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
-            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers + extra}"
+            yield _PP, f"{wrong}; allowed: pp * vpp that divides {layers + extra}"
 
 
 def _chunks(layout: Layout) -> str:
@@ -179,30 +179,30 @@ def _first_and_last(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pr
     for name, count in given.items():
         if not isinstance(count, int) or not 0 < count < layers or count % chunks:
             rule = f", a multiple of vpp = {chunks}" if chunks > 1 else ""
-            yield f"model.megatron.{name}", f"legal: 1 to {layers - 1}{rule}"
+            yield f"model.megatron.{name}", f"allowed: 1 to {layers - 1}{rule}"
             return
     stages, left = layout.pp - len(given), layers - sum(given.values())
     if stages < 0 or (stages == 0 and left) or (stages and (left <= 0 or left % (stages * chunks))):
         wrong = f"leaves {left} of {layers} layers for {max(stages, 0)} other stages"
-        legal = "legal: a number that leaves them equal shares"
+        legal = "allowed: a number that leaves them equal shares"
         yield f"model.megatron.{next(iter(given))}", f"{wrong}; {legal}"
 
 
 def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
     if not isinstance(written, str):
-        return "legal: a text such as Et*3|t*4L"
+        return "allowed: a text such as Et*3|t*4L"
     text = written.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # Megatron-Core's own grammar
         text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
     stages, wanted = len(text.split("|")), layout.pp * (layout.vpp or 1)
     if re.search(r"[^EtL|]", text):
-        return "legal: E (embedding), t (a layer), L (loss), |, and t*3"
+        return "allowed: E (embedding), t (a layer), L (loss), |, and t*3"
     if stages != wanted:
-        return f"{stages} stages; legal: pp * vpp = {_chunks(layout)} = {wanted}"
+        return f"{stages} stages; allowed: pp * vpp = {_chunks(layout)} = {wanted}"
     if text.count("t") != layers:
         return f"{text.count('t')} layers; the model has {layers}"
     if not re.fullmatch(r"E[t|]*L", text):
-        return "legal: one E, at the start, and one L, at the end"
+        return "allowed: one E, at the start, and one L, at the end"
     return None
 
 
@@ -213,13 +213,13 @@ def weights_are_named_once(plan: Plan) -> Problems:
         return
     folder = f"model.hf_path = {format_value(model.hf_path)}"
     if model.checkpoint_path is not None:
-        wrong = f"the weights would come from {folder} too; legal: null, or model.hf_path = null"
+        wrong = f"the weights would come from {folder} too; allowed: null, or model.hf_path = null"
         yield "model.checkpoint_path", wrong
     # A resolved configuration of an earlier version names the preset `tiny` beside hf_path.
     if model.preset not in (None, "tiny"):
-        yield "model.preset", f"{folder} decides the shape; legal: leave one of them out"
+        yield "model.preset", f"{folder} decides the shape; allowed: leave one of them out"
     for key, _, theirs in shape_conflicts(plan.shape, model.starting_shape()):
-        wrong = f"the weights in {folder} have {format_value(theirs)}; legal: leave it out"
+        wrong = f"the weights in {folder} have {format_value(theirs)}; allowed: leave it out"
         yield f"model.{key}", wrong
 
 
@@ -230,36 +230,36 @@ def precision_is_possible(plan: Plan) -> Problems:
     """All that can be known without the device; models.precision asks that."""
     precision, backend = plan.config.training.precision, plan.config.model.backend
     if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
-        wrong = "the package transformer_engine is not installed; legal: torch_native or auto"
+        wrong = "the package transformer_engine is not installed; allowed: torch_native or auto"
         yield "model.backend", wrong
     if plan.for_training and precision == "fp64":
         wrong = "Megatron-Core's optimizers do not support float64, it is for `verify`"
-        yield _PRECISION, f"{wrong}; legal: fp32 or bf16"
+        yield _PRECISION, f"{wrong}; allowed: fp32 or bf16"
     fp8 = FP8.get(precision)
     if fp8 is None:
         return
     if backend == "torch_native":
         wrong = "model.backend = torch_native has no FP8"
-        yield _PRECISION, f"{wrong}; legal: fp32 or bf16, or model.backend = transformer_engine"
+        yield _PRECISION, f"{wrong}; allowed: fp32 or bf16, or model.backend = transformer_engine"
     elif plan.here and (lacks := engine_lacks()) is not None:
-        yield _PRECISION, f"{lacks}; legal: fp32 or bf16"
+        yield _PRECISION, f"{lacks}; allowed: fp32 or bf16"
     for name, (size, parts) in _fp8_sides(plan.shape, plan.layout).items():
         # Sizes that do not divide are the business of the rules above.
         if size % parts == 0 and (size // parts) % fp8.multiple:
             split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
             wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
-            yield _PRECISION, f"{wrong}; legal: bf16"
+            yield _PRECISION, f"{wrong}; allowed: bf16"
     given = plan.shape.megatron
     if fp8.recipe == "delayed":
         for name, reason in _NOT_DELAYED.items():
             if given.get(name):
-                wrong = f"not with training.precision = {precision}: {reason}; legal: false"
+                wrong = f"not with training.precision = {precision}: {reason}; allowed: false"
                 yield f"model.megatron.{name}", wrong
     elif given.get("first_last_layers_bf16"):
         most = plan.shape.num_layers // plan.layout.pp
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if not 0 <= given.get(name, 1) <= most:
-                wrong = f"a pipeline stage has {most} layers; legal: 0 to {most}"
+                wrong = f"a pipeline stage has {most} layers; allowed: 0 to {most}"
                 yield f"model.megatron.{name}", wrong
 
 

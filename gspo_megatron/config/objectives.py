@@ -277,7 +277,7 @@ def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Probl
         unset = ObjectiveSection.model_fields[name].default
         if getattr(section, name) != unset:
             legal = unset if isinstance(unset, str) else format_value(unset)
-            yield name, f"{why}; legal: {legal}"
+            yield name, f"{why}; allowed: {legal}"
 
 
 def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
@@ -287,40 +287,40 @@ def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
     yield from _unread(section, (*parts, *others), why)
     if section.kl != "none" and section.kl_in == "loss":
         wrong = "a custom objective has its own terms in the loss"
-        yield "kl", f"{wrong}; legal: none, or objective.kl_in = reward"
+        yield "kl", f"{wrong}; allowed: none, or objective.kl_in = reward"
 
 
 def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if recipe.ratio not in RULES[recipe.rule].ratios:
         legal = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
-        yield "rule", f"is not defined on ratio {recipe.ratio}; legal: {legal}"
+        yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {legal}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
     # Where an objective's own recipe has this mixture it is the algorithm, elsewhere a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
         wrong = f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its length"
-        yield "aggregation", f"{wrong}; legal: sequence_mean, or objective.name = luspo if meant"
+        yield "aggregation", f"{wrong}; allowed: sequence_mean, or objective.name = luspo if meant"
 
 
 def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     correction = recipe.correction
     if CORRECTIONS[correction].level == "token" and recipe.ratio != "token":
         wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
-        yield "correction", f"{wrong}; legal: sequence_tis, sequence_mask, k3_mask"
+        yield "correction", f"{wrong}; allowed: sequence_tis, sequence_mask, k3_mask"
     if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
         wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
         wrong += "over them it scales the update down many times"
-        yield "correction", f"{wrong}; legal: sequence_tis"
+        yield "correction", f"{wrong}; allowed: sequence_tis"
     masks = ("none", "sequence_mask", "k3_mask")
     if recipe.rule == "masked" and correction not in masks:
         wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
-        yield "correction", f"{wrong}; legal: {', '.join(masks)}"
+        yield "correction", f"{wrong}; allowed: {', '.join(masks)}"
     if correction != "none" and section.old_logprobs == "rollout":
         wrong = "corrects for old log-probs that differ from the rollout's"
-        yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; legal: none"
+        yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; allowed: none"
     low, high = (recipe.parameters.get(f"correction_{end}") for end in ("low", "high"))
     if low is not None and high is not None and low >= high:
-        wrong = "every response would be dropped; legal: "
+        wrong = "every response would be dropped; allowed: "
         if section.correction_high is None:
             yield "correction_low", f"{wrong}below correction_high = {high}"
         else:
@@ -333,7 +333,10 @@ def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     yield from _unread(section, [name for name in NUMBERS if name not in recipe.parameters], why)
     if section.options:
         wrong = "nothing reads it without a custom objective"
-        yield "options", f"{wrong}; legal: {{}}, or objective.import_path = package.module:function"
+        yield (
+            "options",
+            f"{wrong}; allowed: {{}}, or objective.import_path = package.module:function",
+        )
 
 
 def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -346,7 +349,7 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
             wrong = f"a range for ratios of single tokens; {section.name} clips ratios of whole "
             wrong += "sequences, which vary much less, so it would clip few of them"
             legal = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
-            yield name, f"{wrong}; legal: {legal}"
+            yield name, f"{wrong}; allowed: {legal}"
 
 
 _RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)
@@ -369,4 +372,4 @@ def _regularisation(section: ObjectiveSection, _: Recipe) -> _Problems:
         why = "nothing reads it with kl = none"
         yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
     elif section.kl_coefficient is None:
-        yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"
+        yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: above 0"

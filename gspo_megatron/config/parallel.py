@@ -106,11 +106,11 @@ def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals or not name:
-            wrong.append(f"{part!r} is not KEY=SIZE; legal: tp=2,pp=2,ep=2")
+            wrong.append(f"{part!r} is not KEY=SIZE; allowed: tp=2,pp=2,ep=2")
         elif name not in LAYOUT_KEYS:
             wrong.append(f"unknown key {name}; {suggest(name, list(LAYOUT_KEYS))}")
         elif not number.isascii() or not number.isdigit() or int(number) < 1:
-            wrong.append(f"{name} is {number!r}; legal: an integer from 1")
+            wrong.append(f"{name} is {number!r}; allowed: an integer from 1")
         elif name in sizes:
             wrong.append(f"{name} is given twice; give it once")
         else:

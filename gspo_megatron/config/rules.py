@@ -66,16 +66,16 @@ def inputs_are_given(plan: Plan) -> Problems:
     learns = plan.config.training.steps != 0
     if plan.for_training and learns and not getattr(data, learned):
         legal = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
-        yield f"data.{learned}", f"needed to train; legal: {legal}"
+        yield f"data.{learned}", f"needed to train; allowed: {legal}"
     names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
     given = any(getattr(data, name) for name in names)
     suites = isinstance(plan.config, Config) and bool(plan.config.evaluation.suites)
     if plan.config.training.evaluation_interval and not given:
         keys = " or ".join(f"data.{name}" for name in names)
-        wrong = f"there is nothing to evaluate on; legal: 0, or give {keys}"
+        wrong = f"there is nothing to evaluate on; allowed: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
     if plan.for_training and not learns and not (given or suites):
-        wrong = "evaluates only, and there is nothing to evaluate on; legal: from 1, or give "
+        wrong = "evaluates only, and there is nothing to evaluate on; allowed: from 1, or give "
         yield "training.steps", f"{wrong}data.{evaluated} or evaluation.suites"
 
 
@@ -85,7 +85,7 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
     if section.interval:
         # A checkpoint holds the moments of Megatron's distributed Adam, by parameter.
         optimizer, ddp = plan.config.optimizer.megatron, plan.config.parallel.ddp
-        lost = "its state cannot be saved; legal: {}, or checkpoint.interval = 0"
+        lost = "its state cannot be saved; allowed: {}, or checkpoint.interval = 0"
         if optimizer.get("optimizer", "adam") not in (None, "adam"):
             yield "optimizer.megatron.optimizer", lost.format("adam")
         if ddp.get("use_distributed_optimizer") not in (None, True):
@@ -101,13 +101,13 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
     saved, steps = section.interval, training.steps
     if evaluated == 0:
         wrong = f"no checkpoint before the last has {section.best_metric}"
-        yield "checkpoint.keep_best", f"{wrong}; legal: 0, or set {key}"
+        yield "checkpoint.keep_best", f"{wrong}; allowed: 0, or set {key}"
     # A stage may not know its number of steps yet.
     elif saved and steps is not None and math.lcm(evaluated, saved) >= steps:
         yield (
             "checkpoint.keep_best",
             f"no step before the last is both saved (checkpoint.interval = {saved}) and evaluated "
-            f"({key} = {evaluated}), as {section.best_metric} needs; legal: "
+            f"({key} = {evaluated}), as {section.best_metric} needs; allowed: "
             f"0, or intervals with a common multiple below training.steps = {steps}",
         )
 
@@ -141,7 +141,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
         meant = meant or [without[each] for each in nearest(name, without)]
     beside = [f"evaluation/{figure}" for figure in ("accuracy_low", "accuracy_high", "prompts")]
     if name not in legal + beside:
-        hint = did_you_mean(meant) if meant else f"legal: {', '.join(legal[:8])}"
+        hint = did_you_mean(meant) if meant else f"allowed: {', '.join(legal[:8])}"
         yield "checkpoint.best_metric", f"no evaluation of this run has it; {hint}"
 
 
@@ -152,48 +152,51 @@ def run_folder_is_apart(plan: Plan) -> Problems:
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
             continue  # a whole run may have another run below it
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(given)):
-            yield "logging.dir", f"lies in model.{key} = {given}; legal: a folder outside of it"
+            yield "logging.dir", f"lies in model.{key} = {given}; allowed: a folder outside of it"
 
 
 def learning_rates_fit(plan: Plan) -> Problems:
     optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
     if optimizer.min_learning_rate > optimizer.learning_rate:
-        wrong = f"above the peak; legal: at most learning_rate = {optimizer.learning_rate}"
+        wrong = f"above the peak; allowed: at most learning_rate = {optimizer.learning_rate}"
         yield "optimizer.min_learning_rate", wrong
     if not isinstance(plan.config, StageConfig):
         return
     if steps is not None and optimizer.warmup_steps > steps:
-        yield "optimizer.warmup_steps", f"longer than training.steps = {steps}; legal: at most that"
+        yield (
+            "optimizer.warmup_steps",
+            f"longer than training.steps = {steps}; allowed: at most that",
+        )
     if optimizer.decay != "wsd":
         if optimizer.wsd_steps is not None:
-            yield key, "nothing reads it without optimizer.decay = wsd; legal: null"
+            yield key, "nothing reads it without optimizer.decay = wsd; allowed: null"
     elif optimizer.wsd_steps is None:
-        yield key, "optimizer.decay = wsd needs it; legal: from 1"
+        yield key, "optimizer.decay = wsd needs it; allowed: from 1"
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
         wrong = f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}"
-        yield key, f"{wrong}; legal: at most {max(steps - optimizer.warmup_steps, 0)}"
+        yield key, f"{wrong}; allowed: at most {max(steps - optimizer.warmup_steps, 0)}"
 
 
 def rollouts_fit(plan: Plan) -> Problems:
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens
     if rollout.group_size < 2:
-        wrong = "the advantage compares the responses of a group; legal: from 2"
+        wrong = "the advantage compares the responses of a group; allowed: from 2"
         yield "rollout.group_size", wrong
     sequences = rollout.prompts_per_step * rollout.group_size
     if plan.config.objective.mini_batches > sequences:
         wrong = f"more than the prompts_per_step * group_size = {sequences} sequences of a step"
-        yield "objective.mini_batches", f"{wrong}; legal: 1 to {sequences}"
+        yield "objective.mini_batches", f"{wrong}; allowed: 1 to {sequences}"
     usual = type(rollout).model_fields["max_refills"].default
     if not rollout.dynamic_sampling and rollout.max_refills != usual:
-        wrong = f"nothing reads it without rollout.dynamic_sampling; legal: {usual}"
+        wrong = f"nothing reads it without rollout.dynamic_sampling; allowed: {usual}"
         yield "rollout.max_refills", wrong
     longest, response = plan.shape.max_sequence_length, rollout.max_response_tokens
     if response >= longest:
         wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
-        yield "rollout.max_response_tokens", f"{wrong}; legal: at most {longest - 1}"
+        yield "rollout.max_response_tokens", f"{wrong}; allowed: at most {longest - 1}"
     elif prompt is not None and prompt + response > longest:
         wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
-        yield "data.max_prompt_tokens", f"{wrong}; legal: at most {longest - response}"
+        yield "data.max_prompt_tokens", f"{wrong}; allowed: at most {longest - response}"
 
 
 # Options of a server that the run itself decides.
@@ -210,28 +213,31 @@ def environment_is_one(plan: Plan) -> Problems:
     if section.name != SINGLE_TURN:
         named.insert(0, "name")
     for name in named[1:] if "verifiers" in named else ():
-        yield f"environment.{name}", f"environment.{named[0]} names another one; legal: one of them"
+        yield (
+            f"environment.{name}",
+            f"environment.{named[0]} names another one; allowed: one of them",
+        )
     if section.verifiers is None:
         if section.python is not None:
-            yield key, "nothing reads it without environment.verifiers; legal: null"
+            yield key, "nothing reads it without environment.verifiers; allowed: null"
     elif section.python is None:
         yield key, "environment.verifiers needs the interpreter that has the package verifiers"
     elif plan.here and shutil.which(section.python) is None:
-        yield key, "is no program; legal: the interpreter of an environment that has verifiers"
+        yield key, "is no program; allowed: the interpreter of an environment that has verifiers"
 
 
 def staleness_fits(plan: Plan) -> Problems:
     """What only responses of earlier weights need is set where there are any."""
     rollout, bound = plan.config.rollout, plan.config.objective.max_token_staleness
     if rollout.kv_after_update != "recompute" and not rollout.staleness:
-        wrong = "with max_staleness = 0 no response is under way then; legal: recompute"
+        wrong = "with max_staleness = 0 no response is under way then; allowed: recompute"
         yield "rollout.kv_after_update", wrong
     if bound is not None and bound >= rollout.staleness:
-        wrong = f"no token misses more than {rollout.staleness} updates; legal: null"
+        wrong = f"no token misses more than {rollout.staleness} updates; allowed: null"
         below = f", or 0 to {rollout.staleness - 1}" if rollout.staleness else ""
         yield "objective.max_token_staleness", f"{wrong}{below}"
     if rollout.engine != "vllm" and rollout.max_staleness:
-        wrong = "the model that is trained draws the responses itself; legal: 0, or engine = vllm"
+        wrong = "the model that is trained draws the responses itself; allowed: 0, or engine = vllm"
         yield "rollout.max_staleness", wrong
 
 
@@ -248,25 +254,28 @@ def servers_are_there(plan: Plan) -> Problems:
         for name in given:
             legal = f"{format_value(defaults[name])}, or engine = vllm"
             wrong = f"nothing reads it with rollout.engine = {engine}"
-            yield f"rollout.vllm.{name}", f"{wrong}; legal: {legal}"
+            yield f"rollout.vllm.{name}", f"{wrong}; allowed: {legal}"
         return
     if bool(servers.servers) == bool(servers.urls):
         wrong = "both start servers and name running ones" if servers.urls else "there are none"
-        yield "rollout.vllm.servers", f"{wrong}; legal: from 1, or 0 with rollout.vllm.urls"
+        yield "rollout.vllm.servers", f"{wrong}; allowed: from 1, or 0 with rollout.vllm.urls"
     for url in servers.urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
-            yield "rollout.vllm.urls", f"{url}: legal: http://host:port"
+            yield "rollout.vllm.urls", f"{url}: allowed: http://host:port"
     for url, count in Counter(url.rstrip("/").lower() for url in servers.urls).items():
         if count > 1:
-            yield "rollout.vllm.urls", f"{url} is there {count} times; legal: each server once"
+            yield "rollout.vllm.urls", f"{url} is there {count} times; allowed: each server once"
     for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
         if name in given:
-            yield f"rollout.vllm.{name}", "is for servers that the run starts; legal: leave it out"
+            yield (
+                f"rollout.vllm.{name}",
+                "is for servers that the run starts; allowed: leave it out",
+            )
     if plan.here and servers.python is not None and shutil.which(servers.python) is None:
-        wrong = "is no program; legal: the interpreter of an environment that has vLLM"
+        wrong = "is no program; allowed: the interpreter of an environment that has vLLM"
         yield "rollout.vllm.python", wrong
     for name in sorted(_OWN_OPTIONS & {key.replace("-", "_") for key in servers.options}):
-        yield f"rollout.vllm.options.{name}", "the run decides it; legal: leave it out"
+        yield f"rollout.vllm.options.{name}", "the run decides it; allowed: leave it out"
 
 
 def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
@@ -278,15 +287,17 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
     for name, usual in (("top_p", 1.0), ("top_k", 0)):
         if getattr(rollout, name) != usual:
             wrong = "vLLM's log-probs are of the tokens that are left, the trainer's of all"
-            yield f"rollout.{name}", f"{wrong}; legal with engine = vllm: {usual}"
+            yield f"rollout.{name}", f"{wrong}; allowed with engine = vllm: {usual}"
     if rollout.batch_size is not None:
-        wrong = "nothing reads it with engine = vllm; legal: null, and max_num_seqs in vllm.options"
+        wrong = (
+            "nothing reads it with engine = vllm; allowed: null, and max_num_seqs in vllm.options"
+        )
         yield "rollout.batch_size", wrong
     if rollout.stop and not Path(plan.config.data.tokenizer).is_dir():
         wrong = "vLLM finds texts only with a Hugging Face tokenizer folder as data.tokenizer"
-        yield "rollout.stop", f"{wrong}; legal: []"
+        yield "rollout.stop", f"{wrong}; allowed: []"
     if plan.config.routing.rollout_noise:
-        wrong = "is for the in-process engine; legal with rollout.engine = vllm: 0.0"
+        wrong = "is for the in-process engine; allowed with rollout.engine = vllm: 0.0"
         yield "routing.rollout_noise", wrong
     shape = plan.shape
     try:
@@ -301,21 +312,21 @@ def rollout_nodes_are_used(plan: Plan) -> Problems:
     rollout = plan.config.rollout
     count, given = rollout.vllm.servers, f"of {VARIABLE} = {','.join(names)}"
     if names and rollout.engine != "vllm":
-        yield "rollout.engine", f"nothing runs on the nodes {given}; legal with them: vllm"
+        yield "rollout.engine", f"nothing runs on the nodes {given}; allowed with them: vllm"
     elif names and (count == 0 or count % len(names)):
         wrong = f"does not spread evenly over the {len(names)} nodes {given}"
-        yield "rollout.vllm.servers", f"{wrong}; legal: multiples of {len(names)}"
+        yield "rollout.vllm.servers", f"{wrong}; allowed: multiples of {len(names)}"
 
 
 def rewards_are_shaped(plan: Plan) -> Problems:
     reward, longest = plan.config.reward, plan.config.rollout.max_response_tokens
     if reward.overlong_buffer is None:
         if reward.overlong_penalty != 1.0:
-            wrong = "nothing reads it without reward.overlong_buffer; legal: 1.0"
+            wrong = "nothing reads it without reward.overlong_buffer; allowed: 1.0"
             yield "reward.overlong_penalty", wrong
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
-        yield "reward.overlong_buffer", f"{wrong}; legal: null, or below {longest}"
+        yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
 
 
 # What changes or watches the routers' choice of experts, with the value that turns it off.
@@ -328,16 +339,16 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
         if getattr(routing, name) == idle:
             continue
         if shape.num_moe_experts is None:
-            reasons = [f"the model has no experts; legal: {str(idle).lower()}"]
+            reasons = [f"the model has no experts; allowed: {str(idle).lower()}"]
         else:
             reasons = _unreplayable(shape.megatron, name.endswith("replay"))
         for reason in reasons:
             yield f"routing.{name}", reason
     if routing.store_on_host and not routing.modes:
-        wrong = "nothing reads it with replay = off and reference_replay = off; legal: false"
+        wrong = "nothing reads it with replay = off and reference_replay = off; allowed: false"
         yield "routing.store_on_host", wrong
     if routing.reference_replay != "off" and plan.config.objective.kl == "none":
-        wrong = "there is no reference with objective.kl = none; legal: off"
+        wrong = "there is no reference with objective.kl = none; allowed: off"
         yield "routing.reference_replay", wrong
 
 
@@ -362,7 +373,9 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
         if replays and megatron.get(name) is not None:
             wrong = "full experts drop tokens after the choice, so the experts that are used would "
             found.append((f"{wrong}not be those that are replayed", f"{{}}{name} = null"))
-    return [f"{wrong}; legal with it: {legal.format('model.megatron.')}" for wrong, legal in found]
+    return [
+        f"{wrong}; allowed with it: {legal.format('model.megatron.')}" for wrong, legal in found
+    ]
 
 
 def export_has_a_family(plan: Plan) -> Problems:
@@ -372,19 +385,19 @@ def export_has_a_family(plan: Plan) -> Problems:
     try:
         family_of_shape(shape)
     except ConfigError as error:
-        yield "export.hf_path", f"{error}; legal: null"
+        yield "export.hf_path", f"{error}; allowed: null"
 
 
 def examples_are_sound(plan: Plan) -> Problems:
     data = plan.config.data
     if data.messages_field is not None and data.chat_template:
-        yield "data.chat_template", "data.messages_field uses the template anyway; legal: false"
+        yield "data.chat_template", "data.messages_field uses the template anyway; allowed: false"
     if data.messages_field is not None and data.template is not None:
-        yield "data.template", "data.messages_field holds whole conversations; legal: null"
+        yield "data.template", "data.messages_field holds whole conversations; allowed: null"
     if data.template is not None and data.prompt_field != "prompt":
-        yield "data.prompt_field", "data.template makes the prompt; legal: prompt"
+        yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
-        yield "data.max_tokens", f"more than max_sequence_length = {most}; legal: at most that"
+        yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"
 
 
 def prompts_are_sound(plan: Plan) -> Problems:
@@ -392,30 +405,33 @@ def prompts_are_sound(plan: Plan) -> Problems:
     yield from weights_fit(data.weights, data.prompts or [], "files in data.prompts")
     for key, paths in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
         if len({os.path.realpath(path) for path in paths or ()}) < len(paths or ()):
-            yield key, "a file is listed twice; legal: once, with a weight"
+            yield key, "a file is listed twice; allowed: once, with a weight"
     for name in ("prompt_field", "answer_field") if data.format is not None else ():
         usual = type(data).model_fields[name].default
         if getattr(data, name) != usual:
-            yield f"data.{name}", f"data.format = {data.format} names it; legal: {usual}"
+            yield f"data.{name}", f"data.format = {data.format} names it; allowed: {usual}"
     if data.template is not None and data.format is None and data.prompt_field != "prompt":
-        yield "data.prompt_field", "data.template makes the prompt; legal: prompt"
+        yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
 
 
 def weights_fit(weights: list[float] | None, weighted: list[str], words: str) -> Problems:
     if weights is not None and len(weights) != len(weighted):
-        yield "data.weights", f"{len(weights)} weights of {len(weighted)} {words}; legal: one each"
+        yield (
+            "data.weights",
+            f"{len(weights)} weights of {len(weighted)} {words}; allowed: one each",
+        )
 
 
 def corpora_are_sound(plan: Plan) -> Problems:
     data, training = plan.config.data, plan.config.training
     if training.steps is None and training.tokens is None:
-        yield "training.steps", "needed to train, or training.tokens; legal: from 1"
+        yield "training.steps", "needed to train, or training.tokens; allowed: from 1"
     yield from weights_fit(data.weights, data.train, "prefixes")
     for key, prefixes in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if len(set(prefixes)) < len(prefixes):
-            yield key, "a prefix is listed twice; legal: once, with a weight"
+            yield key, "a prefix is listed twice; allowed: once, with a weight"
     if data.evaluation and data.evaluation_share:
-        wrong = "data.evaluation names data for it too; legal: 0, or leave that out"
+        wrong = "data.evaluation names data for it too; allowed: 0, or leave that out"
         yield "data.evaluation_share", wrong
 
 
@@ -434,14 +450,14 @@ def samples_and_batches_divide(plan: Plan) -> Problems:
     if not left and config.training.batch_size % unit:  # else world_size_fits reports it
         of_stages = f", in rounds of pp = {layout.pp}" if unit > dp else ""
         wrong = f"does not split evenly over {dp} data-parallel ranks{of_stages}"
-        yield "training.batch_size", f"{wrong}; legal: multiples of {unit}"
+        yield "training.batch_size", f"{wrong}; allowed: multiples of {unit}"
     most, key = plan.shape.max_sequence_length, "data.sequence_length"
     length, unit = config.data.sequence_length or most, sample_multiple(config)
     if length > most:
-        yield key, f"more than max_sequence_length = {most}; legal: at most that"
+        yield key, f"more than max_sequence_length = {most}; allowed: at most that"
     if length % unit:
         wrong = f"{length} tokens do not split over cp = {layout.cp} and tp = {layout.tp}"
-        yield key, f"{wrong}; legal: multiples of {unit}"
+        yield key, f"{wrong}; allowed: multiples of {unit}"
 
 
 _SHARED: tuple[Rule, ...] = (

@@ -40,7 +40,7 @@ def _date(given: Any) -> str:
             with contextlib.suppress(ValueError):
                 if len(text) == size and datetime.datetime.strptime(text, form):
                     return text
-    raise PydanticCustomError("date", "not a date; legal: 2025-01-31, 2025-01 or 2025")
+    raise PydanticCustomError("date", "not a date; allowed: 2025-01-31, 2025-01 or 2025")
 
 
 Date = Annotated[str, BeforeValidator(_date)]
@@ -88,7 +88,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def known(self, name: str) -> Any:
-        """The value of a key; None where the user's value is not legal, so that it is not known."""
+        """The value of a key; None where the user's value is not allowed, so not known."""
         return vars(self).get(name)
 
     def require_whole(self) -> None:

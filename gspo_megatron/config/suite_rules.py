@@ -17,19 +17,19 @@ def suites_fit(plan: Plan) -> Problems:
     """Every suite can be drawn and judged, and suites are there where they are to be evaluated."""
     section = plan.config.evaluation
     if section.interval and not section.suites:
-        wrong = "there is no suite to evaluate; legal: 0, or give evaluation.suites"
+        wrong = "there is no suite to evaluate; allowed: 0, or give evaluation.suites"
         yield "evaluation.interval", wrong
     for key, _, wrong in suite_problems(section):
         yield key, wrong
     for name, suite in section.suites.items():
         key = f"{suite_key(name)}.max_response_tokens"
         if plan.config.environment.has_episodes and suite.max_response_tokens is not None:
-            wrong = "episodes of several turns end at rollout.max_response_tokens; legal: null"
+            wrong = "episodes of several turns end at rollout.max_response_tokens; allowed: null"
             yield key, wrong
         longest, response = plan.shape.max_sequence_length, plan.config.suite_response_tokens(name)
         if response >= longest:
             wrong = f"{response} leave no room for a prompt in max_sequence_length = {longest}"
-            yield key, f"{wrong}; legal: at most {longest - 1}"
+            yield key, f"{wrong}; allowed: at most {longest - 1}"
 
 
 def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]:
@@ -42,22 +42,22 @@ def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]
 def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, Any, str]]:
     key, shaping = suite_key(name), RewardSection.model_fields
     if suite.samples > 1 and suite.temperature == 0:
-        wrong = f"greedy responses are all the same, and samples = {suite.samples}; legal: "
+        wrong = f"greedy responses are all the same, and samples = {suite.samples}; allowed: "
         yield f"{key}.temperature", suite.temperature, f"{wrong}above 0, or samples = 1"
     for each in _SHAPING:
         value = getattr(suite.reward, each)
         if value != shaping[each].default:
-            wrong = "rewards of an evaluation are not shaped; legal: leave it out"
+            wrong = "rewards of an evaluation are not shaped; allowed: leave it out"
             yield f"{key}.reward.{each}", value, wrong
     if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
         wrong = f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
-        yield f"{key}.failed", suite.failed, f"{wrong}evaluation; legal: drop_group there"
+        yield f"{key}.failed", suite.failed, f"{wrong}evaluation; allowed: drop_group there"
     window = suite.filter
     if window.field is None and (window.first or window.last):
-        wrong = "nothing tells which field has the date; legal: the name of a field"
+        wrong = "nothing tells which field has the date; allowed: the name of a field"
         yield f"{key}.filter.field", None, wrong
     first, last = window.first or "", window.last or "9999"
     size = min(len(first), len(last))
     if first[:size] > last[:size]:
-        wrong = f"before filter.first = {first}; legal: from that on"
+        wrong = f"before filter.first = {first}; allowed: from that on"
         yield f"{key}.filter.last", window.last, wrong

@@ -78,7 +78,7 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
 
     total = size_of(root)
     if total > max(MOST_VALUES, own):
-        wrong = f"its aliases stand for {total:,} values; legal: {MOST_VALUES:,} at most"
+        wrong = f"its aliases stand for {total:,} values; allowed: {MOST_VALUES:,} at most"
         raise MarkedYAMLError(None, None, wrong, root.start_mark)
 
 

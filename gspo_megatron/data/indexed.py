@@ -122,7 +122,8 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
             problems.add(
                 f"{bin_path}",
                 f"made with a tokenizer of {manifest.vocab_size} ids, but the model's vocabulary "
-                f"has {model_vocab_size}; legal: model.vocab_size = {manifest.vocab_size} or more",
+                f"has {model_vocab_size}; allowed: model.vocab_size = {manifest.vocab_size} or "
+                "more",
             )
         elif len(wrong):
             problems.add(

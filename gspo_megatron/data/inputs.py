@@ -293,11 +293,11 @@ def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
         key = "checkpoint_path" if model.hf_path is None else "hf_path"
         problems.append(
             f"data.tokenizer = {name}: it has {tokenizer.vocab_size} ids, the model in "
-            f"model.{key} = {getattr(model, key)} {wanted}; legal: at most {wanted}"
+            f"model.{key} = {getattr(model, key)} {wanted}; allowed: at most {wanted}"
         )
     elif wanted < tokenizer.vocab_size:
         problems.append(
             f"model.vocab_size = {wanted}: the tokenizer {name} has {tokenizer.vocab_size} ids; "
-            f"legal: {tokenizer.vocab_size} or more"
+            f"allowed: {tokenizer.vocab_size} or more"
         )
     return tokenizer, problems

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 DEFAULT_FIELDS = FieldMap()
 IDLE_OPTIONS = (
     "data.chat_template_options",
-    "nothing reads it: no prompt is a list of messages, and data.chat_template = false; legal: {}",
+    "nothing reads it: no prompt is a list of messages, and data.chat_template = false; allowed: "
+    "{}",
 )
 SHOWN_CHARACTERS = 10  # unknown ones, of the first text
 SHOWN_NAMES = 5  # control tokens, of the first text
@@ -53,12 +54,14 @@ def load_prompts(
     if twice:
         prompt, first = twice[0]
         others = f", and {len(twice) - 1} more like it" if len(twice) > 1 else ""
-        what = f"id {prompt.row_id!r:.80} is that of {first}, too{others}; legal: an id a row, or "
+        what = (
+            f"id {prompt.row_id!r:.80} is that of {first}, too{others}; allowed: an id a row, or "
+        )
         problems.add(prompt.source, f"{what}{fields.section}.id_field = null")
     problems.raise_if_any()
     if not prompts and fields.window is not None and fields.window.field is not None:
         raise DataError(
-            f"{path}: no row lies in the window; legal: another {fields.section}.filter"
+            f"{path}: no row lies in the window; allowed: another {fields.section}.filter"
         )
     if not prompts:
         raise DataError(f"{path}: holds no prompts; one JSON object a line is wanted")

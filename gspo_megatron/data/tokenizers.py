@@ -359,7 +359,7 @@ def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
         raise DataError(f"{file}: cannot be read: {error}") from error
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(each) is int for each in ids):
-        raise DataError(f"{file}: eos_token_id = {named!r}; legal: an id or a list of ids")
+        raise DataError(f"{file}: eos_token_id = {named!r}; allowed: an id or a list of ids")
     return tuple(dict.fromkeys([eos_id, *ids]))
 
 

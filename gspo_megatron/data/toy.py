@@ -71,7 +71,7 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
     Raises DataError for an unknown task, a count below 1, or more rows than the task has prompts.
     """
     if task not in TASKS:
-        raise DataError(f"task = {task!r}: no such toy task; legal: {', '.join(TASKS)}")
+        raise DataError(f"task = {task!r}: no such toy task; allowed: {', '.join(TASKS)}")
     for name, count in (("train", train), ("test", test)):
         if count < 1:
             raise DataError(f"{name} = {count}: at least 1 row is needed")
@@ -151,7 +151,7 @@ def write_toy_dataset(
     written.
     """
     if documents < 0:
-        raise DataError(f"documents = {documents}: legal: 0 or more")
+        raise DataError(f"documents = {documents}: allowed: 0 or more")
     out_dir = Path(out_dir)
     train_rows, test_rows = generate(task, train, test, seed)
     share = TEXT_ADDITION_SHARE if documents else SUPERVISED_ADDITION_SHARE

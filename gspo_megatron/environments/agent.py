@@ -46,7 +46,7 @@ class Agent:
         program, *words = self._command
         key = f"environment.options.command = {shlex.join(self._command)!r}"
         if shutil.which(program) is None:
-            return f"{key}: {program} is no program; legal: one on PATH, or a path to one"
+            return f"{key}: {program} is no program; allowed: one on PATH, or a path to one"
         # What follows -c is a command line of a shell or code of Python, and no path.
         options = [*itertools.takewhile(lambda word: word.startswith("-"), words)]
         script = words[len(options)] if len(words) > len(options) else ""
@@ -54,7 +54,7 @@ class Agent:
         is_path = script.endswith(_SCRIPTS) and not any(map(str.isspace, script))
         if is_path and not is_inline and not os.path.isfile(script):
             where = f"a path from {os.getcwd()}, or an absolute one"
-            return f"{key}: {script}: no such file; legal: {where}"
+            return f"{key}: {script}: no such file; allowed: {where}"
         return None
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:

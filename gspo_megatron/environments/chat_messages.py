@@ -44,7 +44,7 @@ def plain_messages(given: Any) -> list[dict[str, Any]]:
 def _plain(message: Any) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in _ROLES:
-        raise EpisodeError(f"a message of the role {role!r}; legal: {', '.join(_ROLES)}")
+        raise EpisodeError(f"a message of the role {role!r}; allowed: {', '.join(_ROLES)}")
     plain = {"role": role, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]

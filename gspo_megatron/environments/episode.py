@@ -316,7 +316,7 @@ class Client:
             return None
         if not isinstance(trajectory, Trajectory):
             kind = type(trajectory).__name__
-            raise EpisodeError(f"rollout returned a {kind}; legal: a Trajectory, or None")
+            raise EpisodeError(f"rollout returned a {kind}; allowed: a Trajectory, or None")
         given: Any = trajectory.reward
         if trajectory.turn_rewards is not None:
             if given is not None:

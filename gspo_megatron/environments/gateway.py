@@ -115,7 +115,7 @@ class Session:
     async def _turn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in (("n", 1), ("logprobs", False)):
             if asked.get(key) not in (None, value):
-                raise _RefusedError(f"{key} = {asked[key]}: not supported; legal: {value}")
+                raise _RefusedError(f"{key} = {asked[key]}: not supported; allowed: {value}")
         for key, kind in _KINDS.items():
             if asked.get(key) and type(asked[key]) is not kind:
                 wanted = {int: "a number", list: "a list", dict: "an object"}[kind]
@@ -123,7 +123,7 @@ class Session:
         given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
         if limit is not None and limit < 1:
-            raise _RefusedError(f"max_tokens = {limit}: legal: 1 or more")
+            raise _RefusedError(f"max_tokens = {limit}: allowed: 1 or more")
         count = len(self.known)
         continues = given[:count] == self.known and tools == self.client.tools
         if count and continues and len(given) > count:
@@ -259,7 +259,7 @@ class Gateway:
             session, given = self._session(request), await _json(request)
             known = {k: v for k, v in given.items() if k in ("reward", "turn_rewards")}
             if len(known) != 1 or len(given) != 1:
-                raise _RefusedError("legal: one of reward and turn_rewards")
+                raise _RefusedError("allowed: one of reward and turn_rewards")
         except _RefusedError as error:
             return _refusal(str(error), "invalid_request_error")
         session.reward = Trajectory(**known)

@@ -24,7 +24,7 @@ _Class = TypeVar("_Class", bound=Callable[..., Any])
 
 _PATH = "environment.import_path"
 _ROLLOUT = "async def rollout(self, client, task)"
-HELP_TEMPLATE = "legal: the folder of a chat model, or a chat_template.jinja beside the tokenizer"
+HELP_TEMPLATE = "allowed: the folder of a chat model, or a chat_template.jinja beside the tokenizer"
 
 _REGISTRY: dict[str, Callable[..., Environment]] = {}
 
@@ -53,7 +53,7 @@ def get_environment(
         name, make = import_path, load_function(_PATH, import_path, EpisodeError, "class")
         if not inspect.isclass(make):
             kind = "function" if inspect.isfunction(make) else type(make).__name__
-            raise EpisodeError(f"{_PATH} = {name}: is a {kind}; legal: a class with {_ROLLOUT}")
+            raise EpisodeError(f"{_PATH} = {name}: is a {kind}; allowed: a class with {_ROLLOUT}")
     elif name in _REGISTRY:
         make = _REGISTRY[name]
     elif name == SINGLE_TURN:
@@ -61,7 +61,7 @@ def get_environment(
     else:
         legal = ", ".join(sorted([SINGLE_TURN, *_REGISTRY]))
         raise EpisodeError(
-            f"environment.name = {name}: no such environment; legal: {legal}, or give your own "
+            f"environment.name = {name}: no such environment; allowed: {legal}, or give your own "
             "with environment.import_path"
         )
     return _made(name, make, options or {})
@@ -81,7 +81,7 @@ def _made(
         what = f"{type(error).__name__}: {error} ({origin(error)})"
         raise EpisodeError(f"environment {name}: making it failed: {what}") from error
     if environment is not None and (fault := _rollout_fault(environment)) is not None:
-        raise EpisodeError(f"environment {name}: {fault}; legal: {_ROLLOUT}")
+        raise EpisodeError(f"environment {name}: {fault}; allowed: {_ROLLOUT}")
     return environment
 
 
@@ -119,7 +119,7 @@ def check_environment(
         own = "" if needs else f", or needs_messages = False of {name}"
         problems.append(
             f"environment {name}: it answers turns with messages, and {len(bare)} prompts are no "
-            f"messages; the first is {bare[0]}; legal: data.chat_template = true{own}"
+            f"messages; the first is {bare[0]}; allowed: data.chat_template = true{own}"
         )
     if problems:
         raise EpisodeError("\n".join(problems))

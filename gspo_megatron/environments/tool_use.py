@@ -60,7 +60,7 @@ class ToolUse:
         unknown = [name for name in names if name not in _TOOLS]
         if unknown or not names:
             legal = ", ".join(_TOOLS)
-            raise ValueError(f"environment.options.tools = {names}; legal: some of {legal}")
+            raise ValueError(f"environment.options.tools = {names}; allowed: some of {legal}")
         if "python" in names and (fault := sandbox.fault()) is not None:
             raise ValueError(f"environment.options.tools = {names}: python: {fault}")
         self._tools = {name: _TOOLS[name] for name in names}

@@ -149,7 +149,7 @@ class Bridge:
             return {"error": said}
         traces = [each for each in episode.traces if each.agent.trainable]
         if len(traces) != 1:
-            return {"error": f"{len(traces)} agents are the policy in an episode; legal: one"}
+            return {"error": f"{len(traces)} agents are the policy in an episode; allowed: one"}
         return {"reward": traces[0].reward, "truncated": traces[0].is_truncated}
 
 

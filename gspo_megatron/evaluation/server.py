@@ -47,7 +47,7 @@ class ServerEvaluation:
         """url: without /v1; suites: by name, as in evaluation.suites; out: an empty or absent
         folder. Raises ConfigError with all that is wrong with suites and their files."""
         if not suites:
-            raise ConfigError([f"{url}: names nothing to evaluate; legal: --suite FILE.yaml"])
+            raise ConfigError([f"{url}: names nothing to evaluate; allowed: --suite FILE.yaml"])
         self.url, self.out = url, out
         self.section = parse_suites(suites, overrides)
         self.prompts: dict[str, list[Prompt]] = {}
@@ -61,7 +61,7 @@ class ServerEvaluation:
                 if name in self.rewards:
                     check_answers(self.rewards[name], self.prompts[name])
         if (out / METRICS_FILE).exists():
-            problems.append(f"--output {out}: holds an evaluation; legal: another folder")
+            problems.append(f"--output {out}: holds an evaluation; allowed: another folder")
         if problems:
             raise ConfigError(problems)
 
@@ -104,7 +104,7 @@ class ServerEvaluation:
         try:
             return str(found["data"][0]["id"])
         except WRONG_VALUES as error:
-            raise RolloutError(f"{self.url}: names no model; legal: --model NAME") from error
+            raise RolloutError(f"{self.url}: names no model; allowed: --model NAME") from error
 
     async def _draw(
         self, name: str, suite: SuiteSection, model: str, requests: int

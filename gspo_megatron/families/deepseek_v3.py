@@ -28,10 +28,10 @@ def check_latent(
         heads = hf.get("num_attention_heads")
         given = hf.get("num_key_value_heads", key_value_heads)
         if given not in (None, heads):
-            problems.append(f"num_key_value_heads = {given}: not supported; legal: {heads}")
+            problems.append(f"num_key_value_heads = {given}: not supported; allowed: {heads}")
         rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
         if width not in (None, rotated):  # transformers takes the rotary frequencies from it
-            wrong = f"not supported; legal: qk_rope_head_dim ({rotated})"
+            wrong = f"not supported; allowed: qk_rope_head_dim ({rotated})"
             problems.append(f"head_dim = {width}: {wrong}")
         return problems
 

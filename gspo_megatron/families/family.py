@@ -80,7 +80,7 @@ class Family:
         """The model that a config.json describes, and a line for each thing not supported."""
         hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
-            f"{key} = {format_value(hf[key])}: not supported; legal: "
+            f"{key} = {format_value(hf[key])}: not supported; allowed: "
             + " or ".join(format_value(value) for value in legal)
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
@@ -292,10 +292,10 @@ def _windows(hf: Mapping[str, Any]) -> list[str]:
     problems = []
     if window is not None and used:
         legal = "null, or use_sliding_window = false"
-        problems.append(f"sliding_window = {format_value(window)}: not supported; legal: {legal}")
+        problems.append(f"sliding_window = {format_value(window)}: not supported; allowed: {legal}")
     others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - {"full_attention"})))
     if others:
-        problems.append(f"layer_types: {others}: not supported; legal: full_attention")
+        problems.append(f"layer_types: {others}: not supported; allowed: full_attention")
     return problems
 
 
@@ -311,7 +311,7 @@ def _quantization(hf: Mapping[str, Any]) -> list[str]:
     if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
     legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
-    return [f"quantization_config = {format_value(dict(given))}: not supported; legal: {legal}"]
+    return [f"quantization_config = {format_value(dict(given))}: not supported; allowed: {legal}"]
 
 
 def _is_block(value: Any) -> bool:

@@ -135,7 +135,7 @@ def no_checkpoint(path: str) -> str:
 
 def no_folder(path: str | Path) -> str:
     """What is wrong with a path that should be a folder, and is none."""
-    return "is a file; legal: its folder" if Path(path).is_file() else "no such folder"
+    return "is a file; allowed: its folder" if Path(path).is_file() else "no such folder"
 
 
 def preset_of_checkpoint(path: str) -> ModelPreset:

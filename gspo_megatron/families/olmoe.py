@@ -13,7 +13,7 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     width, heads, given = (hf.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
     if given is None or given * heads == width:
         return []
-    return [f"head_dim = {given}: not supported; legal: hidden_size / num_attention_heads"]
+    return [f"head_dim = {given}: not supported; allowed: hidden_size / num_attention_heads"]
 
 
 FAMILY = f.Family(

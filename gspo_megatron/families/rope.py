@@ -62,13 +62,13 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
     kind = settings.get("rope_type", DEFAULT)
     if kind not in kinds.types:
         legal = " or ".join(kinds.types)
-        wrong = f"{names['rope_type']} = {format_value(kind)}: not supported; legal: {legal}"
+        wrong = f"{names['rope_type']} = {format_value(kind)}: not supported; allowed: {legal}"
         problems.append(wrong)
     default = 1.0 if kinds.percent is None else kinds.percent
     percent = settings.get("partial_rotary_factor", default)
     if percent != 1 and kinds.percent is None:
         where = names["partial_rotary_factor"]
-        problems.append(f"{where} = {format_value(percent)}: not supported; legal: 1")
+        problems.append(f"{where} = {format_value(percent)}: not supported; allowed: 1")
     elif not _is_number(percent) or not 0 < percent <= 1:
         where = names["partial_rotary_factor"]
         wrong = "must be a number above 0, and at most 1"
@@ -134,7 +134,7 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
             continue
         for key, value in (given or {}).items():
             if where and isinstance(value, Mapping):  # of the layers of one type
-                wrong = "not supported; legal: one set of values for all layers"
+                wrong = "not supported; allowed: one set of values for all layers"
                 problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
             elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
                 values[key] = value
@@ -155,7 +155,7 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
     different = [key for key, legal in _LLAMA3_CONSTANTS.items() if settings.get(key) != legal]
     return [
         f"{names.get(key, f'rope_scaling.{key}')} = {format_value(settings.get(key))}: "
-        f"not supported; legal: {_LLAMA3_CONSTANTS[key]:g}"
+        f"not supported; allowed: {_LLAMA3_CONSTANTS[key]:g}"
         for key in different
     ]
 
@@ -174,11 +174,11 @@ def _yarn(
     for key, legal in (("attention_factor", None), ("truncate", True)):
         if settings.get(key, legal) != legal:
             where, value = names[key], format_value(settings[key])
-            problems.append(f"{where} = {value}: not supported; legal: {format_value(legal)}")
+            problems.append(f"{where} = {value}: not supported; allowed: {format_value(legal)}")
     scale, all_dims = settings.get("mscale", 0), settings.get("mscale_all_dim", 0)
     if all_dims and not scale:  # transformers then scales the two parts of attention differently
         where, value = names["mscale_all_dim"], format_value(all_dims)
-        problems.append(f"{where} = {value}: not supported without mscale; legal: both, or none")
+        problems.append(f"{where} = {value}: not supported without mscale; allowed: both, or none")
     # With one of the two alone, transformers takes mscale = 1 for the angles.
     megatron |= {
         "mscale": float(scale) if scale and all_dims else 1.0,

@@ -47,7 +47,7 @@ class Groups:
         # topk // topk_group.
         if count in (None, 1) or topk == 2 * chosen:
             return []
-        wrong = f"not supported with topk_group = {chosen}; legal: {2 * chosen}, or n_group = 1"
+        wrong = f"not supported with topk_group = {chosen}; allowed: {2 * chosen}, or n_group = 1"
         return [f"num_experts_per_tok = {topk}: {wrong}"]
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
             problems += _scale_problems(folder, name)
             scales.add(name + SCALES)
         elif entry.dtype not in DTYPES:
-            problems.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
+            problems.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
     # a tied embedding may be there twice
     known = {*weights.shapes, *scales, family.names["head"]}
     unknown = [

@@ -121,18 +121,18 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
     if joint_qk_norm and config.num_query_groups % tp:
         raise UserError(
             f"parallel.tensor_model_parallel_size = {tp}: keys are normalised over all "
-            f"{config.num_query_groups} heads of keys together; legal: a divisor of that number"
+            f"{config.num_query_groups} heads of keys together; allowed: a divisor of that number"
         )
     if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
         raise UserError(
             "parallel.sequence_parallel = false: latent attention with "
-            f"tensor_model_parallel_size = {tp} needs it; legal: null or true"
+            f"tensor_model_parallel_size = {tp} needs it; allowed: null or true"
         )
     cp, is_engine = config.context_parallel_size, backend == "transformer_engine"
     if is_engine and cp > 1 and not config.bf16:
         raise UserError(
             f"parallel.context_parallel_size = {cp}: attention of Transformer Engine has no fp32 "
-            "under context parallelism; legal: training.precision = bf16, or model.backend = "
+            "under context parallelism; allowed: training.precision = bf16, or model.backend = "
             "torch_native"
         )
     fused = config.multi_latent_attention and is_engine
@@ -140,12 +140,12 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
     if fused and resolves and config.q_lora_rank is None:
         raise UserError(
             "model.backend = transformer_engine: the installed megatron-core normalises queries "
-            "that have no latent (q_lora_rank = null); legal: torch_native"
+            "that have no latent (q_lora_rank = null); allowed: torch_native"
         )
     if fused and config.layernorm_epsilon != LATENT_EPSILON:
         raise UserError(
             "model.backend = transformer_engine: it has one epsilon for all norms, and those of "
-            f"the latents have {LATENT_EPSILON}, the others {config.layernorm_epsilon}; legal: "
+            f"the latents have {LATENT_EPSILON}, the others {config.layernorm_epsilon}; allowed: "
             "torch_native"
         )
 

@@ -109,7 +109,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
             f"; this is a {torch.cuda.get_device_name()} ({'.'.join(map(str, capability))}) with "
             f"torch for CUDA {torch.version.cuda}"
         )
-    raise UserError(problem("training.precision", precision, f"{reason}; legal: {legal}"))
+    raise UserError(problem("training.precision", precision, f"{reason}; allowed: {legal}"))
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
 
     def wrong(key: str, why: str, legal: str, value: object = None) -> str:
         value = getattr(section, key) if value is None else value
-        reason = f"there are rewards of turns, {why}; legal: {legal}"
+        reason = f"there are rewards of turns, {why}; allowed: {legal}"
         return problem(f"objective.{key}", value, reason)
 
     if section.import_path is None and recipe.terms != "token":

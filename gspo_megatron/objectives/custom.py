@@ -28,7 +28,7 @@ def custom_objective(
             )
         if outputs.loss.dim() != 0:
             shape = tuple(outputs.loss.shape)
-            raise UserError(f"{key} = {import_path}: the loss has shape {shape}; legal: a scalar")
+            raise UserError(f"{key} = {import_path}: the loss has shape {shape}; allowed: a scalar")
         return outputs
 
     return function, objective

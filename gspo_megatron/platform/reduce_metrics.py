@@ -135,7 +135,7 @@ class StepMetrics:
             if without:
                 lines.append(f"{name} is missing on rank {', '.join(without)}")
         raise UserError(
-            "the objective's metrics differ between ranks: " + "; ".join(lines) + "; legal: the "
+            "the objective's metrics differ between ranks: " + "; ".join(lines) + "; allowed: the "
             "same keys of LossOutputs.means and values for all inputs, with a pair of zeros or an "
             "empty tensor where there is nothing to report"
         )

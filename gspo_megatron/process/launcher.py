@@ -117,7 +117,7 @@ def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
     """
     given = environ.get("MASTER_PORT", "")
     if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
-        raise UserError(f"MASTER_PORT = {given!r} in the environment: legal: 1 to 65535")
+        raise UserError(f"MASTER_PORT = {given!r} in the environment: allowed: 1 to 65535")
     try:
         listener = listen(LOOPBACK, int(given or 0))
     except OSError as error:

@@ -86,7 +86,7 @@ def row_fault(prompt: Prompt) -> str | None:
             return None  # unreadable, which is told when the tests are read
         return None
     names = [name for of_kind in _KINDS.values() for name in of_kind]
-    return f"has no tests; legal: fields of published data sets, {', '.join(names)}"
+    return f"has no tests; allowed: fields of published data sets, {', '.join(names)}"
 
 
 def machine_fault(options: Mapping[str, Any]) -> str | None:
@@ -107,7 +107,7 @@ def section_fault(section: RewardSection) -> str | None:
     limit = f"reward.timeout_seconds = {section.timeout_seconds:g}"
     return (
         f"reward.options.total_seconds = {total:g}: a call that takes as long as {limit} has "
-        f"failed, whatever its tests said; legal: less than {limit}"
+        f"failed, whatever its tests said; allowed: less than {limit}"
     )
 
 
@@ -339,7 +339,7 @@ def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
     if not isinstance(outcome, Outcome):
         raise RewardError(
             f"reward.options.runner: {name!r} of {type(runner).__name__} returned a "
-            f"{type(outcome).__name__}; legal: gspo_megatron.process.sandbox.Outcome"
+            f"{type(outcome).__name__}; allowed: gspo_megatron.process.sandbox.Outcome"
         )
     return outcome
 

@@ -99,7 +99,7 @@ def _filled(template: str, sample: Sample) -> str:
     def text_of(place: re.Match[str]) -> str:
         if (name := place[1]) not in texts:
             legal = ", ".join(sorted(texts))
-            raise RewardError(f"reward.options.template: no {{{name}}}; legal: {legal}")
+            raise RewardError(f"reward.options.template: no {{{name}}}; allowed: {legal}")
         value = texts[name]
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return _CONTROL.sub(lambda mark: mark[0] + _BREAK, text)

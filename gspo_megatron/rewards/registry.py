@@ -131,7 +131,8 @@ def get_reward(
             raise RewardError(f"reward.name = {name}: {fault}")
     else:
         raise RewardError(
-            f"reward.name = {name}: no such reward; legal: {', '.join(sorted(_REGISTRY))}, or give "
+            f"reward.name = {name}: no such reward; allowed: {', '.join(sorted(_REGISTRY))}, or "
+            "give "
             "your own with reward.import_path"
         )
     problems = option_problems("reward", reward.name, reward.function, options)
@@ -213,16 +214,16 @@ def _problems_of_form(reward: Reward, workers: int | None) -> list[str]:
     if first is not None and hint.endswith("Sample]") and not reward.of_batch:
         problems.append(
             f"reward {reward.name}: its first parameter {first.name!r} is a list of samples; "
-            "legal: the name `samples` for a reward of a batch"
+            "allowed: the name `samples` for a reward of a batch"
         )
     if reward.of_batch and re.search(r"\bSample(['\"]>)?$", hint):
         problems.append(
-            f"reward {reward.name}: its first parameter 'samples' is one sample; legal: another "
+            f"reward {reward.name}: its first parameter 'samples' is one sample; allowed: another "
             "name, such as `sample`, or list[Sample] for a reward of a batch"
         )
     if reward.of_batch and (workers or 0) > 1:
         problems.append(
             f"reward.workers = {workers}: {reward.name}: a function of a batch is called once; "
-            "legal: 0, 1"
+            "allowed: 0, 1"
         )
     return problems

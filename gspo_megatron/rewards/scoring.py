@@ -134,12 +134,12 @@ class Scorer:
             if part not in names:
                 raise RewardError(
                     f"reward.weights.{part} = {weights[part]}: reward {name!r} returns "
-                    f"{describe(names)}; legal: {'weights for these' if names else 'none'}"
+                    f"{describe(names)}; allowed: {'weights for these' if names else 'none'}"
                 )
         if names and not any(weights.get(part, 1.0) for part in names):
             raise RewardError(
                 f"reward.weights = {weights}: all parts of reward {name!r} have weight 0, and "
-                "nothing is rewarded; legal: a weight other than 0 for one of them"
+                "nothing is rewarded; allowed: a weight other than 0 for one of them"
             )
 
     # How it is called
@@ -284,7 +284,7 @@ class Scorer:
         found = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"
         raise RewardError(
             f"reward {self.reward.name!r} returned {found} for a batch of {len(samples)} samples; "
-            "legal: a list with one reward for each, in their order"
+            "allowed: a list with one reward for each, in their order"
         )
 
     def _score(self, value: object, sample: Sample) -> Score:

@@ -108,7 +108,7 @@ def _checked_turns(turns: TurnRewards, num_tokens: int, refuse: Refuse) -> Score
 
 
 def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarray:
-    """An array [turns]; `kinds`: the kinds of numpy types that are legal."""
+    """An array [turns]; `kinds`: the kinds of numpy types that are allowed."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):  # a ragged list, a tensor with a gradient

@@ -165,7 +165,9 @@ class Collector:
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
-            of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
+            of_all = (
+                f"for {turns_share:.1%} of a step's responses; allowed: for all of them, or none"
+            )
             if self.has_episodes:  # who has given them is not known any more
                 raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
             name = self.scorer.reward.name

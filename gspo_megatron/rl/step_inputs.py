@@ -248,7 +248,7 @@ class StepInputs:
             found.append(problem("vocabulary", vocab_size, wrong))
         for key in ("replay", "reference_replay"):
             if getattr(config.routing, key) == "r3" and not self.has_routes:
-                wrong = f"{self.folder} has no routes of the rollout; legal: off or r2"
+                wrong = f"{self.folder} has no routes of the rollout; allowed: off or r2"
                 found.append(problem(f"routing.{key}", "r3", wrong))
         return found
 

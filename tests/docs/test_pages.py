@@ -18,7 +18,7 @@ FIRST_RUN = ROOT / "docs/first_run.md"  # test_first_run.py
 def faults(block: Block) -> str | None:
     """What is wrong with the marks of a block."""
     if block.language not in (*SHELLS, "python", *LANGUAGES):
-        return f"language {block.language!r}; legal: {', '.join((*SHELLS, 'python', *LANGUAGES))}"
+        return f"language {block.language!r}; allowed: {', '.join((*SHELLS, 'python', *LANGUAGES))}"
     if block.reason is not None and len(block.reason.split()) < 2:
         return "<!-- not run: REASON --> has no reason"
     return None

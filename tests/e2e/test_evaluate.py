@@ -125,7 +125,7 @@ def test_mistakes_in_suites_are_told_at_once(
         f"{rows}:2: not JSON",
         f"{rows}:3: field 'q' is an array; a string or a number is wanted",
         "evaluation.suites.b.reward.scale = 2.0: rewards of an evaluation are not shaped",
-        "evaluation.suites.b: reward.name = exact: no such reward; legal: ",
+        "evaluation.suites.b: reward.name = exact: no such reward; allowed: ",
         "evaluation.suites.c.failed = 'wrong': nothing reads it: ",
         "evaluation.suites.c.filter.field = null: nothing tells which field has the date",
         "evaluation.suites.c.max_response_tokens = 1000000: 1000000 leave no room for a prompt",

@@ -180,6 +180,6 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(toy: Path, tmp_path: Path
     path = config_in(toy, tmp_path / "evaluation")
     result = train(path, "training.steps=0", "data.eval_prompts=", expect=2)
     assert result.stderr == (
-        "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
+        "training.steps = 0: evaluates only, and there is nothing to evaluate on; allowed: from 1, "
         "or give data.eval_prompts or evaluation.suites\n"
     )

@@ -47,7 +47,7 @@ def test_what_this_gpu_cannot_do_is_refused_with_its_name() -> None:
 
 
 def test_fp8_without_its_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="legal: fp32 or bf16"):
+    with pytest.raises(UserError, match="allowed: fp32 or bf16"):
         refuse_impossible("fp8-delayed", "torch_native")
 
 

@@ -141,13 +141,13 @@ def test_nodes_that_nothing_runs_on_are_refused(cluster: Cluster, run: Run) -> N
     component = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
     refusals = {
         run.submit(cluster, "--rollout-nodes=1", options=component): (
-            "a heterogeneous job of 2 components: legal: 2, in train_gspo.sbatch, without"
+            "a heterogeneous job of 2 components: allowed: 2, in train_gspo.sbatch, without"
         ),
         run.submit(cluster, "--rollout-nodes=1"): (
             "rollout.engine = 'megatron': nothing runs on the nodes of GSPO_ROLLOUT_NODES"
         ),
         run.submit(cluster, "--rollout-nodes", "2"): (
-            "--rollout-nodes 2: legal in train_gspo.sbatch: less than the 2 nodes of the job"
+            "--rollout-nodes 2: allowed in train_gspo.sbatch: less than the 2 nodes of the job"
         ),
     }
     for number, told in refusals.items():

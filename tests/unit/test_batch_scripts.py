@@ -282,9 +282,9 @@ def test_the_last_nodes_serve(job: Job, words: tuple[str, ...]) -> None:
 def test_nodes_that_cannot_serve(job: Job, number: str) -> None:
     job.environ |= THREE_NODES
     out = job.run("c.yaml", "--rollout-nodes", number, expect=2)
-    assert f"--rollout-nodes {number}: legal in train_gspo.sbatch: less than the 3 nodes" in out
+    assert f"--rollout-nodes {number}: allowed in train_gspo.sbatch: less than the 3 nodes" in out
     job.environ["SLURM_NTASKS"] = "7"
-    assert "legal: --ntasks-per-node" in job.run("c.yaml", "--rollout-nodes=1", expect=2)
+    assert "allowed: --ntasks-per-node" in job.run("c.yaml", "--rollout-nodes=1", expect=2)
     assert "less than the" in job.run("c.yaml", "--rollout-nodes=1", expect=2, script="sft")
     assert not job.calls("python")
 

@@ -102,8 +102,8 @@ def test_mistakes_are_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     for words, told in (
-        (("max_num_seqs",), "max_num_seqs: legal: OPTION=VALUE"),
-        (("dtype=float32",), "dtype=float32: legal: SOURCE, --host, --port and --dtype"),
+        (("max_num_seqs",), "max_num_seqs: allowed: OPTION=VALUE"),
+        (("dtype=float32",), "dtype=float32: allowed: SOURCE, --host, --port and --dtype"),
         ((), "config.json: architectures = null"),
     ):
         assert main(["serve", str(folder), *words]) == 2

@@ -53,7 +53,7 @@ def unfit_heads(config: Config) -> list[str]:
     if not sizes or shape.kv_channels in sizes:
         return []
     wrong = (
-        f"vLLM {found['version']} on CPUs has no attention for heads of this size; legal: "
+        f"vLLM {found['version']} on CPUs has no attention for heads of this size; allowed: "
         f"{', '.join(map(str, sizes))} (head_dim in config.json, kv_channels in model.megatron)"
     )
     return [problem("model.megatron.kv_channels", shape.kv_channels, wrong)]

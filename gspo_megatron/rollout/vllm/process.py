@@ -90,7 +90,7 @@ class ServerProcess:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
-                wrong = f"cannot be run: {error.strerror}; legal: a Python that has vLLM"
+                wrong = f"cannot be run: {error.strerror}; allowed: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
             unstarted.pop_all()  # what goes again unless it has been started
 
@@ -298,7 +298,7 @@ def hold_port(host: str, port: int) -> socket.socket:
         held.bind((host, port))
     except OSError as error:
         held.close()
-        wrong = f"{error.strerror or error}; legal: an address of this machine, and a free port"
+        wrong = f"{error.strerror or error}; allowed: an address of this machine, and a free port"
         raise RolloutError(f"a server cannot listen on {host}, port {port}: {wrong}") from error
     return held
 

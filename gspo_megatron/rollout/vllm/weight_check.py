@@ -71,7 +71,8 @@ class WeightCheck:
             return None
         return (
             f"{NOT_THE_WEIGHTS}: log-probs of {wrong} of {len(differences)} responses differ by "
-            f"more than {self.mean:g} on average, the largest by {largest:.2g}; legal: {allowed}, "
+            f"more than {self.mean:g} on average, the largest by {largest:.2g}; allowed: "
+            f"{allowed}, "
             f"and {self.largest:g}"
         )
 

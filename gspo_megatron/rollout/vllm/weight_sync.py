@@ -200,6 +200,6 @@ def _open_stream(config: Config, device: torch.device) -> WeightStream:
         return WeightStream(address, device, config.rollout.vllm.update_seconds)
     except OSError as error:
         raise RolloutError(
-            f"{address}: cannot listen for servers there: {error.strerror or error}; legal: "
+            f"{address}: cannot listen for servers there: {error.strerror or error}; allowed: "
             "MASTER_ADDR is a name of rank 0's machine, or rollout.vllm.weight_transport: disk"
         ) from error

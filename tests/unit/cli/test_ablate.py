@@ -269,7 +269,7 @@ def test_more_seeds_add_to_those_that_are_there(ablate: Ablate, trainer: Trainer
 def test_seeds_have_an_end(ablate: Ablate, trainer: Trainer) -> None:
     words = ["training.seed=2147483646", "--variants", "gspo", "--seeds"]
     code, said = ablate(*words, "99999999999")
-    assert code == 2 and "--seeds 99999999999: legal: 1 to 1000" in said
+    assert code == 2 and "--seeds 99999999999: allowed: 1 to 1000" in said
     code, said = ablate(*words, "3")
     assert code == 2 and "training.seed = 2147483648" in said
     assert ablate(*words, "2")[0] == 0 and len(trainer.made) == 2

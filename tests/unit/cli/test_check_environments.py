@@ -15,7 +15,7 @@ def test_an_environment_that_no_prompt_fits_is_refused(
     words = ("environment.name=tool_use", "evaluation.suites={}")
     code, _, err = gspo("check", write_config(), *words)
     assert code == 2 and "environment ToolUse: it answers turns with messages, and 2 prompts" in err
-    assert "prompts.jsonl:1; legal: data.chat_template = true" in err
+    assert "prompts.jsonl:1; allowed: data.chat_template = true" in err
 
 
 def test_a_command_is_looked_for_on_this_machine_only(

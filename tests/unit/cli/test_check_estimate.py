@@ -154,7 +154,7 @@ def test_the_dry_run_sees_no_gpu_and_leaves_the_environment_as_it_was(
 
 def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Command) -> None:
     """Each line is an override that `check` itself finds sound and small enough; the present layout
-    is neither legal nor needed."""
+    is neither allowed nor needed."""
     sizes = ["model.vocab_size=80", "rollout.prompts_per_step=4", "model.max_sequence_length=64"]
     words = ["check", write_config(), "--no-files", "--world-size=4", "--gpu-memory=0.15", *sizes]
     code, out, err = gspo(*words, "--suggest", "parallel.layout=pp=3")

@@ -105,7 +105,7 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         [[GOOD], [GOOD]],
         ("data.weights=[1]",),
         None,
-        "data.weights = [1.0]: 1 weights of 2 files in data.prompts; legal: one each",
+        "data.weights = [1.0]: 1 weights of 2 files in data.prompts; allowed: one each",
     ),
     ([[GOOD], [GOOD]], ("data.weights=[1, 0]",), None, "data.weights[1] = 0: must be greater th"),
     ([[GOOD], [GOOD]], ("data.weights=[1, .inf]",), None, "data.weights[1] = inf: must be a fi"),
@@ -113,7 +113,7 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         [[GOOD]],
         ("data.prompts=[{folder}/a.jsonl, {folder}/../{name}/a.jsonl]",),
         None,
-        "data.prompts = ['{folder}/a.jsonl', … : a file is listed twice; legal: once",
+        "data.prompts = ['{folder}/a.jsonl', … : a file is listed twice; allowed: once",
     ),
     ([[GOOD], [row("")]], (), None, "{folder}/b.jsonl:1: field 'prompt' is empty; a prompt needs"),
     # fields and answers
@@ -121,13 +121,14 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         [[{"question": "a", "answer": "#### 1"}]],
         ("data.format=gsm8k", "data.prompt_field=question"),
         None,
-        "data.prompt_field = 'question': data.format = gsm8k names it; legal: prompt",
+        "data.prompt_field = 'question': data.format = gsm8k names it; allowed: prompt",
     ),
     (
         [[GOOD]],
         ("data.format=gsmk8",),
         None,
-        "data.format = 'gsmk8': unknown value; did you mean gsm8k? legal: gsm8k, math, dapo, apps",
+        "data.format = 'gsmk8': unknown value; did you mean gsm8k? allowed: gsm8k, math, dapo, "
+        "apps",
     ),
     (
         [[GOOD, row("a", 82)]],

@@ -106,7 +106,7 @@ def test_a_file_of_a_response_that_cannot_be_read_is_named_once(
     ("words", "problem"),
     [
         (("--row", "x"), "--row x: no row of"),
-        (("--suite", "x"), "--suite x: no such suite; legal: none"),
+        (("--suite", "x"), "--suite x: no such suite; allowed: none"),
         (("data.prompts=",), "data.prompts = null: no prompt to score"),
         (("reward.import_path=scoring_by_hand:fails",), "raised KeyError: 'prompts.jsonl:1'"),
         (("reward.on_failure=drop_group", "reward.import_path=scoring_by_hand:fails"), "KeyError"),

@@ -62,7 +62,7 @@ WRONG = {
     "model.checkpoint_path for it",
     f"model.hf_path={CHECKPOINT}": f"model.hf_path = '{CHECKPOINT}': is a checkpoint of "
     "gspo-megatron; use model.checkpoint_path for it",
-    "model.hf_path=hf/config.json": "model.hf_path = 'hf/config.json': is a file; legal: its "
+    "model.hf_path=hf/config.json": "model.hf_path = 'hf/config.json': is a file; allowed: its "
     "folder",
     "model.hf_path=llama": "model.hf_path: llama/config.json: architectures = "
     "['Gemma3ForCausalLM']: not supported; supported: Qwen3MoeForCausalLM",
@@ -71,9 +71,9 @@ WRONG = {
     "model.checkpoint_path=empty": "model.checkpoint_path = 'empty': holds no checkpoint of "
     "gspo-megatron",
     f"model.checkpoint_path={CHECKPOINT}/model.json": f"model.checkpoint_path = '{CHECKPOINT}/"
-    "model.json': is a file; legal: its folder",
+    "model.json': is a file; allowed: its folder",
     "model.checkpoint_path=damaged": "model.checkpoint_path = 'damaged': all checkpoints in it are "
-    "damaged: none has a manifest.json; legal: a whole one",
+    "damaged: none has a manifest.json; allowed: a whole one",
     "model.checkpoint_path=cut": "cut/checkpoints/rl_00000002: model/__0_0.distcp: cut short, ",
     f"model.checkpoint_path=run model.vocab_size={VOCAB} model.megatron.layernorm_epsilon=1e-3": (
         f"model.megatron.layernorm_epsilon = 0.001: {CHECKPOINT} has 1e-06"
@@ -81,14 +81,14 @@ WRONG = {
     f"model.checkpoint_path=run model.vocab_size={VOCAB} model.rotary_base=5.0": (
         f"model.rotary_base = 5.0: {CHECKPOINT} has 10000.0"
     ),
-    "model.hf_path=hf logging.dir=hf": "logging.dir = 'hf': lies in model.hf_path = hf; legal: a "
+    "model.hf_path=hf logging.dir=hf": "logging.dir = 'hf': lies in model.hf_path = hf; allowed: a "
     "folder outside of it",
     "model.hf_path=hf logging.dir=hf/../hf/run": "logging.dir = 'hf/../hf/run': lies in "
-    "model.hf_path = hf; legal: a folder outside of it",
+    "model.hf_path = hf; allowed: a folder outside of it",
     f"model.checkpoint_path={CHECKPOINT} logging.dir={CHECKPOINT}/new": f"logging.dir = "
-    f"'{CHECKPOINT}/new': lies in model.checkpoint_path = {CHECKPOINT}; legal: ",
+    f"'{CHECKPOINT}/new': lies in model.checkpoint_path = {CHECKPOINT}; allowed: ",
     "model.checkpoint_path=of_small": "ids, the model in model.checkpoint_path = of_small 5; "
-    "legal: at most 5",
+    "allowed: at most 5",
     "data.tokenizer=empty": "empty: a folder without tokenizer.json or tokenizer_config.json; give",
     "data.tokenizer=run": "run: a folder without tokenizer.json or tokenizer_config.json; give",
 }
@@ -106,9 +106,9 @@ def test_in_one_line(config: Path, gspo: Command, words: str) -> None:
     ("direction", "source", "line"),
     [
         ("hf-to-megatron", "run", "is a checkpoint of gspo-megatron; convert it by `gspo-megatron"),
-        ("hf-to-megatron", "hf/config.json", "is a file; legal: its folder"),
+        ("hf-to-megatron", "hf/config.json", "is a file; allowed: its folder"),
         ("megatron-to-hf", "hf", "is a Hugging Face folder; convert it by `gspo-megatron convert"),
-        ("megatron-to-hf", "hf/config.json", "is a file; legal: its folder"),
+        ("megatron-to-hf", "hf/config.json", "is a file; allowed: its folder"),
     ],
 )
 def test_convert_names_the_other_direction(

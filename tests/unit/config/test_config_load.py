@@ -130,7 +130,7 @@ def test_aliases_that_stand_for_very_much_are_refused_at_once(
     start = time.process_time()
     path = write(tmp_path, _laughs(first, each, 9))
     (line,) = problems_of(path)
-    assert re.search(r":1:1: .* aliases stand for [\d,]+ values; legal: 100,000 at most", line)
+    assert re.search(r":1:1: .* aliases stand for [\d,]+ values; allowed: 100,000 at most", line)
     assert time.process_time() - start < 5
     options = load_config(write(tmp_path, _laughs(first, "[*]", 3))).reward.options
     assert list(options) == ["x0", "x1", "x2"]
@@ -139,7 +139,7 @@ def test_aliases_that_stand_for_very_much_are_refused_at_once(
 def test_a_long_file_without_aliases_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gspo_megatron.config.yaml12.MOST_VALUES", 1000)
     assert len(parse_yaml("a: [" + "z, " * 2000 + "z]", "x")["a"]) == 2001
-    with pytest.raises(ConfigError, match=r"stand for 1,024 values; legal: 1,000 at most"):
+    with pytest.raises(ConfigError, match=r"stand for 1,024 values; allowed: 1,000 at most"):
         parse_yaml("a: &a [" + "z, " * 100 + "z]\nb: [" + "*a, " * 8 + "*a]", "x")
 
 
@@ -220,17 +220,17 @@ parallel: 4
         ("training.clip_grad=1.0", "unknown key; did you mean optimizer.clip_grad?"),
         (
             "routing.xyz=1",
-            "unknown key; legal: replay, reference_replay, store_on_host, volatility, "
+            "unknown key; allowed: replay, reference_replay, store_on_host, volatility, "
             "rollout_noise",
         ),
         (
             "objective.name='gsop'",
-            "unknown value; did you mean gspo? legal: gspo, gspo_token, grpo, dapo, dr_grpo, "
+            "unknown value; did you mean gspo? allowed: gspo, gspo_token, grpo, dapo, dr_grpo, "
             "cispo, sapo, gmpo, luspo, minirl, reinforce_leave_one_out",
         ),
         (
             "training.precision='int8'",
-            "unknown value; legal: fp64, fp32, bf16, fp8-delayed, fp8-blockwise, mxfp8",
+            "unknown value; allowed: fp64, fp32, bf16, fp8-delayed, fp8-blockwise, mxfp8",
         ),
         ("training.seed=2147483648", "must be less than 2147483648"),
         ("training.steps='many'", "must be a valid integer"),
@@ -252,7 +252,7 @@ parallel: 4
         ("reward.options=5", "must be a mapping of keys, as in `key: value`"),
         ("reward.workers=-1", "must be greater than or equal to 0"),
         ("reward.retries=-1", "must be greater than or equal to 0"),
-        ("reward.on_failure='zero'", "unknown value; legal: stop, drop_group"),
+        ("reward.on_failure='zero'", "unknown value; allowed: stop, drop_group"),
         ("reward.weights.correct='high'", "must be a valid number"),
     ],
 )
@@ -282,7 +282,7 @@ def test_unknown_sections_items_of_lists_and_no_number(tmp_path: Path) -> None:
     )
     assert problems_of(write(tmp_path, MINIMAL), *overrides) == [
         "optimizer.learning_rate = nan: must be a finite number",
-        "logging.trackers[0] = 'tensorbord': unknown value; did you mean tensorboard? legal: "
+        "logging.trackers[0] = 'tensorbord': unknown value; did you mean tensorboard? allowed: "
         "tensorboard, wandb, mlflow",
         "trianing: unknown section; did you mean training?",
     ]
@@ -404,7 +404,7 @@ def test_the_keys_tell_the_stage(values: dict[str, Any], stage: str) -> None:
         ),
         (
             {"data": TOKENIZER, "export": {"hf_path": "out"}},
-            "may be a configuration of sft or pretrain: legal: one of data.examples (sft), "
+            "may be a configuration of sft or pretrain: allowed: one of data.examples (sft), "
             "data.train (pretrain), or give --stage",
         ),
         ({"data": TOKENIZER}, "may be a configuration of rl or sft or pretrain"),
@@ -492,27 +492,31 @@ def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
     [
         (
             "{a/b: {prompts: p}}",
-            "evaluation.suites: 'a/b' cannot be the name of a suite; legal: letters, digits, _ and "
+            "evaluation.suites: 'a/b' cannot be the name of a suite; allowed: letters, digits, _ "
+            "and "
             "-, as in aime-24; a number in quotes",
         ),
         (
             "{2024: {prompts: p}}",
-            "evaluation.suites: 2024 cannot be the name of a suite; legal: letters, digits, _ and "
+            "evaluation.suites: 2024 cannot be the name of a suite; allowed: letters, digits, _ "
+            "and "
             "-, as in aime-24; a number in quotes",
         ),
         (
             "{a: {prompts: p, filter: {field: d, last: 2024-1}}}",
-            "evaluation.suites.a.filter.last = '2024-1': not a date; legal: 2025-01-31, 2025-01 or "
+            "evaluation.suites.a.filter.last = '2024-1': not a date; allowed: 2025-01-31, "
+            "2025-01 or "
             "2025",
         ),
         (
             "{a: {prompts: p, filter: {field: d, first: 2024-13}}}",
-            "evaluation.suites.a.filter.first = '2024-13': not a date; legal: 2025-01-31, 2025-01 "
+            "evaluation.suites.a.filter.first = '2024-13': not a date; allowed: 2025-01-31, "
+            "2025-01 "
             "or 2025",
         ),
         (
             "{a: {prompts: p, filter: {field: d, first: 20240101}}}",
-            "evaluation.suites.a.filter.first = 20240101: not a date; legal: 2025-01-31, 2025-01 "
+            "evaluation.suites.a.filter.first = 20240101: not a date; allowed: 2025-01-31, 2025-01 "
             "or 2025",
         ),
     ],

@@ -52,19 +52,19 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
     ("world_size", "overrides", "start", "wrong"),
     [
         (6, ["parallel.layout=tp=2,pp=2"], "world size = 6",
-         "not divisible by tp * pp * cp = 2 * 2 * 1 = 4; legal: multiples of 4"),
+         "not divisible by tp * pp * cp = 2 * 2 * 1 = 4; allowed: multiples of 4"),
         (3, ["parallel.layout=ep=2"], "world size = 3",
          "not divisible by etp * ep * pp = 1 * 2 * 1 = 2"),
         (8, ["parallel.layout=tp=2,dp=2"], "parallel.data_parallel_size = 2",
-         "that takes 4 ranks, not 8; legal: null"),
+         "that takes 4 ranks, not 8; allowed: null"),
         (8, ["parallel.layout=tp=8"], "parallel.tensor_model_parallel_size = 8",
-         "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
+         "does not divide num_attention_heads = 4; allowed: 1, 2, 4"),
         (3, ["parallel.layout=tp=3", "model.megatron.num_attention_heads=6",
              "model.megatron.hidden_size=96"],
          "parallel.tensor_model_parallel_size = 3",
          "neither divides num_query_groups = 2 nor is a multiple of it"),
         (1, ["model.megatron.num_query_groups=3"], "model.megatron.num_query_groups = 3",
-         "does not divide num_attention_heads = 4; legal: 1, 2, 4"),
+         "does not divide num_attention_heads = 4; allowed: 1, 2, 4"),
         (4, ["parallel.layout=tp=4", "model.megatron.hidden_size=66"],
          "parallel.tensor_model_parallel_size = 4", "does not divide hidden_size = 66"),
         (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
@@ -74,7 +74,7 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "parallel.tensor_model_parallel_size = 2",
          "does not divide moe_shared_expert_intermediate_size = 33"),
         (1, ["parallel.sequence_parallel=true"], "parallel.sequence_parallel = true",
-         "legal: null, or tp > 1"),
+         "allowed: null, or tp > 1"),
         (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false"],
          "parallel.sequence_parallel = false", "experts with tp = 2 need it"),
         (1, ["parallel.layout=vpp=2"], "parallel.virtual_pipeline_model_parallel_size = 2",
@@ -84,50 +84,50 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
         (2, ["parallel.layout=pp=2,vpp=4"], "parallel.pipeline_model_parallel_size = 2",
          "4 layers do not split evenly into 2 * 4 chunks"),
         (3, ["parallel.layout=ep=3"], "parallel.expert_model_parallel_size = 3",
-         "does not divide num_moe_experts = 8; legal: 1, 2, 4, 8"),
+         "does not divide num_moe_experts = 8; allowed: 1, 2, 4, 8"),
         (3, ["parallel.layout=etp=3"], "parallel.expert_tensor_parallel_size = 3",
          "does not divide moe_ffn_hidden_size = 64"),
         (2, ["parallel.layout=ep=2", "model.megatron.num_moe_experts=null"],
-         "parallel.expert_model_parallel_size = 2", "the model has no experts; legal: 1"),
+         "parallel.expert_model_parallel_size = 2", "the model has no experts; allowed: 1"),
         (2, ["parallel.layout=etp=2", "model.megatron.num_moe_experts=null"],
-         "parallel.expert_tensor_parallel_size = 2", "the model has no experts; legal: 1"),
+         "parallel.expert_tensor_parallel_size = 2", "the model has no experts; allowed: 1"),
         (1, ["model.megatron={num_moe_experts: null, moe_ffn_hidden_size: 64}"],
          "model.megatron.moe_ffn_hidden_size = 64", "the model has no experts"),
         (1, ["model.megatron.moe_router_topk=9"], "model.megatron.moe_router_topk = 9",
-         "there are 8 experts; legal: 1 to 8"),
+         "there are 8 experts; allowed: 1 to 8"),
         (1, ["model.megatron.moe_router_topk=1"], "model.megatron.moe_router_topk = 1",
          "has no gradient"),
         (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
-         "legal: 0.0"),
+         "allowed: 0.0"),
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
-         "leaves no room for a prompt in max_sequence_length = 128; legal: at most 127"),
-        (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "legal: at most 96"),
-        (1, ["rollout.group_size=1"], "rollout.group_size = 1", "legal: from 2"),
+         "leaves no room for a prompt in max_sequence_length = 128; allowed: at most 127"),
+        (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "allowed: at most 96"),
+        (1, ["rollout.group_size=1"], "rollout.group_size = 1", "allowed: from 2"),
         (1, ["rollout.max_staleness=1"], "rollout.max_staleness = 1",
-         "draws the responses itself; legal: 0, or engine = vllm"),
+         "draws the responses itself; allowed: 0, or engine = vllm"),
         (1, ["environment.verifiers=textarena"], "environment.python = null",
          "needs the interpreter that has the package verifiers"),
         (1, ["environment.verifiers=textarena", "environment.python=no/python"],
          "environment.python = 'no/python'", "is no program"),
         (1, ["environment.python=python"], "environment.python = 'python'",
-         "nothing reads it without environment.verifiers; legal: null"),
+         "nothing reads it without environment.verifiers; allowed: null"),
         (1, ["environment.verifiers=a", "environment.python=sh", "environment.name=agent"],
          "environment.verifiers = 'a'", "environment.name names another one"),
         (1, ["environment.verifiers=a", "environment.python=sh", "environment.import_path=m:C"],
          "environment.verifiers = 'a'", "environment.import_path names another one"),
         (1, ["objective.max_token_staleness=0"], "objective.max_token_staleness = 0",
-         "legal: null"),
+         "allowed: null"),
         (1, ["rollout.kv_after_update=keep", "rollout.max_staleness=0"],
-         "rollout.kv_after_update = 'keep'", "no response is under way then; legal: recompute"),
-        (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "legal: 1 to 128"),
+         "rollout.kv_after_update = 'keep'", "no response is under way then; allowed: recompute"),
+        (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "allowed: 1 to 128"),
         (1, ["optimizer.min_learning_rate=1e-3"], "optimizer.min_learning_rate = 0.001",
-         "legal: at most learning_rate = 1e-06"),
+         "allowed: at most learning_rate = 1e-06"),
         (1, ["training.evaluation_interval=5"], "training.evaluation_interval = 5",
          "give data.eval_prompts"),
         (1, ["routing.replay=r2", "model.megatron.num_moe_experts=null"],
          "routing.replay = 'r2'", "the model has no experts"),
         (1, ["routing.volatility=true", "model.megatron.moe_router_fusion=true"],
-         "routing.volatility = true", "legal with it: model.megatron.moe_router_fusion = false"),
+         "routing.volatility = true", "allowed with it: model.megatron.moe_router_fusion = false"),
         (1, ["routing.volatility=true",
              "model.megatron.moe_router_load_balancing_type=quantile_balancing",
              "model.megatron.moe_aux_loss_coeff=0.0"],
@@ -135,37 +135,38 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
         (1, ["routing.replay=r3", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
          "routing.replay = 'r3'", "sinkhorn does not call the hook"),
         (1, ["routing.replay=r2", "model.megatron.cuda_graph_impl=local"],
-         "routing.replay = 'r2'", "legal with it: no model.megatron.cuda_graph_impl"),
+         "routing.replay = 'r2'", "allowed with it: no model.megatron.cuda_graph_impl"),
         (1, ["routing.rollout_noise=0.1", "model.megatron.enable_cuda_graph=true"],
-         "routing.rollout_noise = 0.1", "legal with it: no model.megatron.enable_cuda_graph"),
+         "routing.rollout_noise = 0.1", "allowed with it: no model.megatron.enable_cuda_graph"),
         (1, ["routing.replay=r2", "model.megatron.overlap_moe_expert_parallel_comm=true"],
          "routing.replay = 'r2'", "overlap_moe_expert_parallel_comm = false"),
         (1, ["routing.replay=r3", "model.megatron.moe_expert_capacity_factor=1.25"],
          "routing.replay = 'r3'",
-         "legal with it: model.megatron.moe_expert_capacity_factor = null"),
+         "allowed with it: model.megatron.moe_expert_capacity_factor = null"),
         (1, ["routing.reference_replay=r2", "objective.kl=k3", "objective.kl_coefficient=0.1",
              "model.megatron.moe_expert_capacity_factor=1.25"],
          "routing.reference_replay = 'r2'", "full experts drop tokens after the choice"),
         (1, ["routing.store_on_host=true"], "routing.store_on_host = true",
-         "nothing reads it with replay = off and reference_replay = off; legal: false"),
+         "nothing reads it with replay = off and reference_replay = off; allowed: false"),
         (1, ["routing.replay=r3", "routing.reference_replay=r3"],
          "routing.reference_replay = 'r3'", "there is no reference with objective.kl = none"),
         (1, ["checkpoint.keep_best=2"], "checkpoint.keep_best = 2",
-         "no checkpoint before the last has evaluation/accuracy; legal: 0, or set training.eval"),
+         "no checkpoint before the last has evaluation/accuracy; allowed: 0, or set training.eval"),
         (1, ["checkpoint.keep_best=2", "checkpoint.interval=4", "data.eval_prompts=e.jsonl",
              "training.evaluation_interval=6", "training.steps=12"], "checkpoint.keep_best = 2",
          "no step before the last is both saved (checkpoint.interval = 4) and evaluated "
          "(training.evaluation_interval = 6)"),
         (1, ["checkpoint.interval=1", "optimizer.megatron.optimizer=sgd"],
-         "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; legal: adam"),
+         "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; allowed: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
-         "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; legal: true"),
+         "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; allowed: true"),
         (1, ["reward.overlong_buffer=32"], "reward.overlong_buffer = 32",
-         "leaves no response of max_response_tokens = 32 without a penalty; legal: null, or below"),
+         "leaves no response of max_response_tokens = 32 without a penalty; allowed: null, or "
+         "below"),
         (1, ["reward.overlong_penalty=0.5"], "reward.overlong_penalty = 0.5",
-         "nothing reads it without reward.overlong_buffer; legal: 1.0"),
+         "nothing reads it without reward.overlong_buffer; allowed: 1.0"),
         (1, ["rollout.max_refills=7"], "rollout.max_refills = 7",
-         "nothing reads it without rollout.dynamic_sampling; legal: 4"),
+         "nothing reads it without rollout.dynamic_sampling; allowed: 4"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_key_value_and_what_is_legal(
@@ -224,14 +225,14 @@ def test_all_problems_of_a_hopeless_configuration_come_at_once() -> None:
 def test_prompts_are_only_needed_to_train() -> None:
     assert problems_of(1, "data.prompts=") == []
     (line,) = problems_of(1, "data.prompts=", for_training=True)
-    assert line == "data.prompts = null: needed to train; legal: a .jsonl or .parquet file"
+    assert line == "data.prompts = null: needed to train; allowed: a .jsonl or .parquet file"
 
 
 def test_a_run_of_no_steps_needs_held_out_prompts_only() -> None:
     words = ("training.steps=0", "data.prompts=")
     (line,) = problems_of(1, *words, for_training=True)
     assert line == (
-        "training.steps = 0: evaluates only, and there is nothing to evaluate on; legal: from 1, "
+        "training.steps = 0: evaluates only, and there is nothing to evaluate on; allowed: from 1, "
         "or give data.eval_prompts or evaluation.suites"
     )
     assert problems_of(1, *words, "data.eval_prompts=e.jsonl", for_training=True) == []
@@ -264,7 +265,7 @@ def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
             "a,b",
             ["rollout.engine=vllm", "rollout.vllm.servers=3"],
             "rollout.vllm.servers = 3: does not spread evenly over the 2 nodes of "
-            "GSPO_ROLLOUT_NODES = a,b; legal: multiples of 2",
+            "GSPO_ROLLOUT_NODES = a,b; allowed: multiples of 2",
         ),
         (
             "a",
@@ -301,7 +302,7 @@ def test_servers_draw_one_step_ahead_unless_told_otherwise(
 def test_each_running_server_is_named_once() -> None:
     twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
     [told] = [each for each in problems_of(1, *twice) if "urls" in each]
-    assert told.endswith("http://a:1 is there 2 times; legal: each server once"), told
+    assert told.endswith("http://a:1 is there 2 times; allowed: each server once"), told
 
 
 EVALUATED = [

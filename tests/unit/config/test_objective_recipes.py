@@ -219,7 +219,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
 def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, legal):
     (line,) = problems(**keys)
     assert line.startswith(f"{key_and_value}: "), line
-    said, _, allowed = line.partition("; legal: ")
+    said, _, allowed = line.partition("; allowed: ")
     assert reason in said, line
     assert legal in allowed, line
     assert "\n" not in line

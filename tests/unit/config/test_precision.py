@@ -107,12 +107,12 @@ def test_fp8_and_its_backend_need_transformer_engine(engine: Any) -> None:
     (line,) = problems_of(1, fp8)
     assert line.startswith("training.precision = 'fp8-delayed': needs Transformer Engine: pip")
     (line,) = problems_of(1, backend)
-    assert "transformer_engine is not installed; legal: torch_native or auto" in line
+    assert "transformer_engine is not installed; allowed: torch_native or auto" in line
     engine("2.20.2")
     assert problems_of(1, fp8) == problems_of(1, backend) == []
     (line,) = problems_of(1, "training.precision=mxfp8", "model.backend=torch_native")
     assert line.startswith("training.precision = 'mxfp8': model.backend = torch_native has no FP8")
-    assert "legal: fp32 or bf16, or model.backend = transformer_engine" in line
+    assert "allowed: fp32 or bf16, or model.backend = transformer_engine" in line
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_fp8_and_its_backend_need_transformer_engine(engine: Any) -> None:
         (1, ["model.megatron.first_last_layers_bf16=true", "training.precision=fp8-delayed"],
          "model.megatron.first_last_layers_bf16 = true: not with training.precision = fp8-delayed"),
         (1, ["model.megatron.tp_only_amax_red=true", "training.precision=fp8-delayed"],
-         "a checkpoint keeps only one set; legal: false"),
+         "a checkpoint keeps only one set; allowed: false"),
         (1, ["model.megatron.fp8_dot_product_attention=true", "training.precision=fp8-delayed"],
          "a checkpoint does not hold the scales of attention"),
         (2, ["model.megatron={first_last_layers_bf16: true, num_layers_at_end_in_bf16: 3}",

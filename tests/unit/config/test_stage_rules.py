@@ -83,7 +83,7 @@ def test_written_out_stages_are_judged_as_by_megatron_core(text: str) -> None:
 
 
 def test_messages_name_key_value_and_what_is_legal() -> None:
-    assert problems(4, "pp=2", **{FIRST: 9}) == [f"model.megatron.{FIRST}: legal: 1 to 3"]
+    assert problems(4, "pp=2", **{FIRST: 9}) == [f"model.megatron.{FIRST}: allowed: 1 to 3"]
     [line] = problems(4, "pp=2", **{FIRST: 1, LAST: 1})
     assert "leaves 2 of 4 layers for 0 other stages" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Et|tL"})

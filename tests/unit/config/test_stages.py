@@ -61,7 +61,7 @@ WHAT_IS_WRONG = [
     (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), "multiples of 4"),
     (pretrain("training.batch_size=3", "parallel.layout=dp=2"), "multiples of 2"),
     (pretrain("training.batch_size=6", "parallel.layout=pp=2,vpp=2,dp=2"),
-     "in rounds of pp = 2; legal: multiples of 4"),
+     "in rounds of pp = 2; allowed: multiples of 4"),
     (pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"), "data.evaluation_share = 0.1"),
     (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
      "optimizer.wsd_steps = 9: with warmup_steps = 0 more than training.steps = 8"),

@@ -54,7 +54,7 @@ def test_the_description_of_an_earlier_release_is_read(dataset: Path) -> None:
     assert (manifest.eod_id, manifest.tokenizer) == (3, content["tokenizer"])
     assert faults(dataset, 599) == (
         f"{dataset}.bin: made with a tokenizer of 600 ids, but the model's vocabulary has 599; "
-        "legal: model.vocab_size = 600 or more"
+        "allowed: model.vocab_size = 600 or more"
     )
     path.write_text("{}")
     assert faults(dataset).startswith(f"{path}: not the description of a dataset")

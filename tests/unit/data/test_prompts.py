@@ -233,7 +233,7 @@ def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
 def test_two_rows_with_one_id_are_one_line(tmp_path: Path) -> None:
     rows = [{**GOOD, "id": n} for n in ("a", "b", "a", "c", "b", "a")]
     path = write_rows(tmp_path / "p.jsonl", rows)
-    legal = "legal: an id a row, or data.id_field = null"
+    legal = "allowed: an id a row, or data.id_field = null"
     assert problems_of(path) == [
         f"{path}:3: id 'a' is that of {path}:1, too, and 2 more like it; {legal}"
     ]

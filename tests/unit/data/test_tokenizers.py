@@ -211,8 +211,8 @@ def test_an_option_that_the_template_never_reads_is_refused_by_name(tmp_path: Pa
     key, never = "data.chat_template_options", f"the chat template of {folder} never reads it"
     assert lines == [
         f"{key}.enable_thinkin = 1: {never}; did you mean enable_thinking?",
-        f"{key}.ns = 2: {never}; legal: enable_thinking, tools",
-        f"{key}.bos_token = '<s>': {never}; legal: enable_thinking, tools",
+        f"{key}.ns = 2: {never}; allowed: enable_thinking, tools",
+        f"{key}.bos_token = '<s>': {never}; allowed: enable_thinking, tools",
     ]
 
 

@@ -93,7 +93,7 @@ def test_lengths_are_even_as_long_as_strings_last() -> None:
 @pytest.mark.parametrize(
     ("task", "train", "test", "named"),
     [
-        ("rot13", 1, 1, "legal: reversal, copy"),
+        ("rot13", 1, 1, "allowed: reversal, copy"),
         ("sort", 0, 1, "train = 0"),
         ("sort", 1, -1, "-1"),
         ("addition", 1500, 101, "'addition' has 1600 different prompts; .* ask for 1601"),
@@ -178,7 +178,7 @@ def test_with_documents_text_takes_the_place_of_the_tokenizer(tmp_path: Path) ->
     ("words", "folder", "fault"),
     [
         (["--task", "addition", "--train", "9000"], "a", "has 1600 different prompts"),
-        (["--documents", "-1"], "a", "documents = -1: legal: 0 or more"),
+        (["--documents", "-1"], "a", "documents = -1: allowed: 0 or more"),
         (["--train", "5", "--test", "5"], "file", "cannot be written"),
     ],
 )

@@ -82,11 +82,13 @@ def test_messages_between_turns_need_prompts_of_messages() -> None:
         assert not check(environment, TEXT)
     wrong = check(Messages(), TEXT)
     assert "environment Messages: it answers turns with messages, and 1 prompts are no" in wrong
-    assert "the first is f:2; legal: data.chat_template = true, or needs_messages = False" in wrong
+    assert (
+        "the first is f:2; allowed: data.chat_template = true, or needs_messages = False" in wrong
+    )
     assert "environment OtherName: it answers turns with messages" in check(OtherName(), TEXT)
     tools = get_environment("tool_use")
     assert not check(tools, CHAT)
-    assert check(tools, TEXT).endswith("legal: data.chat_template = true")
+    assert check(tools, TEXT).endswith("allowed: data.chat_template = true")
 
 
 def test_a_command_that_cannot_be_run_is_named(
@@ -95,7 +97,7 @@ def test_a_command_that_cannot_be_run_is_named(
     monkeypatch.chdir(tmp_path)
     wrong = check(Agent("no-such-program --fast agent.py"), TEXT)
     assert "environment.options.command = 'no-such-program --fast agent.py'" in wrong
-    assert "no-such-program is no program; legal: one on PATH" in wrong
+    assert "no-such-program is no program; allowed: one on PATH" in wrong
     command = f"{sys.executable} -u agent.py"
     assert "agent.py: no such file" in check(Agent(command), TEXT)
     (tmp_path / "agent.py").touch()
@@ -115,7 +117,7 @@ def test_a_command_that_cannot_be_run_is_named(
     [
         ({}, None),
         ({"timeout_seconds": 45.0}, r"total_seconds = 45: .* reward.timeout_seconds = 45 "),
-        ({"options": {"total_seconds": 70.0}}, "total_seconds = 70: .*; legal: less than"),
+        ({"options": {"total_seconds": 70.0}}, "total_seconds = 70: .*; allowed: less than"),
         ({"options": {"total_seconds": 70.0}, "timeout_seconds": 80.0}, None),
         ({"options": {"total_seconds": 70.0}, "workers": 0}, None),
     ],

@@ -472,7 +472,7 @@ def test_environments_are_found_by_name_or_path(
     assert get_environment("single_turn") is None
     assert get_environment("any", "found_games:Game", {"level": 2}).level == 2
     wrong: list[tuple[str, str | None, dict[str, Any], str]] = [
-        ("chess", None, {}, "no such environment; legal: agent, single_turn"),
+        ("chess", None, {}, "no such environment; allowed: agent, single_turn"),
         (
             "",
             "found_games:Chess",
@@ -480,18 +480,18 @@ def test_environments_are_found_by_name_or_path(
             "games has no class Chess; it has: Game, Empty, Plain, OneArg",
         ),
         ("", "found_games:Gane", {}, "has no class Gane; it has: Game$"),
-        ("", "found_games:play", {}, "is a function; legal: a class with async def rollout"),
+        ("", "found_games:play", {}, "is a function; allowed: a class with async def rollout"),
         ("", "found_games:level", {}, "games has no class level"),
         (
             "",
             "found_games:Plain",
             {},
-            "its method rollout is no coroutine; legal: async def rollout",
+            "its method rollout is no coroutine; allowed: async def rollout",
         ),
-        ("", "found_games:OneArgument", {}, r"its method is rollout\(client\); legal: async def"),
+        ("", "found_games:OneArgument", {}, r"its method is rollout\(client\); allowed: async def"),
         ("", "found_games:Broken", {}, r"making it failed: KeyError: 'DATA' \(found_games.py:"),
         ("", "found_games:Empty", {}, "has no method rollout"),
-        ("", "found_games:Game", {"levels": 2}, "no such option; legal: level"),
+        ("", "found_games:Game", {"levels": 2}, "no such option; allowed: level"),
         ("", "found_games:Game", {"level": "a"}, "wrong type; int is wanted"),
         ("", "found_games:Game", {"level": 4}, "level is at most 3"),
         ("single_turn", None, {"level": 4}, "it takes none"),

@@ -106,5 +106,5 @@ def test_tools_are_named_by_the_configuration() -> None:
     assert schema["function"]["name"] == "calculator"
     assert list(schema["function"]["parameters"]["properties"]) == ["expression"]
     for tools in (["search"], []):
-        with pytest.raises(EpisodeError, match=r"tools = .*legal: some of calculator, python"):
+        with pytest.raises(EpisodeError, match=r"tools = .*allowed: some of calculator, python"):
             get_environment("tool_use", None, {"tools": tools})

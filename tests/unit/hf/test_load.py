@@ -58,7 +58,7 @@ def test_all_that_is_wrong_is_said_and_nothing_changed(tmp_path: Path) -> None:
             f"{bad}: model.layers.2.self_attn.q_norm.weight is missing",
             f"{bad}: model.layers.0.mlp.experts.3.up_proj.weight is missing",
             f"{bad}: {name} has the shape [60, 44]; config.json says [44, 60]",
-            f"{bad}: lm_head.weight has the dtype I32; legal: BF16, F16, F32, F64",
+            f"{bad}: lm_head.weight has the dtype I32; allowed: BF16, F16, F32, F64",
             f"{bad}: model.layers.1.mlp.gate.weight is no part of the model that config.json "
             "describes",
             f"{bad}: model.norm.bias is no part of the model that config.json describes",

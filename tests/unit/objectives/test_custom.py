@@ -104,7 +104,7 @@ def test_a_custom_objective_gets_its_options_or_has_its_defaults(options, scale)
         (
             "reinforce",
             {"scael": 1.0},
-            ".options.scael = 1.0: my_losses:reinforce has no such option; legal: scale, label",
+            ".options.scael = 1.0: my_losses:reinforce has no such option; allowed: scale, label",
         ),
         (
             "no_inputs",
@@ -149,7 +149,7 @@ def test_a_divergence_in_the_reward_needs_the_reference_whatever_the_function_sa
 def test_a_result_that_is_no_loss_is_refused():
     with pytest.raises(UserError, match="returns_a_tensor: returned Tensor, not LossOutputs"):
         build("returns_a_tensor")(make_inputs(0))
-    with pytest.raises(UserError, match=r"the loss has shape \(36,\); legal: a scalar"):
+    with pytest.raises(UserError, match=r"the loss has shape \(36,\); allowed: a scalar"):
         build("returns_a_vector")(make_inputs(0))
 
 

@@ -129,7 +129,7 @@ def test_a_port_that_is_given_and_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("text", ["0", "65536", "http", "-1"])
 def test_what_is_no_port_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="legal: 1 to 65535"), store_socket({"MASTER_PORT": text}):
+    with pytest.raises(UserError, match="allowed: 1 to 65535"), store_socket({"MASTER_PORT": text}):
         pass
 
 

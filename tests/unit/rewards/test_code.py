@@ -204,7 +204,7 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
     lines = refusal(check_answers, get_reward("code"), prompts)
     assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3", "rows:4"]
     assert "the row is an interactive problem" in lines[3]
-    assert "the row has no tests; legal: fields of published data sets" in lines[0]
+    assert "the row has no tests; allowed: fields of published data sets" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_runner_of_the_user_needs_no_sandbox(
     (line,) = refusal(scores, "Elsewhere", sample(TWICE, **call))
     assert "Elsewhere has no function 'call', which the tests of some rows need" in line
     (line,) = refusal(scores, "Wrong", sample(DOUBLE, **row))
-    assert "'run' of Wrong returned a str; legal: gspo_megatron.process.sandbox.Outcome" in line
+    assert "'run' of Wrong returned a str; allowed: gspo_megatron.process.sandbox.Outcome" in line
     for name, what in (("Empty", "is no class with"), ("run", "is no class"), ("No", "no class")):
         (line,) = refusal(scores, name, sample(DOUBLE, **row))
         assert line.startswith(f"reward.options.runner = my_runner:{name}: ") and what in line

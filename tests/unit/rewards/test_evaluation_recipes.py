@@ -77,7 +77,7 @@ def test_rows_outside_of_every_window_and_without_dates_are_told(tmp_path: Path)
     with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'contest_date' is a number; a date"):
         load_prompts(path, fields)
     path.write_text(path.read_text().replace("7", '"1999-01-01", "question_id": 1'))
-    with pytest.raises(ValueError, match=r"no row lies in the window; legal: another evaluation"):
+    with pytest.raises(ValueError, match=r"no row lies in the window; allowed: another evaluation"):
         load_prompts(path, fields)
 
 

@@ -132,7 +132,7 @@ def test_mistakes_of_the_user_end_the_run_at_once(judges: Any, status: int) -> N
     (line,) = refusal(score, judge, "x", section=section)
     assert f"says {status}" in line and len(judge.requests) == 1
     (line,) = refusal(score, judge, "x", template="{task}")
-    assert line == ("reward.options.template: no {task}; legal: answer, hint, prompt, response")
+    assert line == ("reward.options.template: no {task}; allowed: answer, hint, prompt, response")
     assert len(judge.requests) == 1
 
 

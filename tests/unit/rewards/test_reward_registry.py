@@ -94,7 +94,7 @@ def mistake_in(value: object) -> str:
 def test_unknown_name_lists_the_legal_ones() -> None:
     (line,) = refusal(get_reward, "exact")
     assert line == (
-        "reward.name = exact: no such reward; legal: code, exact_match, llm_judge, math, "
+        "reward.name = exact: no such reward; allowed: code, exact_match, llm_judge, math, "
         "per_character, or give your own with reward.import_path"
     )
 
@@ -118,7 +118,7 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
     path = f"{module}:constant"
     options = {"valu": 1, "times": 1.5, "on": 1, "value": True}
     assert refusal(get_reward, "", path, options) == [
-        f"reward.options.valu = 1: {path} has no such option; legal: value, label, times, on",
+        f"reward.options.valu = 1: {path} has no such option; allowed: value, label, times, on",
         "reward.options.times = 1.5: wrong type; int is wanted",
         "reward.options.on = 1: wrong type; bool is wanted",
         "reward.options.value = True: wrong type; float is wanted",
@@ -153,14 +153,18 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
         (("", "wrong_reward_module:f"), "failed: SyntaxError: "),
         (
             ("", "{}:misnamed"),
-            "reward {}:misnamed: its first parameter 'batch' is a list of samples; legal: the name "
+            "reward {}:misnamed: its first parameter 'batch' is a list of samples; allowed: the "
+            "name "
             "`samples` for a reward of a batch",
         ),
         (
             ("", "{}:misnamed_sample"),
-            "its first parameter 'samples' is one sample; legal: another name, such as `sample`",
+            "its first parameter 'samples' is one sample; allowed: another name, such as `sample`",
         ),
-        (("", "{}:of_batch", {}, 2), "2: {}:of_batch: a function of a batch is called once; legal"),
+        (
+            ("", "{}:of_batch", {}, 2),
+            "2: {}:of_batch: a function of a batch is called once; allowed",
+        ),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(

@@ -119,7 +119,10 @@ def test_coroutines_have_one_event_loop_in_the_whole_run() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ([1.0, 2.0], "2 rewards for a batch of 3 samples; legal: a list with one reward for each"),
+        (
+            [1.0, 2.0],
+            "2 rewards for a batch of 3 samples; allowed: a list with one reward for each",
+        ),
         (1.0, "a float for a batch of 3 samples"),
         (None, "a NoneType for a batch of 3 samples"),
         ({"a": 1.0}, "a dict for a batch of 3 samples"),
@@ -272,19 +275,20 @@ def test_mistakes_in_parts_are_named(value: object, named: str) -> None:
         (
             parted,
             {"corect": 2.0},
-            "reward.weights.corect = 2.0: reward 'mine' returns the parts correct, format; legal: "
+            "reward.weights.corect = 2.0: reward 'mine' returns the parts correct, format; "
+            "allowed: "
             "weights for these",
         ),
         (
             number,
             {"correct": 2.0},
-            "reward.weights.correct = 2.0: reward 'mine' returns no parts; legal: none",
+            "reward.weights.correct = 2.0: reward 'mine' returns no parts; allowed: none",
         ),
         (
             parted,
             {"correct": 0.0, "format": 0.0},
             "reward.weights = {'correct': 0.0, 'format': 0.0}: all parts of reward 'mine' have "
-            "weight 0, and nothing is rewarded; legal: a weight other than 0 for one of them",
+            "weight 0, and nothing is rewarded; allowed: a weight other than 0 for one of them",
         ),
     ],
 )

@@ -365,7 +365,7 @@ def test_rewards_of_turns_for_some_responses_only() -> None:
 
 
 def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
-    with pytest.raises(ConfigError, match=r"objective.name = 'gspo': .* legal: gspo_token, grpo"):
+    with pytest.raises(ConfigError, match=r"objective.name = 'gspo': .* allowed: gspo_token, grpo"):
         token_advantages(collected(Prompts(), in_turns))
 
 

@@ -57,7 +57,7 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(tmp_path: Path, package: d
     python = install(tmp_path, **package)
     [line] = unfit_heads(config(python))
     assert line.startswith("model.megatron.kv_channels = 16: vLLM 9.8")
-    assert line.endswith("legal: 32, 64 (head_dim in config.json, kv_channels in model.megatron)")
+    assert line.endswith("allowed: 32, 64 (head_dim in config.json, kv_channels in model.megatron)")
     assert unfit_heads(config(python, 64)) == []
 
 

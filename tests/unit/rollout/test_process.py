@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_told_at_once(taken: int, tmp_path: Path) -> Non
     assert not (tmp_path / "log").exists()
     (tmp_path / "config.json").write_text("{}")
     for words, told in (
-        (("--port", taken), f"on 127.0.0.1, port {taken}: Address already in use; legal: "),
+        (("--port", taken), f"on 127.0.0.1, port {taken}: Address already in use; allowed: "),
         (("--host", "192.0.2.1"), "on 192.0.2.1, port 0: Cannot assign requested address"),
     ):
         said = gspo("serve", tmp_path, *words, expect=2).stderr.strip()
