@@ -21,7 +21,7 @@ fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full lint docs format clean
+.PHONY: help setup demo test test-fast test-full lint docs dist format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ lint: docs  ## ruff, the layers of the package, size limits, types; the links of
 docs: setup  ## the documentation as a site, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "docs: site/index.html"
+
+dist: setup  ## the source archive and the wheel, in dist/
+	@$(BIN)/python tools/build_release.py dist
 
 format: setup  ## sort imports and format
 	@$(BIN)/ruff check --quiet --fix --exit-zero

@@ -1,0 +1,103 @@
+"""The workflows of GitHub: their form, and that what they run is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.programs import ROOT
+
+FILES = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PATHS = re.compile(r"(?<![\w./-])((?:tests|tools|requirements)/[\w./-]*\w)")
+
+
+def workflow(path: Path) -> dict[str, Any]:
+    # BaseLoader: every scalar is a string, and `on` is not read as true.
+    return yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+
+
+def jobs() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{path.name}-{name}", job)
+        for path in FILES
+        for name, job in workflow(path)["jobs"].items()
+    ]
+
+
+def variants(job: dict[str, Any]) -> list[dict[str, str]]:
+    """The values of the matrix, a mapping for each run of the job."""
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    if "include" in matrix:
+        return matrix["include"]
+    rows: list[dict[str, str]] = [{}]
+    for name, values in matrix.items():
+        rows = [row | {name: value} for row in rows for value in values]
+    return rows
+
+
+def scripts(job: dict[str, Any]) -> list[str]:
+    """The shell commands of all runs of a job, with the values of its matrix."""
+    found = []
+    for row in variants(job):
+        for step in job["steps"]:
+            text = step.get("run", "")
+            for name, value in row.items():
+                text = text.replace(f"${{{{ matrix.{name} }}}}", value)
+            assert "${{" not in text, "a value from outside in a command"
+            found.append(text)
+    return [text for text in found if text]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_workflow_reads_only_and_says_when_it_runs(path: Path) -> None:
+    content = workflow(path)
+    assert content["on"] and content["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize(("name", "job"), jobs(), ids=[name for name, _ in jobs()])
+def test_a_job_runs_what_exists(name: str, job: dict[str, Any]) -> None:
+    assert job["runs-on"].startswith("ubuntu-") and int(job["timeout-minutes"]) > 0
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    for step in job["steps"]:
+        assert ("run" in step) != ("uses" in step), step
+        assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1")), "no version"
+    for script in scripts(job):
+        for target in re.findall(r"\bmake ([a-z-]+)", script):
+            assert target in targets, target
+        for path in PATHS.findall(script):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.skipif(
+    not (Path(sys.executable).parent / "shellcheck").exists(), reason="shellcheck is not installed"
+)
+@pytest.mark.parametrize(("name", "job"), jobs(), ids=[name for name, _ in jobs()])
+def test_the_commands_are_sound_shell(name: str, job: dict[str, Any]) -> None:
+    for script in scripts(job):
+        done = subprocess.run(
+            [Path(sys.executable).parent / "shellcheck", "--shell=bash", "-"],
+            input=script, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+
+
+def test_every_folder_of_tests_runs_somewhere() -> None:
+    run = " ".join(script for _, job in jobs() for script in scripts(job))
+    folders = {path.parent for path in ROOT.glob("tests/*/**/test_*.py")}
+    for folder in {path.relative_to(ROOT).parts[1] for path in folders} - {"gpu"}:  # needs a GPU
+        assert f"tests/{folder}" in run, folder
+
+
+def test_both_lines_of_megatron_core_are_tested() -> None:
+    fast = dict(jobs())["ci.yml-fast"]
+    versions = set()
+    for row in variants(fast):
+        pins = ROOT / f"requirements/cpu-py{row['python'].replace('.', '')}.txt"
+        versions.update(re.findall(r"^megatron-core==([\d.]+)", pins.read_text(), re.MULTILINE))
+    assert versions == {"0.16.1", "0.19.2"}

@@ -1,0 +1,70 @@
+"""Builds the source archive and the wheel of the version in gspo_megatron/__init__.py.
+
+    python tools/build_release.py [FOLDER]      # dist by default
+
+The source archive is made from the files that git tracks, and the wheel from the source archive, so
+that a file which one of them lacks fails here and not on a user's machine. It needs setuptools and
+no network.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKEND = "import sys, setuptools.build_meta as backend; print(backend.{}(sys.argv[1]))"
+PACKAGE = "gspo_megatron"
+
+
+def build(step: str, source: Path, out: Path) -> Path:
+    """Runs `build_sdist` or `build_wheel` in a folder; returns the file that it made."""
+    command = [sys.executable, "-c", BACKEND.format(step), str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{step} failed:\n{done.stderr[-3000:]}")
+    return out / done.stdout.splitlines()[-1]
+
+
+def tracked_files() -> list[Path]:
+    """The files of the repository, relative to it."""
+    command = ["git", "ls-files", "-z"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(name) for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def missing_from(wheel: Path) -> list[str]:
+    """The package's tracked files that the wheel lacks."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    wanted = [str(path) for path in tracked_files() if path.parts[0] == PACKAGE]
+    return [name for name in wanted if name not in inside]
+
+
+def main(out: Path) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        copy, unpacked = Path(folder, "copy"), Path(folder, "unpacked")
+        for path in tracked_files():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
+        archive = build("build_sdist", copy, out.resolve())
+        with tarfile.open(archive) as content:
+            content.extractall(unpacked, filter="data")
+        [source] = unpacked.iterdir()
+        wheel = build("build_wheel", source, out.resolve())
+    if missing := missing_from(wheel):
+        print(f"{wheel.name} lacks {', '.join(missing)}", file=sys.stderr)
+        return 1
+    for path in (archive, wheel):
+        print(f"{path.name}  {path.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "dist")))
