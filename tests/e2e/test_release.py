@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def train_two_steps(environment: Path, folder: Path) -> None:
     lines = (folder / "my/run/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2
     assert (folder / "my/run/report.html").is_file()
+
+
+def test_the_changelog_has_the_version_and_room_for_the_next() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)
+    assert versions[:2] == ["Unreleased", gspo_megatron.__version__]
 
 
 @pytest.mark.slow
