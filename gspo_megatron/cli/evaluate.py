@@ -42,12 +42,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "-o", "--output", metavar="DIR", help="the folder of the evaluation (default: its own)"
     )
-    parser.add_argument("--model", help="of a server: its name (default: the first it has)")
+    parser.add_argument(
+        "--model", help="the name of the model on a server (default: its first model)"
+    )
     parser.add_argument(
         "--requests",
         type=positive,
         metavar="N",
-        help="of a server: requests under way at a time (default: 64)",
+        help="the number of requests that a server gets at the same time (default: 64)",
     )
     add_nproc(parser)
 

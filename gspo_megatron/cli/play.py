@@ -22,12 +22,12 @@ USUAL_EPISODES = 4
 
 
 def add_parser(commands: Commands) -> None:
-    text = "draw some episodes with a configuration's model and environment, and print them"
+    text = "generate some episodes with a configuration's model and environment, and print them"
     more = (
         ": who says what, the rewards, and why an episode failed. Nothing is trained, and no run "
-        "folder is written or read. The model itself draws, also where rollout.engine is vllm, "
-        "with the weights of model.checkpoint_path or model.hf_path: "
-        "model.checkpoint_path=runs/NAME plays what a run has learnt."
+        "folder is written or read. The model generates the responses itself, even if "
+        "rollout.engine is vllm. Its weights are those of model.checkpoint_path or model.hf_path: "
+        "model.checkpoint_path=runs/NAME plays what a run has learned."
     )
     parser = config_parser(commands, "play", run, text, more)
     parser.add_argument(
@@ -35,7 +35,8 @@ def add_parser(commands: Commands) -> None:
         type=positive,
         default=USUAL_EPISODES,
         metavar="N",
-        help=f"how many, one for each of the first prompts (default: {USUAL_EPISODES})",
+        help=f"the number of episodes, one for each of the first prompts (default: "
+        f"{USUAL_EPISODES})",
     )
     add_nproc(parser)
 

@@ -11,7 +11,9 @@ def add_parser(commands: Commands) -> None:
     text = "write report.html about one run, or a comparison of several"
     parser = new_parser(commands, "report", run, text, list_name="runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run folder")
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="where to write it")
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", required=True, help="the folder to write into"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,27 +33,38 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
         _list_of(number),
         "of a step without responses and new weights: one value, or one for each of --servers",
     ),
-    "update_seconds": ("SECONDS", number, "of new weights; trainer and servers stand still"),
+    "update_seconds": (
+        "SECONDS",
+        number,
+        "seconds of an update of the servers' weights; trainer and servers wait for it",
+    ),
     "lengths": (
         "MEDIAN,P90",
         _list_of(_above_0),
-        "of the responses (response/length_p50 and length_p90 in metrics.jsonl), log-normal",
+        "median and 90th percentile of the lengths of responses (response/length_p50 and "
+        "length_p90 in metrics.jsonl); lengths are taken as log-normal",
     ),
-    "sequence_speed": ("SPEED", _above_0, "tokens/s of a response that a server has alone"),
-    "server_speed": ("SPEED", _above_0, "tokens/s of a full server, of all responses together"),
-    "staleness": ("N,N", _list_of(_bound), "of rollout.max_staleness (default: 0,1,2,3,4)"),
+    "sequence_speed": ("SPEED", _above_0, "tokens/s of one response on an idle server"),
+    "server_speed": ("SPEED", _above_0, "tokens/s of a full server, all responses together"),
+    "staleness": (
+        "N,N",
+        _list_of(_bound),
+        "values of rollout.max_staleness to compare (default: 0,1,2,3,4)",
+    ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "rollout plan",
-        "simulate steps with responses by servers, to choose the number of servers and "
+        "simulate steps whose responses servers generate, to choose the number of servers and "
         "rollout.max_staleness. CONFIG.yaml gives prompts_per_step, group_size and "
         "max_response_tokens of rollout, and max_num_seqs of rollout.vllm.options "
         f"({_SLOTS} if it is not set); nothing else of it is checked.",
     )
-    group.add_argument("--rollout-plan", action="store_true", help="do this, with what follows")
+    group.add_argument(
+        "--rollout-plan", action="store_true", help="simulate; the options below are its inputs"
+    )
     for name, (metavar, read, text) in _OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=read, help=text)
 

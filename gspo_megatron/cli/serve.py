@@ -23,23 +23,23 @@ def add_parser(commands: Commands) -> None:
         commands,
         "serve",
         run,
-        "start a vLLM server for rollout.vllm.urls, or those that a run wants here (--join)",
+        "start a vLLM server for rollout.vllm.urls, or the servers that a run wants here (--join)",
         list_name="words",
     )
     parser.add_argument(
         "source",
         metavar="SOURCE",
         type=Path,
-        help="a Hugging Face folder, or a checkpoint or run, which is converted first. With "
-        "--join: the run's folder, or its configuration",
+        help="a Hugging Face folder; or a checkpoint or a run, which is converted first. With "
+        "--join: the run folder, or the configuration of the run",
     )
     parser.add_argument(
         "words",
         metavar="OPTION=VALUE",
         nargs="*",
         default=[],
-        help="further options of vLLM, as max_num_seqs=64, which replace ours. With --join: "
-        "section.key=value, as for the run",
+        help="further options of vLLM, such as max_num_seqs=64; they replace those set here. With "
+        "--join: section.key=value, as for the run",
     )
     parser.add_argument(
         "--join",
@@ -47,16 +47,20 @@ def add_parser(commands: Commands) -> None:
         help="start and end the servers that a run wants on this node, until told to end. The run "
         "names its nodes in GSPO_ROLLOUT_NODES",
     )
-    parser.add_argument("--name", help="with --join: this node in the run (default: its name)")
+    parser.add_argument(
+        "--name", help="with --join: the name of this node in the run (default: its host name)"
+    )
     parser.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
     parser.add_argument(
         "--host",
-        help="the address to listen on (default: 127.0.0.1; with --join that on the way to the "
-        "run's first node)",
+        help="the address to listen on (default: 127.0.0.1; with --join the address on the way to "
+        "the run's first node)",
     )
-    parser.add_argument("--port", type=_port, help="(default: a free one)")
+    parser.add_argument("--port", type=_port, help="the port to listen on (default: a free one)")
     parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="of the computation (default: as the weights)"
+        "--dtype",
+        choices=tuple(_DTYPES),
+        help="the precision to compute in (default: that of the weights)",
     )
 
 

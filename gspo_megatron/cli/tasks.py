@@ -16,7 +16,7 @@ def add_parser(commands: Commands) -> None:
     more = ", in their order. The files that the configuration names are not read."
     parser = config_parser(commands, "tasks", run, text, more)
     parser.add_argument(
-        "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="where to write them"
+        "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="the file to write"
     )
     parser.add_argument(
         "-n",
@@ -24,7 +24,7 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         type=positive,
         required=True,
-        help="the most tasks to write; some tasksets have no end",
+        help="the largest number of tasks to write; some tasksets have no end",
     )
     parser.add_argument(
         "--skip", metavar="N", type=positive, default=0, help="leave out the first N tasks"

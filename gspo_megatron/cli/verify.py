@@ -34,29 +34,32 @@ def add_parser(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="LAYOUT",
-        help="for example tp=2,pp=2 (default: the configuration's own, and two ranks of each kind "
-        "of parallelism)",
+        help="the layouts to compare, as tp=2,pp=2 (default: the configuration's, and two ranks "
+        "of each kind of parallelism)",
     )
     parser.add_argument(
-        "--reference", default="tp=1", metavar="LAYOUT", help="to compare with (default: one rank)"
+        "--reference",
+        default="tp=1",
+        metavar="LAYOUT",
+        help="the layout to compare with (default: one rank)",
     )
     parser.add_argument(
         "--reference-on-cpu",
         action="store_true",
-        help="compute the reference without GPUs: compares their kernels with those of the CPU",
+        help="compute the reference on the CPU, which compares the GPUs' kernels with the CPU's",
     )
     parser.add_argument(
         "--precision",
         choices=tuple(TOLERANCES),
         default="fp32",
-        help="of weights and activations, whatever the run will use: in bf16, rounding alone "
-        "changes the chosen experts, which hides real differences (default: %(default)s)",
+        help="the precision of weights and activations, whatever the run uses: in bf16, rounding "
+        "alone changes the chosen experts, which hides real differences (default: %(default)s)",
     )
     parser.add_argument(
         "--tolerance",
         type=number,
         metavar="X",
-        help="largest relative error of a parameter's gradient (default: "
+        help="the largest relative error allowed in a parameter's gradient (default: "
         + ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
         + ")",
     )
@@ -64,14 +67,14 @@ def add_parser(commands: Commands) -> None:
         "--step",
         type=positive,
         metavar="N",
-        help="compute step N of the run again, instead of random sequences, from what the run has "
-        "kept of it (see training.dump_batches). The step's loss is printed beside the run's",
+        help="compute step N of the run again, from the inputs that the run has kept of it "
+        "(training.dump_batches), instead of random sequences; prints its loss beside the run's",
     )
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="with --step, the weights (default: the newest checkpoint of the run that is not "
-        "of a later step; without one, the weights that the run began with)",
+        help="with --step: the checkpoint with the weights (default: the newest one of the run "
+        "that is not from a later step, else the weights that the run began with)",
     )
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
 

@@ -159,34 +159,42 @@ class ObjectiveSection(Section):
     options: dict[str, Any] = shapes({}, "keyword arguments of the custom objective")
     ratio: Literal[RATIOS] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "the importance ratio: of single tokens, or of a sequence as geometric mean "
-        "(sequence, sequence_token) or product",
+        "the importance ratio: of each token (token), or of a sequence: the geometric mean over "
+        "its tokens (sequence, sequence_token) or their product (sequence_product)",
     )
-    rule: Literal[tuple(RULES)] | None = shapes(None, "what is done with a ratio far from 1")  # ty: ignore[invalid-type-form]
+    rule: Literal[tuple(RULES)] | None = shapes(
+        None, "how a ratio far from 1 is treated; see docs/objectives.md"
+    )  # ty: ignore[invalid-type-form]
     aggregation: Literal[AGGREGATIONS] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "how tokens are summed: sequence_mean gives every sequence the same weight; the others "
-        "every token, and divide by the tokens of the mini-batch (token_mean), by its sequences "
-        "(token_sum), or by its sequences times max_response_tokens (constant_length)",
+        "how terms become one number: sequence_mean gives each sequence the same weight. The "
+        "others give each token the same weight, and divide by the tokens of the mini-batch "
+        "(token_mean), by its sequences (token_sum), or by its sequences times max_response_tokens "
+        "(constant_length)",
     )
     advantage: Literal[ADVANTAGES] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
-        "std; leave_one_out: minus the mean of the others in the group",
+        "the reward minus the mean of the group, divided by the standard deviation of the group, "
+        "by nothing, or by the standard deviation of the step; leave_one_out: the reward minus the "
+        "mean of the others in the group",
     )
     correction: Literal[tuple(CORRECTIONS)] | None = shapes(  # ty: ignore[invalid-type-form]
-        None, "for old log-probs that differ from the rollout engine's"
+        None, "weights that correct the difference between old policy and rollout engine"
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
     allow_wide_clip: bool = shapes(False, "allow a clip range for tokens with a sequence ratio")
-    dual_clip: float | None = shapes(None, "largest ratio that counts if the advantage < 0", gt=1)
+    dual_clip: float | None = shapes(
+        None, "bound of dual_clip: the largest ratio that counts if the advantage is below 0", gt=1
+    )
     tau_positive: float | None = shapes(
         None, "temperature of the soft gate for advantages above 0", gt=0
     )
     tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
-    correction_low: float | None = shapes(None, "smallest old policy / rollout that counts", gt=0)
+    correction_low: float | None = shapes(
+        None, "smallest ratio of old policy to rollout that counts: the bound of a mask", gt=0
+    )
     correction_high: float | None = shapes(
         None,
         "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask",
@@ -200,32 +208,38 @@ class ObjectiveSection(Section):
     )
     max_token_staleness: int | None = shapes(
         None,
-        "tokens whose weights missed more updates of the policy than this are not learnt from; "
-        "null: all are, up to rollout.max_staleness",
+        "largest staleness of a token that is learned from, in updates; null: all tokens, up to "
+        "rollout.max_staleness",
         ge=0,
     )
     old_logprobs: Literal["auto", "recompute", "rollout"] = shapes(
         "auto",
         "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "
-        "or the log-probs that the rollout engine reported; auto: those of the engine where they "
-        "are those of the pass, which are drawn in fp32 by the training model itself",
+        "or the log-probs that the rollout engine reported; auto: those of the engine where both "
+        "are equal (rollout.engine = megatron in fp32), else the forward pass",
     )
-    mini_batches: Positive = shapes(4, "optimizer steps on each batch of responses")
+    mini_batches: Positive = shapes(
+        4, "number of mini-batches, and so of optimizer updates, of an RL step"
+    )
     advantage_std: Literal["sample", "population"] = shapes(
-        "sample", "a std divides by the number of rewards minus 1 (sample) or by the number"
+        "sample",
+        "whether a standard deviation divides by the number of rewards minus 1 (sample) or by "
+        "their number (population)",
     )
     advantage_import_path: ImportPath | None = key(
         "code", None, "a custom advantage function, package.module:function; replaces advantage"
     )
     kl: Literal["none", "k1", "k2", "k3"] = shapes(
-        "none", "estimator of the KL divergence to the policy that RL started from"
+        "none", "estimator of the KL divergence from the reference policy, with which RL started"
     )
     kl_coefficient: float | None = shapes(None, "weight of the KL divergence", gt=0)
     kl_in: Literal["loss", "reward"] = shapes(
         "loss",
         "where the KL divergence goes: into each token's loss, or subtracted from the reward",
     )
-    reference_offload: bool = harmless(False, "keep the idle reference weights in host memory")
+    reference_offload: bool = harmless(
+        False, "keep the weights of the reference policy in host memory while they are not used"
+    )
     entropy_coefficient: float = shapes(
         0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
     )

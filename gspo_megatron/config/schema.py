@@ -45,26 +45,30 @@ class ModelSection(Section):
 
     preset: Literal[tuple(PRESETS)] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "the named shape to start from; null: the shape that hf_path or checkpoint_path has, or "
-        "tiny without them",
+        "the name of a model shape; null: the shape of hf_path or checkpoint_path, or tiny without "
+        "them",
     )
     hf_path: Text | None = shapes(None, "Hugging Face folder of starting weights; null: random")
     checkpoint_path: Text | None = shapes(
         None,
-        "a checkpoint of gspo-megatron with the weights to start from; for a run folder, or its "
-        "checkpoints folder, the newest one; null: random weights",
+        "checkpoint of gspo-megatron with the weights to start from; of a run folder or its "
+        "checkpoints folder, the newest checkpoint is taken; null: random weights",
     )
     backend: Literal["auto", "torch_native", "transformer_engine"] = shapes(
         "auto",
-        "layer implementation; auto takes Transformer Engine on a GPU that has it, in bf16 and FP8",
+        "layer implementation; auto: Transformer Engine on a GPU that has it, in bf16 and FP8",
     )
-    vocab_size: Positive | None = shapes(None, "null: the preset's, else the tokenizer's size")
+    vocab_size: Positive | None = shapes(
+        None, "vocabulary; null: the preset's, else the tokenizer's"
+    )
     max_sequence_length: Positive | None = shapes(
-        None, "prompt and response together, in tokens; null: the preset's"
+        None, "largest number of tokens of prompt and response together; null: the preset's"
     )
-    rotary_base: float | None = shapes(None, "of the rotary embedding; null: the preset's", gt=0)
-    tie_embeddings: bool | None = shapes(None, "one input and output embedding; null: the preset's")
-    megatron: dict[str, Any] = shapes({}, "fields of TransformerConfig, which replace the preset's")
+    rotary_base: float | None = shapes(None, "base of rotary positions; null: the preset's", gt=0)
+    tie_embeddings: bool | None = shapes(
+        None, "input and output embedding are one; null: the preset's"
+    )
+    megatron: dict[str, Any] = shapes({}, "fields of TransformerConfig, in place of the preset's")
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +100,7 @@ class ParallelSection(Section):
     expert_model_parallel_size: Positive = harmless(1, "ep: shards of the set of experts")
     expert_tensor_parallel_size: Positive | None = harmless(
         None,
-        "etp: shards of every expert's matrices; null: 1, where Megatron's own default is tp. "
+        "etp: shards of every expert's matrices; null: 1 (the default of Megatron-Core is tp). "
         "Expert matrices are small: splitting them costs communication and saves nothing that ep "
         "does not save",
     )
@@ -140,13 +144,13 @@ class DataSection(Section):
     )
     weights: Weights | None = shapes(
         None,
-        "the share of each file of prompts in what is drawn, up to a common factor; null: in "
-        "proportion to its prompts",
+        "the share of each file of data.prompts in the prompts of a step, up to a common factor; "
+        "null: in proportion to the number of its prompts",
     )
-    eval_prompts: Paths | None = key("shown", None, "evaluation prompts, as data.prompts")
+    eval_prompts: Paths | None = key("shown", None, "held-out prompts, as data.prompts")
     tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(
-        None, "a published dataset whose rows these are; replaces the next two keys"
+        None, "published dataset of the rows; replaces prompt_field and answer_field"
     )
     prompt_field: Text = shapes(
         "prompt", "the field that holds the prompt, a string or messages; a.b: field b of object a"
@@ -157,13 +161,13 @@ class DataSection(Section):
     template: Text | None = shapes(None, TEMPLATE)
     system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     id_field: Text | None = harmless(
-        "id", "the field that identifies a row, where there is one; null: file name and line do"
+        "id", "the field with the id of a row; null, or a row without it: file name and line"
     )
     max_prompt_tokens: Positive | None = shapes(
-        None, "null: model.max_sequence_length - rollout.max_response_tokens"
+        None, "longest prompt; null: model.max_sequence_length - rollout.max_response_tokens"
     )
     chat_template: bool = shapes(
-        False, "a prompt that is a string becomes a user message; messages use the template anyway"
+        False, "a string prompt becomes a user message; messages always use the template"
     )
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
@@ -174,37 +178,37 @@ class VllmSection(Section):
 
     servers: NotNegative = harmless(
         0,
-        "start this many servers: beside rank 0, or on a job's rollout nodes, as many on each; "
-        "0: those of urls are running already",
+        "number of servers that the run starts: beside rank 0, or on the rollout nodes of a job, "
+        "the same number on each; 0: the servers of urls are running already",
     )
     urls: list[Text] = harmless(
-        [], "running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
+        [], "addresses of running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
     )
-    tensor_parallel_size: Positive = harmless(1, "GPUs of each server that is started")
+    tensor_parallel_size: Positive = harmless(1, "GPUs of each server that the run starts")
     python: Text | None = harmless(
-        None, "interpreter of the environment that has vLLM; null: the one that trains"
+        None, "Python interpreter of the environment that has vLLM; null: that of the training"
     )
     options: dict[str, Any] = harmless(
-        {}, "further options of the servers that are started, as {max_num_seqs: 128}"
+        {}, "further vLLM options of the servers that the run starts, as {max_num_seqs: 128}"
     )
     weight_transport: Literal["auto", "nccl", "disk"] = harmless(
         "auto",
-        "how new weights get to the servers: nccl, from rank 0 to their workers (gloo on CPUs); "
-        "disk, by a folder; auto: nccl on GPUs where the servers can",
+        "how new weights get to the servers: nccl: rank 0 sends them to the workers (by gloo on "
+        "CPUs); disk: through a folder; auto: nccl on GPUs if all servers can, else disk",
     )
     weights_dir: Text | None = harmless(
         None,
-        "folder for new weights on their way to the servers, which all machines of the run see; "
+        "folder through which new weights get to the servers; all machines of the run must see it; "
         "null: /dev/shm for servers beside rank 0, else the run folder",
     )
     restarts: NotNegative = harmless(
-        3, "restarts of each server, and of the rollout service, before the run gives up"
+        3, "largest number of restarts of each server, and of the rollout service"
     )
     update_seconds: Positive = harmless(
-        600, "a server that takes longer for its start or for new weights is out"
+        600, "time limit for a server's start and for new weights; then it is restarted"
     )
     silence_seconds: Positive = harmless(
-        120, "a server that neither answers nor draws a token for this long is out"
+        120, "time limit without an answer or a new token; then the server is restarted"
     )
 
 
@@ -212,36 +216,35 @@ class RolloutSection(Section):
     """How responses are sampled."""
 
     engine: Literal["megatron", "vllm"] = shapes(
-        "megatron", "what generates the responses: the model that is trained, or vLLM servers"
+        "megatron", "what generates the responses: the trained model itself, or vLLM servers"
     )
-    group_size: Positive = shapes(8, "responses to each prompt")
-    prompts_per_step: Positive = shapes(16, "prompts of a step, over all ranks")
+    group_size: Positive = shapes(8, "number of responses to each prompt")
+    prompts_per_step: Positive = shapes(16, "number of prompts of a step, over all ranks")
     max_response_tokens: Positive = shapes(
-        32, "longer responses are cut off; of an episode: all its turns and what stands between"
+        32, "largest length of a response, in tokens; of an episode: all turns, and text between"
     )
-    temperature: float = shapes(1.0, "sampling temperature; 1.0: the model itself", gt=0)
+    temperature: float = shapes(1.0, "sampling temperature; 1.0: the model's distribution", gt=0)
     top_p: float = shapes(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
     top_k: NotNegative = shapes(0, "sample from the k most likely tokens; 0: off")
-    stop: list[Text] = shapes([], "texts that end a response")
+    stop: list[Text] = shapes([], "texts, or special tokens, that end a response")
     batch_size: Positive | None = harmless(
-        None,
-        "sequences decoded together on a rank; when one ends, the next starts; null: all of them",
+        None, "sequences that a rank decodes together; when one ends, the next starts; null: all"
     )
     dynamic_sampling: bool = shapes(
         False,
-        "train only on groups whose shaped rewards differ, and draw more prompts to replace the "
-        "others",
+        "train only on groups whose shaped rewards differ, and take further prompts in place of "
+        "the others",
     )
-    max_refills: NotNegative = shapes(4, "additional batches of prompts a step may draw")
+    max_refills: NotNegative = shapes(4, "additional batches of prompts for a step, at most")
     max_staleness: NotNegative | None = shapes(
         None,
-        "updates of the policy that a token may miss: servers draw the responses of so many later "
-        "steps while the policy trains; null: 1 with engine = vllm, else 0",
+        "updates that the weights of a token may be behind: servers generate so many later steps "
+        "while the policy trains; null: 1 with engine = vllm, else 0",
     )
     kv_after_update: Literal["recompute", "keep"] = shapes(
         "recompute",
-        "what responses under way go on with after new weights: keys and values that these make "
-        "of their tokens, or those that the old weights left",
+        "the key/value cache of responses in progress after a weight update: recompute it with the "
+        "new weights, or keep that of the old ones",
     )
     vllm: VllmSection = Field(default_factory=VllmSection)
 
@@ -257,14 +260,14 @@ SINGLE_TURN = "single_turn"  # a prompt and one response
 class EnvironmentSection(Section):
     """What the policy acts in."""
 
-    name: Text = shapes(SINGLE_TURN, "a registered environment")
+    name: Text = shapes(SINGLE_TURN, "name of a built-in environment")
     import_path: ImportPath | None = key(
         "code", None, "a custom environment, package.module:Class; replaces name"
     )
     verifiers: Text | None = shapes(None, "a taskset of the package verifiers; replaces name")
-    python: Text | None = harmless(None, "interpreter of the environment that has verifiers")
+    python: Text | None = harmless(None, "Python interpreter of the environment that has verifiers")
     options: dict[str, Any] = shapes({}, "keyword arguments of the environment")
-    max_turns: Positive = shapes(8, "turns of the policy in an episode")
+    max_turns: Positive = shapes(8, "largest number of turns of the policy in an episode")
 
     @property
     def has_episodes(self) -> bool:
@@ -275,42 +278,41 @@ class EnvironmentSection(Section):
 class RewardSection(Section):
     """How responses are rewarded."""
 
-    name: Text = shapes("exact_match", "a registered reward")
+    name: Text = shapes("exact_match", "name of a built-in reward")
     import_path: ImportPath | None = key(
         "code", None, "a custom reward function, package.module:function; replaces name"
     )
     options: dict[str, Any] = shapes({}, "keyword arguments of the reward")
     weights: dict[str, float] = shapes(
-        {}, "of the reward's parts, by name, where it returns parts; 1.0 for a part without weight"
+        {}, "weight of each part, by name, if the reward returns parts; 1.0 for the others"
     )
     workers: NotNegative | None = harmless(
         None,
-        "processes of a rank, or of the rollout service, that call the reward; 0: it is called in "
-        "the rank or service itself; null: 4 for code, 1 for math, else 0",
+        "number of processes, of each rank or of the rollout service, that call the reward; 0: the "
+        "rank or service calls it itself; null: 4 for code, 1 for math, else 0",
     )
-    timeout_seconds: float = harmless(60.0, "of a call by a worker, before it is ended", gt=0)
-    memory_mb: Positive = harmless(8192, "MiB of data that a worker may have")
+    timeout_seconds: float = harmless(60.0, "time limit of a call in a worker", gt=0)
+    memory_mb: Positive = harmless(8192, "memory limit of a worker, in MiB of data")
     retries: NotNegative = harmless(
-        2, "further calls of a reward whose call raises an error or ends its worker"
+        2, "how often a call is repeated that raises an error or ends its worker"
     )
     on_failure: Literal["stop", "drop_group"] = harmless(
-        "stop",
-        "and then: save the run and end it, or train on no response to that prompt",
+        "stop", "if all calls fail: save the run and end it (stop), or leave out the prompt's group"
     )
-    scale: float = shapes(1.0, "applied first: rewards are multiplied by it", gt=0)
+    scale: float = shapes(1.0, "factor for all rewards; applied first", gt=0)
     clip: float | None = shapes(
         None,
-        "applied next: each turn's reward is clipped to [-clip, clip]; null: no clipping",
+        "bound for each turn's reward, after scale: clipped to [-clip, clip]; null: none",
         gt=0,
     )
     overlong_buffer: Positive | None = shapes(
         None,
-        "the last tokens before max_response_tokens, each of which costs more than the one before; "
-        "null: no such cost",
+        "number of tokens before max_response_tokens over which the penalty for long responses "
+        "grows; null: no penalty",
     )
     overlong_penalty: float = shapes(
         1.0,
-        "applied last: what a response that uses the whole buffer, or is cut off, loses",
+        "largest penalty, of a response that uses the whole buffer or is cut off; applied last",
         gt=0,
     )
 
@@ -319,17 +321,17 @@ class RoutingSection(Section):
     """Which experts the new policy uses."""
 
     replay: Literal["off", "r2", "r3"] = shapes(
-        "off", "replay the experts of the old policy (r2) or of the rollout (r3)"
+        "off", "Routing Replay of the old policy's experts (r2) or of the rollout's (r3)"
     )
     reference_replay: Literal["off", "r2", "r3"] = shapes(
-        "off", "the same for the reference policy, independently of replay"
+        "off", "the same for the reference policy, independent of replay"
     )
     store_on_host: bool = harmless(False, "keep routes in host memory until their micro-batch")
     volatility: bool = harmless(False, "measure how many experts change during a step, by layer")
     rollout_noise: float = shapes(
         0.0,
-        "std of Gaussian noise on the routers' scores while rolling out: imitates an engine that "
-        "chooses other experts than the trainer; 0.0: none",
+        "standard deviation of Gaussian noise on the scores of the routers during rollouts; it "
+        "imitates an engine that chooses other experts than the trainer; 0.0: no noise",
         ge=0,
     )
 
@@ -342,11 +344,11 @@ class RoutingSection(Section):
 class OptimizerSection(Section):
     """AdamW and its learning rate."""
 
-    learning_rate: float = shapes(1e-6, "the peak", gt=0)
+    learning_rate: float = shapes(1e-6, "learning rate after the warm-up", gt=0)
     min_learning_rate: float = shapes(0.0, "the learning rate at the end of the decay", ge=0)
     warmup_steps: NotNegative = shapes(0, "steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = shapes(
-        "constant", "after the warm-up, until training.steps"
+        "constant", "curve of the learning rate from the warm-up to training.steps"
     )
     weight_decay: float = shapes(0.1, "decoupled weight decay", ge=0)
     beta1: float = shapes(0.9, "decay rate of the first moment", ge=0, lt=1)
@@ -359,32 +361,32 @@ class OptimizerSection(Section):
 class RunSection(Section):
     """What a run of any stage needs to know."""
 
-    seed: Seed = shapes(1, "of weights, data order and sampling")
+    seed: Seed = shapes(1, "seed of initial weights, data order and sampling")
     precision: Precision = shapes(
         "bf16",
-        "of weights and activations; fp64 is for `verify` and cannot train; fp8-delayed, "
+        "precision of weights and activations; fp64 is for `verify` and cannot train; fp8-delayed, "
         "fp8-blockwise and mxfp8: matrix products in FP8 by Transformer Engine, everything else "
         "as in bf16",
     )
     micro_batch_tokens: Positive = harmless(4096, "tokens of a micro-batch; bounds the activations")
     evaluation_interval: NotNegative = harmless(
-        0, "steps between evaluations; 0: at start and end only"
+        0, "number of steps between evaluations; 0: at start and end only"
     )
     recompute: Literal["none", "full", "selective"] = harmless(
-        "none", "activations recomputed in the backward pass to save memory"
+        "none", "which activations the backward pass computes again, to save memory"
     )
     hang_timeout_seconds: NotNegative = harmless(
         1200,
-        "a rank without progress for this long ends the run, and the stacks of every rank are "
-        "written; 0: never",
+        "time without progress of a rank after which all ranks write their stacks and the run "
+        "ends; 0: never",
     )
     stop_margin_seconds: NotNegative = harmless(
         300,
-        "the run is saved and stops when a Slurm job has less time left than this and the longest "
-        "step so far together",
+        "a run in a Slurm job is saved and stops when less time is left than this plus the longest "
+        "step so far",
     )
     idle_restarts: NotNegative = harmless(
-        3, "restarts of a Slurm job at the same point of the run; one more ends it"
+        3, "restarts of a Slurm job at the same point of the run; one more ends the job"
     )
 
 
@@ -392,21 +394,21 @@ class TrainingSection(RunSection):
     """The run itself."""
 
     steps: NotNegative = key(
-        "steps", 100, "RL steps: roll out, score, update; 0: evaluate only, on data.eval_prompts"
+        "steps", 100, "number of RL steps; 0: only evaluate, on data.eval_prompts"
     )
-    packing: bool = harmless(True, "sequences end to end in a row; false: a padded row each")
-    evaluation_prompts: Positive = harmless(256, "use at most this many of data.eval_prompts")
+    packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
+    evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     dump_batches: NotNegative = harmless(
         0,
-        "keep the inputs of this many last steps in the run folder, for `verify RUN --step N`; "
-        "0: none",
+        "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
+        "none",
     )
 
 
 class WindowSection(Section):
     """Which rows of a suite are problems: those with a date in a window."""
 
-    field: Text | None = harmless(None, "the field that holds the date, as 2025-01-31…; null: all")
+    field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
     last: Date | None = harmless(None, "the last day, month or year, the whole of it; null: any")
 
@@ -418,30 +420,33 @@ class SuiteSection(Section):
     template: Text | None = harmless(None, TEMPLATE)
     system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(
-        None, "a published dataset whose rows these are; replaces the next two keys"
+        None, "published dataset of the rows; replaces prompt_field and answer_field"
     )
-    prompt_field: Text = harmless("prompt", "the field that holds the prompt, as in data")
-    answer_field: Text | None = harmless("answer", "the field that holds the right answer; or null")
-    id_field: Text | None = harmless("id", "the field that identifies a row, as in data")
+    prompt_field: Text = harmless("prompt", "the field that holds the prompt, as data.prompt_field")
+    answer_field: Text | None = harmless(
+        "answer", "the field of the right answer; null: no answers"
+    )
+    id_field: Text | None = harmless("id", "the field with the id of a row, as data.id_field")
     chat_template: bool | None = harmless(
-        None, "a prompt that is a string becomes a user message; null: as data.chat_template"
+        None, "a string prompt becomes a user message; null: as data.chat_template"
     )
     filter: WindowSection = Field(default_factory=WindowSection)
-    limit: Positive | None = harmless(None, "only the first problems, so many; null: all")
+    limit: Positive | None = harmless(None, "number of problems, from the first; null: all")
     reward: RewardSection = Field(default_factory=RewardSection)
     samples: Positive = harmless(1, "responses to each problem: k of mean@k, pass@k and maj@k")
     temperature: float = harmless(1.0, "sampling temperature; 0.0: greedy", ge=0)
     top_p: float = harmless(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
     top_k: NotNegative = harmless(0, "sample from the k most likely tokens; 0: off")
     max_response_tokens: Positive | None = harmless(
-        None, "longer responses are cut off; null: as rollout.max_response_tokens"
+        None, "largest length of a response; null: as rollout.max_response_tokens"
     )
     correct_at: float | None = harmless(
         None, "a response with at least this reward is correct; null: as evaluation.correct_at"
     )
     failed: Literal["left_out", "wrong"] = harmless(
         "left_out",
-        "with reward.on_failure = drop_group, a problem whose reward fails: left out, or wrong",
+        "how a response counts whose reward fails, with reward.on_failure = drop_group: its "
+        "problem is left out, or the response is wrong",
     )
 
 
@@ -458,7 +463,7 @@ class EvaluationSection(Section):
         "keys takes them from a file of suites",
     )
     interval: NotNegative = harmless(
-        0, "steps between evaluations of the suites; 0: at start and end only"
+        0, "number of steps between evaluations of the suites; 0: at start and end only"
     )
 
 
@@ -467,14 +472,14 @@ class CheckpointSection(Section):
 
     interval: NotNegative = harmless(
         0,
-        "steps between checkpoints; one more is saved at the end, and when the run is told to "
-        "stop; 0: none",
+        "number of steps between checkpoints; one more is saved at the end, and when the run is "
+        "told to stop; 0: no checkpoints",
     )
-    keep_last: Positive | None = harmless(3, "keep this many of the newest; null: all")
-    keep_best: NotNegative = harmless(0, "keep also this many with the highest `best_metric`")
-    keep_every: NotNegative = harmless(0, "keep also those whose step is a multiple of it; 0: none")
-    best_metric: Text = harmless("evaluation/accuracy", "of metrics.jsonl; higher is better")
-    asynchronous: bool = harmless(False, "write during training, once a copy is in host memory")
+    keep_last: Positive | None = harmless(3, "number of newest checkpoints to keep; null: all")
+    keep_best: NotNegative = harmless(0, "checkpoints to keep for the highest best_metric")
+    keep_every: NotNegative = harmless(0, "also keep steps that are multiples of it; 0: none")
+    best_metric: Text = harmless("evaluation/accuracy", "metric of metrics.jsonl; higher is better")
+    asynchronous: bool = harmless(False, "write during training, from a copy in host memory")
 
 
 class RecordSection(Section):
@@ -482,15 +487,15 @@ class RecordSection(Section):
 
     dir: Text | None = harmless(None, "the run folder; null: runs/<config file's name>")
     trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = harmless(
-        [], "where metrics go besides metrics.jsonl"
+        [], "trackers that get the metrics; metrics.jsonl always has them"
     )
-    plots: bool = harmless(True, "draw plots/*.png at the end")
+    plots: bool = harmless(True, "write plots/*.png at the end of the run")
 
 
 class LoggingSection(RecordSection):
     """Where the record of the run goes."""
 
-    samples_per_step: NotNegative = harmless(2, "responses a step kept in samples.jsonl")
+    samples_per_step: NotNegative = harmless(2, "number of responses of each step in samples.jsonl")
 
 
 class RunConfig(Section):

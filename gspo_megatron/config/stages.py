@@ -33,26 +33,34 @@ from gspo_megatron.config.section import (
 class StageOptimizerSection(OptimizerSection):
     """AdamW and its learning rate."""
 
-    learning_rate: float = shapes(1e-4, "the peak", gt=0)
+    learning_rate: float = shapes(1e-4, "learning rate after the warm-up", gt=0)
     decay: Literal["constant", "linear", "cosine", "wsd"] = shapes(  # ty: ignore[incompatible-attribute-override]
-        "cosine", "after the warm-up, until training.steps; wsd: constant, then the decay below"
+        "cosine",
+        "curve of the learning rate from the warm-up to training.steps; wsd: constant, then "
+        "wsd_decay",
     )
-    wsd_steps: Positive | None = shapes(None, "wsd: the number of steps at the end that decay")
+    wsd_steps: Positive | None = shapes(
+        None, "with wsd: the number of last steps over which the learning rate falls"
+    )
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = shapes(
-        "linear", "wsd: the curve of the decay"
+        "linear", "with wsd: the curve of the last steps"
     )
 
 
 class StageCheckpointSection(CheckpointSection):
     """Saving and resuming."""
 
-    best_metric: Text = harmless("evaluation/logprob", "of metrics.jsonl; higher is better")
+    best_metric: Text = harmless(
+        "evaluation/logprob", "a metric of metrics.jsonl; higher is better"
+    )
 
 
 class ExportSection(Section):
     """What becomes of the model at the end."""
 
-    hf_path: Text | None = harmless(None, "a new Hugging Face folder to write; null: none")
+    hf_path: Text | None = harmless(
+        None, "new Hugging Face folder for the model at the end of the run; null: none"
+    )
 
 
 class StageConfig(RunConfig):
@@ -70,14 +78,14 @@ class FineTuningDataSection(Section):
     """Conversations, or prompts with answers, and the tokenizer."""
 
     examples: Text | None = key(
-        "contents", None, "examples to learn, a .jsonl or .parquet file; required to train"
+        "contents", None, "file of examples to learn, .jsonl or .parquet; required to train"
     )
-    eval_examples: Text | None = key("shown", None, "examples to evaluate, .jsonl or .parquet")
+    eval_examples: Text | None = key("shown", None, "file of held-out examples, .jsonl or .parquet")
     tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
     messages_field: Text | None = shapes(
         None,
-        "the field that holds a conversation, of which the assistant's messages are learned; null: "
-        "rows are a prompt and its answer, which is learned",
+        "the field that holds a conversation; the assistant's messages are learned; null: rows "
+        "have a prompt and an answer, and the answer is learned",
     )
     prompt_field: Text = shapes("prompt", "the field that holds the prompt")
     answer_field: Text = shapes("answer", "the field that holds the answer")
@@ -85,11 +93,17 @@ class FineTuningDataSection(Section):
     system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     chat_template: bool = shapes(False, "prompts and answers go through the chat template")
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
-    max_tokens: Positive | None = shapes(None, "of an example; null: model.max_sequence_length")
-    too_long: Literal["error", "drop", "truncate"] = shapes(
-        "error", "a longer example is refused, left out, or cut if a learned token is left"
+    max_tokens: Positive | None = shapes(
+        None, "largest number of tokens of an example; null: model.max_sequence_length"
     )
-    shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
+    too_long: Literal["error", "drop", "truncate"] = shapes(
+        "error",
+        "what happens to a longer example: it is an error, it is left out, or its end is cut off "
+        "if a token to learn is left",
+    )
+    shuffle: bool = shapes(
+        True, "take the examples in a new order in every epoch, from training.seed"
+    )
 
 
 class FineTuningTrainingSection(RunSection):
@@ -100,8 +114,12 @@ class FineTuningTrainingSection(RunSection):
     epochs: Positive | None = harmless(
         None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
     )
-    batch_size: Positive = shapes(64, "examples of a step, over all ranks")
-    packing: bool = harmless(True, "sequences end to end in a row; false: a padded row each")
+    batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
+    packing: bool = harmless(
+        True,
+        "put the sequences of a micro-batch into one row, without padding; false: a padded row "
+        "for each",
+    )
 
 
 class FineTuningConfig(StageConfig):
@@ -138,29 +156,39 @@ class PretrainingDataSection(Section):
     train: list[Text] = key("contents", [], "prefixes of .bin and .idx files; required to train")
     weights: Weights | None = shapes(
         None,
-        "the share of each prefix in what is learned, up to a common factor; null: in proportion "
-        "to its tokens",
+        "the share of each prefix in the samples, up to a common factor; null: in proportion to "
+        "its tokens",
     )
-    evaluation: list[Text] = key("shown", [], "prefixes of the evaluation, weighted by tokens")
+    evaluation: list[Text] = key(
+        "shown", [], "prefixes of held-out .bin and .idx files, weighted by their tokens"
+    )
     evaluation_share: float = shapes(
         0.0,
-        "instead of evaluation: the share of documents at the end of every training prefix that is "
-        "kept for the evaluation",
+        "instead of data.evaluation: the share of documents at the end of each training prefix "
+        "that is held out for the evaluation",
         ge=0,
         lt=1,
     )
     tokenizer: Text = key("contents", ..., "the tokenizer that the datasets were made with")
-    sequence_length: Positive | None = shapes(None, "of a sample; null: model.max_sequence_length")
-    mask_end_of_document: bool = shapes(False, "the first token of a next document is not learned")
+    sequence_length: Positive | None = shapes(
+        None, "number of tokens of a sample; null: model.max_sequence_length"
+    )
+    mask_end_of_document: bool = shapes(
+        False, "do not learn the first token of a document from the end of the one before"
+    )
 
 
 class PretrainingTrainingSection(RunSection):
     """The run itself."""
 
     steps: Positive | None = key("steps", None, "maximum number of updates; null: tokens decide")
-    tokens: Positive | None = harmless(None, "tokens to learn, up to whole steps; null: see steps")
-    batch_size: Positive = shapes(64, "samples of a step, over all ranks")
-    evaluation_batches: Positive = harmless(8, "batches of an evaluation; fewer if data are fewer")
+    tokens: Positive | None = harmless(
+        None, "number of tokens to learn, rounded up to whole steps; null: see steps"
+    )
+    batch_size: Positive = shapes(64, "number of samples of a step, over all ranks")
+    evaluation_batches: Positive = harmless(
+        8, "number of batches of an evaluation, fewer if there are fewer data"
+    )
 
 
 class PretrainingConfig(StageConfig):
