@@ -162,9 +162,7 @@ class ObjectiveSection(Section):
         "the importance ratio: of each token (token), or of a sequence: the geometric mean over "
         "its tokens (sequence, sequence_token) or their product (sequence_product)",
     )
-    rule: Literal[tuple(RULES)] | None = shapes(
-        None, "how a ratio far from 1 is treated; see docs/objectives.md"
-    )  # ty: ignore[invalid-type-form]
+    rule: Literal[tuple(RULES)] | None = shapes(None, "treatment of ratios far from 1")  # ty: ignore[invalid-type-form]
     aggregation: Literal[AGGREGATIONS] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
         "how terms become one number: sequence_mean gives each sequence the same weight. The "

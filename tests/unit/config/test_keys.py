@@ -33,7 +33,8 @@ def test_keys_are_found_by_a_word_without_a_configuration(capsys: Capture) -> No
     assert main(["check", "--keys", "GROUP_size"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert (
-        line == "rollout.group_size (integer, default 8): number of responses to each prompt; allowed: from 1"
+        line
+        == "rollout.group_size (integer, default 8): number of responses to each prompt; allowed: from 1"
     )
     assert main(["check", "--keys"]) == 0
     assert capsys.readouterr().out.splitlines() == find_keys()
