@@ -32,10 +32,8 @@ def test_every_key_is_listed_with_its_meaning(stage: str) -> None:
 def test_keys_are_found_by_a_word_without_a_configuration(capsys: Capture) -> None:
     assert main(["check", "--keys", "GROUP_size"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert (
-        line
-        == "rollout.group_size (integer, default 8): number of responses to each prompt; allowed: from 1"
-    )
+    meaning = "number of responses to each prompt; allowed: from 1"
+    assert line == f"rollout.group_size (integer, default 8): {meaning}"
     assert main(["check", "--keys"]) == 0
     assert capsys.readouterr().out.splitlines() == find_keys()
     assert main(["check", "--keys", "wsd_steps", "--stage", "sft"]) == 0
