@@ -32,7 +32,7 @@ STEP: dict[str, tuple[str, ...]] = {
     "self.collector.source.take_weights": ("new weights to the rollout engine",),
 }
 COLLECT: dict[str, tuple[str, ...]] = {
-    "next_rows": ("rollout.prompts_per_step prompts", "Draw.rows"),
+    "next_rows": ("rollout.prompts_per_step prompts", "RolloutRequest.rows"),
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
     + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
     "collector.judge_groups": ("without spread or rewards: draw again?",),

@@ -13,7 +13,7 @@ from gspo_megatron.observe.suite_table import suite_text
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.rewards.registry import suite_rewards
 from gspo_megatron.rl.rollouts import Collector, responses
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
 
@@ -45,19 +45,19 @@ class Suites:
         metrics: dict[str, float] = {}
         everything: list[Record] = []
         for name in self.scorers:
-            draw = self._draw(name, version)
+            request = self._request(name, version)
             # noise on the routers of a step is no part of the policy that is measured
-            drawn = self.collector.sample(draw, self.scorers[name], router_noise=False)
-            records = self._records(name, draw, drawn.group)
+            share = self.collector.sample(request, self.scorers[name], router_noise=False)
+            records = self._records(name, request, share.group)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
             if figures is None:
-                reward, failed = self.scorers[name].reward, [drawn.failed_calls]
+                reward, failed = self.scorers[name].reward, [share.failed_calls]
                 raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
             everything += records
         return metrics, everything
 
-    def _draw(self, name: str, version: int) -> Draw:
+    def _request(self, name: str, version: int) -> RolloutRequest:
         config, suite, key = self.config, self.config.evaluation.suites[name], suite_key(name)
         sampling = Sampling(
             config.suite_response_tokens(name),
@@ -68,14 +68,14 @@ class Suites:
         )
         rows, seed = list(range(len(self.collector.prompts[key]))), config.training.seed
         named = f"evaluation_{version:08d}_{name}"
-        return Draw(named, key, rows, 0, suite.samples, sampling, seed, version)
+        return RolloutRequest(named, key, rows, 0, suite.samples, sampling, seed, version)
 
-    def _records(self, name: str, draw: Draw, group: RolloutGroup) -> list[Record]:
+    def _records(self, name: str, request: RolloutRequest, group: RolloutGroup) -> list[Record]:
         """The responses of all ranks in the problems' order, on the main rank; else nothing. Raises
         RewardError, on all ranks, where the reward cannot read an answer."""
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
-        samples = self.collector.texts(draw, group)
+        samples = self.collector.texts(request, group)
         mine = responses(group, samples, least)
         problem: str | None = None
         try:

@@ -42,7 +42,7 @@ from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollouts import Collector, Experience, shown
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
@@ -201,8 +201,8 @@ class ReinforcementLoop:
             run, rows = self.run_components, self._rows(step)
             before = self.loader.state_dict()
             try:
-                self._begin_draws(step, first=step)
-                experience = collect(self.collector, lambda: next(rows), self._draw(step))
+                self._begin_requests(step, first=step)
+                experience = collect(self.collector, lambda: next(rows), self._request(step))
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
@@ -215,7 +215,7 @@ class ReinforcementLoop:
             )
         else:
             experience = restored
-            self._begin_draws(step, first=step + 1)
+            self._begin_requests(step, first=step + 1)
         self.run_components.logger.write_samples(
             step,
             experience.samples,
@@ -225,10 +225,10 @@ class ReinforcementLoop:
         )
         return experience
 
-    def _draw(self, step: int) -> Draw:
+    def _request(self, step: int) -> RolloutRequest:
         """All of a step's draws but the prompts. Servers may be `max_staleness` updates behind."""
         rollout, seed = self.config.rollout, self.config.training.seed
-        return Draw(
+        return RolloutRequest(
             f"step_{step:08d}",
             "data.prompts",
             rows=[],
@@ -239,14 +239,14 @@ class ReinforcementLoop:
             version=max(step - 1 - rollout.staleness, 0),
         )
 
-    def _begin_draws(self, step: int, first: int) -> None:
+    def _begin_requests(self, step: int, first: int) -> None:
         """Have servers draw for this step, and for later ones while the policy trains. `first` is
         the step of the loader's next prompts. The loader stays where it is: a run that is resumed
         draws the same prompts for the same step."""
         last = min(step + self.config.rollout.staleness, self.config.training.steps)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
-            self.collector.source.begin(part_of(self._draw(number), 0, rows))
+            self.collector.source.begin(part_of(self._request(number), 0, rows))
 
     def _rows(self, step: int) -> Iterator[list[int]]:
         """The prompts of the step's draw, and of each refill. The next step's are drawn already
@@ -313,7 +313,9 @@ class ReinforcementLoop:
         )
 
 
-def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw) -> Experience:
+def collect(
+    collector: Collector, next_rows: Callable[[], list[int]], draw: RolloutRequest
+) -> Experience:
     """The first half of a step: this rank's share of the responses that it trains on.
 
     `next_rows` gives every rank the same `rollout.prompts_per_step` numbers of prompts at each
@@ -366,7 +368,7 @@ def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw
     )
 
 
-def part_of(draw: Draw, number: int, rows: list[int], first: int = 0) -> Draw:
+def part_of(draw: RolloutRequest, number: int, rows: list[int], first: int = 0) -> RolloutRequest:
     """The step's first draw, number 0, or a refill. `first`: the first prompt's number in it."""
     return replace(draw, name=f"{draw.name}_{number}", rows=rows, first=first)
 

@@ -20,7 +20,7 @@ from gspo_megatron.platform.groups import (
 from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rl.rollouts import responses
 from gspo_megatron.rl.run import in_process_collector
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 
 
 def play(config: Config, episodes: int) -> list[dict[str, Any]]:
@@ -40,9 +40,9 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
         with closing(collector):
             count = len(inputs.files[prompts_key(config)])
             rows = [number % count for number in range(episodes)]
-            draw = _draw(config, rows)
-            group = collector.sample(draw).group
-            samples = collector.texts(draw, group)
+            request = _request(config, rows)
+            group = collector.sample(request).group
+            samples = collector.texts(request, group)
             mine = responses(group, samples, config.evaluation.correct_at)
         told = gather_objects(mine) or []
     finally:
@@ -56,7 +56,7 @@ def prompts_key(config: Config) -> str:
     return "data.prompts" if config.data.prompts else "data.eval_prompts"
 
 
-def _draw(config: Config, rows: list[int]) -> Draw:
+def _request(config: Config, rows: list[int]) -> RolloutRequest:
     rollout, key = config.rollout, prompts_key(config)
     sampling = Sampling(
         max_tokens=rollout.max_response_tokens,
@@ -65,4 +65,6 @@ def _draw(config: Config, rows: list[int]) -> Draw:
         top_k=rollout.top_k,
         stop=tuple(rollout.stop),
     )
-    return Draw("play_00000000", key, rows, 0, 1, sampling, config.training.seed, version=0)
+    return RolloutRequest(
+        "play_00000000", key, rows, 0, 1, sampling, config.training.seed, version=0
+    )

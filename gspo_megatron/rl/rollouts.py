@@ -25,9 +25,9 @@ from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.source import Drawn, RolloutSource
+from gspo_megatron.rollout.source import RolloutShare, RolloutSource
 from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
@@ -38,8 +38,8 @@ class Experience:
 
     group: RolloutGroup
     device: torch.device
-    # The first `logging.samples_per_step` responses of the first draw, to be written to the run
-    # folder, on the ranks that tell of responses:
+    # The first `logging.samples_per_step` responses to the first request, to be written to the
+    # run folder, on the ranks that tell of responses:
     samples: list[Sample] = field(default_factory=list)
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
@@ -101,29 +101,35 @@ class Collector:
         self.source.close()
 
     def sample(
-        self, draw: Draw, scorer: GroupScorer | None = None, *, router_noise: bool = True
-    ) -> Drawn:
+        self,
+        request: RolloutRequest,
+        scorer: GroupScorer | None = None,
+        *,
+        router_noise: bool = True,
+    ) -> RolloutShare:
         """Responses with their scores, to this rank's share of the prompts; scorer: None for that
         of the run. Raises what `RolloutSource.take` raises."""
-        scorer, prompts = scorer or self.scorer, self.prompts_of(draw)
-        return self.source.take(draw, prompts, scorer, router_noise=router_noise)
+        scorer, prompts = scorer or self.scorer, self.prompts_of(request)
+        return self.source.take(request, prompts, scorer, router_noise=router_noise)
 
-    def prompts_of(self, draw: Draw) -> list[Prompt]:
-        """All prompts of a draw."""
-        return [self.prompts[draw.key][row] for row in draw.rows]
+    def prompts_of(self, request: RolloutRequest) -> list[Prompt]:
+        """All prompts of a request."""
+        return [self.prompts[request.key][row] for row in request.rows]
 
-    def texts(self, draw: Draw, group: RolloutGroup, count: int | None = None) -> list[Sample]:
+    def texts(
+        self, request: RolloutRequest, group: RolloutGroup, count: int | None = None
+    ) -> list[Sample]:
         """The first `count` responses as text, on one rank of each model replica; nothing on the
         others."""
         if not self.tells:
             return []
         rows = np.arange(len(group.sample_index))
         shown = group if count is None else group.select(rows < count)
-        return self.scorer.samples(shown, self.prompts_of(draw), draw.first)
+        return self.scorer.samples(shown, self.prompts_of(request), request.first)
 
-    def measure(self, drawn: Drawn, metrics: StepMetrics) -> None:
-        """Add the metrics of one draw."""
-        group = dataclasses.replace(drawn.group, routes=None)  # they are large, and not counted
+    def measure(self, share: RolloutShare, metrics: StepMetrics) -> None:
+        """Add the metrics of one request."""
+        group = dataclasses.replace(share.group, routes=None)  # they are large, and not counted
         batch, scores = group.to_batch(self.device), group.to_scores(self.device)
         scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
         rewards, shaped = scores.rewards[scored], scores.shaped[whole]
@@ -142,8 +148,8 @@ class Collector:
             assert group.parts is not None, "its names are there"
             part = to_tensor(group.parts[:, number].copy(), self.device)
             means[f"reward/{name}"] = mean_pair(part[scored])
-        if drawn.staleness is not None:
-            ages = to_tensor(drawn.staleness, self.device)
+        if share.staleness is not None:
+            ages = to_tensor(share.staleness, self.device)
             means["staleness/mean"] = mean_pair(ages)
             means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
             metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
@@ -159,7 +165,7 @@ class Collector:
         metrics.add_means(means)
 
     def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:
-        """The metrics over all ranks and draws, and whether the reward function rewards turns.
+        """The metrics over all ranks and requests, and whether the reward function rewards turns.
         Raises RewardError, on all ranks, where it does so for some of the responses only."""
         reduced = metrics.reduce(self.data_group)
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
@@ -172,25 +178,27 @@ class Collector:
             raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
         return reduced, turns_share == 1
 
-    def lengths(self, of_draws: Sequence[np.ndarray]) -> dict[str, float]:
-        """Percentiles of the response lengths [num_sequences] of all draws and ranks."""
-        mine = to_tensor(np.concatenate(of_draws), self.device)
+    def lengths(self, of_requests: Sequence[np.ndarray]) -> dict[str, float]:
+        """Percentiles of the response lengths [num_sequences] of all requests and ranks."""
+        mine = to_tensor(np.concatenate(of_requests), self.device)
         lengths = torch.cat(all_gather_columns(mine, self.data_group))
         levels = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
         values = np.percentile(lengths.double().cpu().numpy(), list(levels.values())).tolist()
         return {f"response/length_{name}": v for name, v in zip(levels, values, strict=True)}
 
-    def judge_groups(self, group: RolloutGroup, draw: Draw) -> tuple[list[bool], list[bool]]:
-        """Which groups of one draw have different rewards, and in which a call of the reward
+    def judge_groups(
+        self, group: RolloutGroup, request: RolloutRequest
+    ) -> tuple[list[bool], list[bool]]:
+        """Which groups of one request have different rewards, and in which a call of the reward
         function failed, by number; the same on all ranks."""
         groups, shaped = (
             to_tensor(values, self.device) for values in (group.group_index, group.shaped)
         )
         failed = shaped.isnan()
         differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
-        found = torch.zeros((2, len(draw.rows)), dtype=torch.long, device=self.device)
-        found[0, groups[differs] - draw.first] = 1
-        found[1, groups[failed] - draw.first] = 1
+        found = torch.zeros((2, len(request.rows)), dtype=torch.long, device=self.device)
+        found[0, groups[differs] - request.first] = 1
+        found[1, groups[failed] - request.first] = 1
         dist.all_reduce(found, group=self.data_group)
         has_spread, has_failed = (found > 0).tolist()
         return has_spread, has_failed
@@ -208,10 +216,12 @@ class Collector:
         if not rows:
             return {}, []
         greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
-        draw = Draw(f"evaluation_{version:08d}", key, rows, 0, 1, greedy, training.seed, version)
-        drawn = self.sample(draw)
+        request = RolloutRequest(
+            f"evaluation_{version:08d}", key, rows, 0, 1, greedy, training.seed, version
+        )
+        share = self.sample(request)
         correct_at = self.config.evaluation.correct_at
-        rewards = to_tensor(drawn.group.rewards, self.device)
+        rewards = to_tensor(share.group.rewards, self.device)
         failed = rewards.isnan()
         metrics = StepMetrics(self.device)
         metrics.add_means(
@@ -224,15 +234,15 @@ class Collector:
         reduced = metrics.reduce(self.data_group)
         failed_share = reduced.pop("evaluation/failed")
         if failed_share == 1:
-            raise self.nothing_scored("of an evaluation", [drawn.failed_calls])
+            raise self.nothing_scored("of an evaluation", [share.failed_calls])
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
         count = len(rows) - round(failed_share * len(rows))
         low, high = share_interval(reduced["evaluation/accuracy"], count)
         reduced |= {"evaluation/accuracy_low": low, "evaluation/accuracy_high": high}
         reduced["evaluation/prompts"] = count
-        samples = self.texts(draw, drawn.group)
-        told = gather_objects(responses(drawn.group, samples, correct_at)) or []
+        samples = self.texts(request, share.group)
+        told = gather_objects(responses(share.group, samples, correct_at)) or []
         numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
         return reduced, [response for _, response in numbered]
 
@@ -253,7 +263,7 @@ class Collector:
 
 
 def shown(group: RolloutGroup, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What an Experience keeps of the first responses of its first draw. samples: them as text."""
+    """What an Experience keeps of its first responses. samples: them as text."""
     rows = range(len(samples))
     has_failed = np.isnan(group.rewards).tolist()
     return {

@@ -22,7 +22,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RolloutRequest:
     """Prompts that a step or an evaluation asks responses for, over all ranks."""
 
     name: str  # unique in the run; evaluations sort before steps, and servers draw in this order

@@ -10,15 +10,15 @@ import numpy as np
 
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import Draw
+from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 
 
 @dataclass
-class Drawn:
-    """This rank's share of a draw: whole groups, of every `data_size`-th of its prompts."""
+class RolloutShare:
+    """This rank's share of a request: whole groups, of every `data_size`-th of its prompts."""
 
     group: RolloutGroup
     failed_calls: FailedCalls  # calls of the reward function, and episodes, on all ranks
@@ -32,15 +32,20 @@ class RolloutSource(Protocol):
 
     report: Callable[[str], None]  # is told how far sampling or scoring is, for people
 
-    def begin(self, draw: Draw) -> None:
-        """The draw is wanted soon."""
+    def begin(self, request: RolloutRequest) -> None:
+        """The request is wanted soon."""
         ...
 
     def take(
-        self, draw: Draw, prompts: Sequence[Prompt], scorer: GroupScorer, *, router_noise: bool
-    ) -> Drawn:
-        """Responses to this rank's share of the draw's prompts; router_noise: that of the engine,
-        if it has any. Raises EpisodeError, RewardError and RolloutError, on all ranks."""
+        self,
+        request: RolloutRequest,
+        prompts: Sequence[Prompt],
+        scorer: GroupScorer,
+        *,
+        router_noise: bool,
+    ) -> RolloutShare:
+        """Responses to this rank's share of the request's prompts; router_noise: that of the
+        engine, if it has any. Raises EpisodeError, RewardError and RolloutError, on all ranks."""
         ...
 
     def take_weights(self, version: int) -> dict[str, float]:
@@ -57,8 +62,8 @@ class RolloutSource(Protocol):
         ...
 
 
-def share_of_rank(draw: Draw) -> list[int]:
-    """The numbers in the step of the draw's prompts that this rank holds responses to."""
+def share_of_rank(request: RolloutRequest) -> list[int]:
+    """The numbers in the step of the request's prompts that this rank holds responses to."""
     group = data_parallel_group()
-    numbers = range(draw.first, draw.first + len(draw.rows))
+    numbers = range(request.first, request.first + len(request.rows))
     return [number for number in numbers if number % group.size() == group.rank()]

@@ -8,10 +8,10 @@ from gspo_megatron.errors import EpisodeError, RewardError, UserError, error_of
 from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.scoring import FailedCalls, describe
-from gspo_megatron.rollout.engine import Draw, RolloutEngine
+from gspo_megatron.rollout.engine import RolloutEngine, RolloutRequest
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
-from gspo_megatron.rollout.source import Drawn, share_of_rank
+from gspo_megatron.rollout.source import RolloutShare, share_of_rank
 from gspo_megatron.types import Prompt
 
 
@@ -26,29 +26,34 @@ class MegatronRollouts:
     def engine(self) -> RolloutEngine:
         return self.episodes.engine
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, request: RolloutRequest) -> None:
         """Nobody has time for it before `take`."""
 
     def take(
-        self, draw: Draw, prompts: Sequence[Prompt], scorer: GroupScorer, *, router_noise: bool
-    ) -> Drawn:
+        self,
+        request: RolloutRequest,
+        prompts: Sequence[Prompt],
+        scorer: GroupScorer,
+        *,
+        router_noise: bool,
+    ) -> RolloutShare:
         """See RolloutSource. The reward may be slow or not deterministic: one rank of each model
         replica calls it and sends the scores to the others.
 
         Raises RewardError, on all ranks, where it failed or gave no reward on any of them, and
         EpisodeError where an episode failed, unless `reward.on_failure` says otherwise.
         """
-        numbers = share_of_rank(draw)
+        numbers = share_of_rank(request)
         generated = self.episodes.run(
-            [prompts[number - draw.first] for number in numbers],
+            [prompts[number - request.first] for number in numbers],
             numbers,
-            draw.per_prompt,
-            draw.sampling,
-            draw.seed,
+            request.per_prompt,
+            request.sampling,
+            request.seed,
             router_noise=router_noise,
         )
-        failed, seconds = self.score(generated, prompts, draw.first, scorer)
-        return Drawn(self.episodes.share(generated), failed, seconds)
+        failed, seconds = self.score(generated, prompts, request.first, scorer)
+        return RolloutShare(self.episodes.share(generated), failed, seconds)
 
     def score(
         self, generated: Generated, prompts: Sequence[Prompt], first: int, scorer: GroupScorer

@@ -180,7 +180,7 @@ class Fleet:
         """Look at every server again and again: a process that has ended, and silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OutOfFilesError):  # the requests of draws tell it
+            with contextlib.suppress(OutOfFilesError):  # the requests for responses tell it
                 await asyncio.gather(*(self._look_at(s) for s in self.servers if s.serves))
             await self.changes.announce()
 

@@ -35,7 +35,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
 from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests, request_from_json
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
@@ -78,7 +78,7 @@ class Service:
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
             self.scheduler = Scheduler(self.fleet)
-            self.draws = Draws(
+            self.requests = ServedRequests(
                 self.scheduler,
                 self.scorers,
                 self.inputs.files,
@@ -96,7 +96,7 @@ class Service:
             try:
                 await self.ended.wait()
             finally:
-                await self.draws.close()
+                await self.requests.close()
                 await self.fleet.close()
                 await self.scorers.close()
                 exchange.cancel()
@@ -216,8 +216,8 @@ class Service:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
-        app.router.add_post("/draws", self._begin_draw)
-        app.router.add_get("/draws/{name}", self._draw_status)
+        app.router.add_post("/requests", self._begin_request)
+        app.router.add_get("/requests/{name}", self._request_status)
         app.router.add_post("/weights", self._take_weights)
         app.router.add_get("/weights", self._weights_status)
         app.router.add_post("/weights/parts", self._add_to_weights)
@@ -238,12 +238,12 @@ class Service:
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
 
-    async def _begin_draw(self, request: web.Request) -> web.Response:
-        draw = draw_from_json(await request.json())
-        return web.json_response(self.draws.begin(draw).status())
+    async def _begin_request(self, request: web.Request) -> web.Response:
+        rollout = request_from_json(await request.json())
+        return web.json_response(self.requests.begin(rollout).status())
 
-    async def _draw_status(self, request: web.Request) -> web.Response:
-        running = self.draws.running[request.match_info["name"]]
+    async def _request_status(self, request: web.Request) -> web.Response:
+        running = self.requests.running[request.match_info["name"]]
         assert running.task is not None
         await self._until_news(running.task)
         drawn = sum(each.tokens for each in self.fleet.servers)
@@ -287,10 +287,10 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Draws of this step and earlier ones: no resumed run needs them any more."""
+        """Requests of this step and earlier ones: no resumed run needs them any more."""
         step = (await request.json())["step"]
-        running = self.draws.running
-        self.draws.running = {k: v for k, v in running.items() if step_of(k) > step}
+        running = self.requests.running
+        self.requests.running = {k: v for k, v in running.items() if step_of(k) > step}
         forget(self.folder, lambda name: step_of(name) > step)
         return web.json_response({})
 

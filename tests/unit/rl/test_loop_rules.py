@@ -38,17 +38,17 @@ def a_loop(config: Config, **parts: Any) -> Any:
 def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
     """Of seeds a run each is drawn for comparison: these are to be independent."""
     loops = [a_loop(config_of(training={"seed": seed})) for seed in range(4)]
-    drawn = [loop._draw(step).seed for loop in loops for step in range(1, 300)]
+    drawn = [loop._request(step).seed for loop in loops for step in range(1, 300)]
     assert len({*drawn}) == len(drawn)
     # a longer run draws what the shorter one drew
     longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
-    assert longer._draw(7).seed == loops[3]._draw(7).seed
+    assert longer._request(7).seed == loops[3]._request(7).seed
 
 
 @pytest.mark.parametrize(("ahead", "versions"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
 def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: list[int]) -> None:
     loop = a_loop(config_of(rollout={"max_staleness": ahead}))
-    assert [loop._draw(step).version for step in (1, 2, 3, 4)] == versions
+    assert [loop._request(step).version for step in (1, 2, 3, 4)] == versions
 
 
 # Failures between two steps

@@ -23,7 +23,7 @@ from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector, Experience, responses
 from gspo_megatron.rl.run import collector_of
-from gspo_megatron.rollout.engine import Draw, Requests, Sampling
+from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
 from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
@@ -96,7 +96,7 @@ class Prompts:
         return Prompt(f"prompt {n}", answer, f"f:{n}", {}, (5,) * (n % 3))
 
 
-DRAW = Draw("step_00000001", "data.prompts", [], 0, GROUP, SAMPLING, 1, version=0)
+DRAW = RolloutRequest("step_00000001", "data.prompts", [], 0, GROUP, SAMPLING, 1, version=0)
 
 
 def number(sample: Sample) -> int:

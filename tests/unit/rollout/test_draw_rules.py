@@ -21,11 +21,11 @@ from gspo_megatron.environments.episode import (
     Trajectory,
 )
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.episodes import Draws
+from gspo_megatron.rollout.vllm.episodes import ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
@@ -35,7 +35,7 @@ LONGEST = 20  # tokens of a sequence, by the servers
 EOS = 2
 ROWS = 8  # prompts of the file; prompt n has n + 1 tokens 10 + n
 GROUP = 3
-DRAW = Draw(
+DRAW = RolloutRequest(
     name="step_00000001_0",
     key="data.prompts",
     rows=[4, 0, 2],
@@ -121,7 +121,7 @@ class Unscored:
 def drawn(
     folder: Path,
     pool: Recorder,
-    *draws: Draw,
+    *draws: RolloutRequest,
     environment: Any = None,
     limits: Limits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
@@ -135,7 +135,7 @@ def drawn(
     recorder: Any = pool
 
     async def run() -> None:
-        all_draws = Draws(
+        all_draws = ServedRequests(
             recorder, scorers, {DRAW.key: prompts}, {"stop_token_ids": [EOS]}, folder, "o", runner
         )
         for draw in draws:
@@ -325,7 +325,7 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
 
     async def run() -> dict[str, Any]:
-        draws = Draws(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        draws = ServedRequests(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
         running = draws.begin(DRAW)
         assert draws.begin(DRAW) is running and not running.status()["done"]
         assert running.task is not None
@@ -355,9 +355,9 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
 
     async def run() -> None:
         pool: Any = recorder
-        draws = Draws(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        draws = ServedRequests(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
 
-        async def ended(draw: Draw) -> dict[str, Any]:
+        async def ended(draw: RolloutRequest) -> dict[str, Any]:
             running = draws.begin(draw)
             assert running.task is not None
             await running.task

@@ -24,17 +24,17 @@ from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import EpisodeRunner, Limits
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
-DRAW = Draw(
+DRAW = RolloutRequest(
     name="step_00000001_0",
     key="data.prompts",
     rows=[3, 0, 5],
@@ -65,7 +65,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def draw(
-    config: Config, folder: Path, wanted: Draw = DRAW, asked: list[Any] | None = None
+    config: Config, folder: Path, wanted: RolloutRequest = DRAW, asked: list[Any] | None = None
 ) -> tuple[int, dict[int, RolloutGroup]]:
     """Have the draw as a service that is started now; returns how many responses the server gave,
     and the groups. asked: gets the sampling of each request."""
@@ -82,7 +82,9 @@ def draw(
             try:
                 await pool.update(weights(folder, 0))
                 origin = origin_of_rollouts(config)
-                draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
+                draws = ServedRequests(
+                    pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin
+                )
                 before = double.calls["/inference/v1/generate"]
                 if asked is not None:
                     double.faults["/inference/v1/generate"] = partial(listen, asked)
@@ -214,7 +216,7 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
 
     async def run() -> dict[str, Any]:
         pool = ScheduledFleet([], FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
-        draws = Draws(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
+        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
         running = draws.begin(DRAW)
         assert running.task is not None
         await asyncio.wait([running.task])
@@ -286,7 +288,7 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
 
     async def steps(pool: ScheduledFleet) -> None:
         origin = origin_of_rollouts(config)
-        draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
+        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
         loader = PromptLoader(ROWS, BATCH, seed=1)
         for step in range(1, STEPS + 1):
             await pool.update(weights(folder, step - 1))

@@ -18,19 +18,21 @@ from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
 from gspo_megatron.errors import UserError, error_of
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import Client as Server_Client
 from gspo_megatron.rollout.vllm.client import connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
 
-DRAW = Draw("step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0)
+DRAW = RolloutRequest(
+    "step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0
+)
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def served(
             pool = ScheduledFleet([Server("server", Server_Client(double.url, session))], settings)
             try:
                 await pool.update(weights(folder, 0))
-                draws = Draws(
+                draws = ServedRequests(
                     pool.scheduler, scorers, inputs.files, {}, folder / "bank", "", runner
                 )
                 running = draws.begin(DRAW)
