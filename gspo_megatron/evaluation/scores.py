@@ -15,7 +15,6 @@ import numpy as np
 from gspo_megatron.config.schema import SuiteSection
 from gspo_megatron.observe.intervals import bootstrap_interval
 from gspo_megatron.observe.metrics_files import written_answer
-from gspo_megatron.rewards.values import Score
 from gspo_megatron.types import Sample
 
 
@@ -46,18 +45,25 @@ class Answers:
         return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
 
 
-def response_record(sample: Sample, score: Score | None, correct_at: float) -> dict[str, Any]:
-    """A response as evaluation.jsonl has it; score: None where the reward failed."""
-    reward = None if score is None else float(score.rewards.sum())
+def response_record(
+    sample: Sample,
+    reward: float,
+    parts: Mapping[str, float],
+    reason: str,
+    correct_at: float,
+) -> dict[str, Any]:
+    """A response as evaluation.jsonl has it; reward: NaN where its call failed."""
+    is_scored = not math.isnan(reward)
     return {
         "row_id": sample.row_id,
         "prompt": sample.prompt,
         "answer": written_answer(sample),
         "response": sample.response,
-        "reward": reward,
-        **({"parts": dict(score.parts)} if score and score.parts else {}),
-        **({"reason": score.reason} if score and score.reason else {}),
-        "correct": None if reward is None else reward >= correct_at,
+        **({"transcript": sample.transcript} if sample.transcript else {}),
+        "reward": reward if is_scored else None,
+        **({"parts": dict(parts)} if parts and is_scored else {}),
+        **({"reason": reason} if reason else {}),
+        "correct": reward >= correct_at if is_scored else None,
         "truncated": sample.truncated,
         "num_tokens": sample.num_tokens,
     }

@@ -25,7 +25,7 @@ class Suites:
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self.config, self.collector = config, collector
-        suites, tokenizer = config.evaluation.suites, collector.scorer.texts.tokenizer
+        suites, tokenizer = config.evaluation.suites, collector.scorer.tokenizer
         self.scorers = {
             name: GroupScorer.of(config, tokenizer, reward, suites[name].reward)
             for name, reward in suite_rewards(suites).items()

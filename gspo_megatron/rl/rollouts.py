@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,22 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.config import Config
 from gspo_megatron.errors import EpisodeError, RewardError
-from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.evaluation.scores import response_record
+from gspo_megatron.objectives.advantages import group_mean
 from gspo_megatron.observe.intervals import share_interval
-from gspo_megatron.observe.metrics_files import written_answer
-from gspo_megatron.platform.collectives import all_gather_columns, gather_objects
+from gspo_megatron.platform.collectives import gather_objects
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
-from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import RolloutRequest, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.source import RolloutShare, RolloutSource
 from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
@@ -43,7 +39,7 @@ class Experience:
     samples: list[Sample] = field(default_factory=list)
     sample_rewards: list[float] = field(default_factory=list)
     sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
-    # of episodes, their turns: see `environments.transcript`
+    # of episodes, their turns: see `environments.records`
     sample_records: Sequence[dict[str, Any]] = field(default_factory=list)
     # The same on all ranks:
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
@@ -112,9 +108,11 @@ class Collector:
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
         return self.source.take(request, prompts, scorer, router_noise=router_noise)
 
-    def prompts_of(self, request: RolloutRequest) -> list[Prompt]:
-        """All prompts of a request."""
-        return [self.prompts[request.key][row] for row in request.rows]
+    def prompts_of(self, request: RolloutRequest) -> dict[int, Prompt]:
+        """This rank's share of the request's prompts, by their numbers in the step."""
+        size, rank = self.data_group.size(), self.data_group.rank()
+        numbered = enumerate(request.rows, request.first)
+        return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
     def texts(
         self, request: RolloutRequest, group: RolloutGroup, count: int | None = None
@@ -125,83 +123,7 @@ class Collector:
             return []
         rows = np.arange(len(group.sample_index))
         shown = group if count is None else group.select(rows < count)
-        return self.scorer.samples(shown, self.prompts_of(request), request.first)
-
-    def measure(self, share: RolloutShare, metrics: StepMetrics) -> None:
-        """Add the metrics of one request."""
-        group = dataclasses.replace(share.group, routes=None)  # they are large, and not counted
-        batch, scores = group.to_batch(self.device), group.to_scores(self.device)
-        scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
-        rewards, shaped = scores.rewards[scored], scores.shaped[whole]
-        means = {
-            "reward/mean": mean_pair(rewards),
-            "reward/squared": mean_pair(rewards**2),
-            # of the shaped rewards: groups without a spread of these have no gradient
-            "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
-            "response/length_mean": mean_pair(batch.response_lengths),
-            "response/truncated": mean_pair(batch.truncated),
-            "turns": mean_pair(scores.turns[scored] > 0),
-        }
-        if self.scorer.shaping.is_on:
-            means["reward/shaped_mean"] = mean_pair(shaped)
-        for number, name in enumerate(group.part_names or ()):
-            assert group.parts is not None, "its names are there"
-            part = to_tensor(group.parts[:, number].copy(), self.device)
-            means[f"reward/{name}"] = mean_pair(part[scored])
-        if share.staleness is not None:
-            ages = to_tensor(share.staleness, self.device)
-            means["staleness/mean"] = mean_pair(ages)
-            means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
-            metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
-            bound = self.config.objective.max_token_staleness
-            if bound is not None:
-                means["staleness/masked"] = mean_pair(ages > bound)
-        if group.sampled is not None:
-            sampled = to_tensor(group.sampled, self.device)
-            turns, branches = turns_and_branches(batch, sampled)
-            means["environment/turns"] = mean_pair(turns)
-            means["environment/branches"] = mean_pair(branches)
-            means["environment/sampled_share"] = mean_pair(sampled)
-        metrics.add_means(means)
-
-    def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:
-        """The metrics over all ranks and requests, and whether the reward function rewards turns.
-        Raises RewardError, on all ranks, where it does so for some of the responses only."""
-        reduced = metrics.reduce(self.data_group)
-        squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
-        reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
-        if 0 < turns_share < 1:
-            of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
-            if self.has_episodes:  # who has given them is not known any more
-                raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
-            name = self.scorer.reward.name
-            raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
-        return reduced, turns_share == 1
-
-    def lengths(self, of_requests: Sequence[np.ndarray]) -> dict[str, float]:
-        """Percentiles of the response lengths [num_sequences] of all requests and ranks."""
-        mine = to_tensor(np.concatenate(of_requests), self.device)
-        lengths = torch.cat(all_gather_columns(mine, self.data_group))
-        levels = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-        values = np.percentile(lengths.double().cpu().numpy(), list(levels.values())).tolist()
-        return {f"response/length_{name}": v for name, v in zip(levels, values, strict=True)}
-
-    def judge_groups(
-        self, group: RolloutGroup, request: RolloutRequest
-    ) -> tuple[list[bool], list[bool]]:
-        """Which groups of one request have different rewards, and in which a call of the reward
-        function failed, by number; the same on all ranks."""
-        groups, shaped = (
-            to_tensor(values, self.device) for values in (group.group_index, group.shaped)
-        )
-        failed = shaped.isnan()
-        differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
-        found = torch.zeros((2, len(request.rows)), dtype=torch.long, device=self.device)
-        found[0, groups[differs] - request.first] = 1
-        found[1, groups[failed] - request.first] = 1
-        dist.all_reduce(found, group=self.data_group)
-        has_spread, has_failed = (found > 0).tolist()
-        return has_spread, has_failed
+        return self.scorer.samples(shown, self.prompts_of(request))
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One greedy response to each held-out prompt. Returns the mean reward as the reward
@@ -262,6 +184,79 @@ class Collector:
         )
 
 
+@dataclass
+class DynamicSampling:
+    """The groups that a step trains on, out of those sampled so far.
+
+    Groups whose rewards are all the same have no gradient: further prompts take their places. All
+    ranks know which groups have a spread, so that the choice is the same on every layout."""
+
+    wanted: int  # groups
+    max_refills: int  # further draws of prompts
+    enabled: bool = True  # False: the groups of one draw, whatever their rewards
+    draws: int = 0
+    has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
+    has_failed: list[bool] = field(default_factory=list)  # no reward: never trained on
+
+    def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
+        """One more draw of groups, in their order. One that has failed has no spread."""
+        self.draws += 1
+        self.has_spread += has_spread
+        self.has_failed += has_failed or [False] * len(has_spread)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether prompts are to be drawn, for the first time or again."""
+        if self.draws == 0 or not self.enabled:
+            return self.draws == 0
+        return sum(self.has_spread) < self.wanted and self.draws <= self.max_refills
+
+    @property
+    def num_groups(self) -> int:
+        """Sampled so far; the number of the next draw's first group."""
+        return len(self.has_spread)
+
+    def candidates(self, first: int) -> list[int]:
+        """The groups from number `first` on that may still be chosen; the others need no memory.
+        The first draw stays whole: see `groups`."""
+        return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
+
+    def groups(self) -> list[int]:
+        """The numbers of the chosen groups: the first `wanted` with spread, or fewer if there are
+        no more. If none has a spread, those of the first draw: a step needs some sequences. None
+        at all where these have all failed."""
+        chosen = [number for number, has in enumerate(self.has_spread) if has]
+        if self.enabled and chosen:
+            return chosen[: self.wanted]
+        return [number for number in range(self.wanted) if not self.has_failed[number]]
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/no_spread` is 1 for a step in which no group had a spread: it learns nothing."""
+        if not self.enabled:
+            return {}
+        return {
+            "rollout/refills": float(self.draws - 1),
+            "rollout/groups_dropped": float(self.num_groups - len(self.groups())),
+            "rollout/no_spread": float(not any(self.has_spread)),
+        }
+
+
+def judge_groups(
+    group: RolloutGroup, request: RolloutRequest, device: torch.device
+) -> tuple[list[bool], list[bool]]:
+    """Which groups of one request have different rewards, and in which a call of the reward
+    function failed, by number; the same on all ranks."""
+    groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
+    failed = shaped.isnan()
+    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
+    found = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
+    found[0, groups[differs] - request.first] = 1
+    found[1, groups[failed] - request.first] = 1
+    dist.all_reduce(found, group=data_parallel_group())
+    has_spread, has_failed = (found > 0).tolist()
+    return has_spread, has_failed
+
+
 def shown(group: RolloutGroup, samples: Sequence[Sample]) -> dict[str, Any]:
     """What an Experience keeps of its first responses. samples: them as text."""
     rows = range(len(samples))
@@ -281,43 +276,12 @@ def responses(
 ) -> list[tuple[int, dict[str, Any]]]:
     """The records of evaluation.jsonl of a rank's responses, with the numbers of their prompts.
     samples: the responses as text; nothing on ranks that do not tell of them."""
-    found = []
+    records = []
     for row, sample in enumerate(samples):
-        reward, parts = float(group.rewards[row]), group.part_of(row)
-        scored = not math.isnan(reward)
         reason = group.reasons[row] if group.reasons else ""
-        record = {
-            "row_id": sample.row_id,
-            "prompt": sample.prompt,
-            "answer": written_answer(sample),
-            "response": sample.response,
-            **({"transcript": sample.transcript} if sample.transcript else {}),
-            "reward": reward if scored else None,
-            **({"parts": parts} if parts and scored else {}),
-            **({"reason": reason} if reason else {}),
-            "correct": reward >= correct_at if scored else None,
-            "truncated": sample.truncated,
-            "num_tokens": sample.num_tokens,
-            **(group.records[row] if group.records else {}),
-        }
-        found.append((int(group.group_index[row]), record))
-    return found
-
-
-def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
-    """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
-    starts, is_response = branch_starts(batch), batch.in_response
-    assert is_response is not None
-    # whether the policy wrote a token and not the one before it, of all tokens
-    written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
-    turns = written & ~written.roll(1)
-    lengths = batch.prompt_lengths + batch.response_lengths
-    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    counts = torch.zeros((2, len(lengths)), dtype=torch.long, device=lengths.device)
-    return counts.index_add_(1, sequences, torch.stack([turns, starts]).long())
-
-
-def mean_pair(values: Tensor) -> Tensor:
-    """[sum, count] float64."""
-    total = values.double().sum()
-    return torch.stack([total, total.new_tensor(float(len(values)))])
+        record = response_record(
+            sample, float(group.rewards[row]), group.part_of(row), reason, correct_at
+        )
+        turns = group.records[row] if group.records else {}
+        records.append((int(group.group_index[row]), record | turns))
+    return records

@@ -28,10 +28,9 @@ from gspo_megatron.platform.collectives import all_gather_objects, any_rank, on_
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import RolloutRequest
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
-from gspo_megatron.rollout.source import RolloutShare, share_of_rank
 from gspo_megatron.rollout.store import FOLDER, SUFFIX, forget, read_groups, step_of
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.episodes import request_to_json
@@ -140,7 +139,7 @@ class ServedRollouts:
     def take(
         self,
         request: RolloutRequest,
-        prompts: Sequence[Prompt],
+        prompts: Mapping[int, Prompt],
         scorer: GroupScorer,
         *,
         router_noise: bool,
@@ -166,7 +165,7 @@ class ServedRollouts:
         self.counted["tokens"] += self.sync.wait_for(look)["tokens"]
         self.report("")
         self.counted["seconds"] += time.perf_counter() - start
-        share = self.read(request)
+        share = self.read(request, [*prompts])
         group = share.group
         known = [names for names in all_gather_objects(group.part_names) if names is not None]
         if known:  # not where all calls failed
@@ -174,10 +173,10 @@ class ServedRollouts:
             scorer.adopt(known[0])
         return share
 
-    def read(self, request: RolloutRequest) -> RolloutShare:
-        """This rank's share of a finished request, in the order of the prompts."""
+    def read(self, request: RolloutRequest, numbers: Sequence[int]) -> RolloutShare:
+        """The responses to the prompts of these numbers in a finished request."""
         path = self.folder / f"{request.name}{SUFFIX}"
-        group = self._read(path, share_of_rank(request), request.first)
+        group = self._read(path, numbers, request.first)
         if group.routes is not None and self.layers is not None:
             self._count_missing(group)
             group = group.of_layers(self.layers)

@@ -98,7 +98,7 @@ class RolloutGroup:
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
     # why a reward is not more
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
-    # the turns of episodes: see environments.transcript
+    # the turns of episodes: see environments.records
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
     failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3] as FailedCalls
     reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring

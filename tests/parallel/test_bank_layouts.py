@@ -166,7 +166,8 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
     group, kept = data_parallel_group(), []
     for step in range(1, STEPS + 1):
         source.version = step - 1
-        drawn = source.read(draw_of(step))
+        numbers = range(group.rank(), PROMPTS, group.size())
+        drawn = source.read(draw_of(step), numbers)
         experience = Experience(drawn.group, torch.device("cpu"))
         index = gather_index(experience.batch, experience.scores.shaped, group)
         advantages, _ = compute_advantages(objective.advantages, experience, index)

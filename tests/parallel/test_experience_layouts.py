@@ -21,7 +21,6 @@ from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Sample, TurnRewards
@@ -96,7 +95,7 @@ def a_collector(
     files = {"data.prompts": prompts, "data.eval_prompts": prompts}
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files=files)
     device = torch.device("cpu")
-    source = MegatronRollouts(BatchedEpisodes(engine, None, device))
+    source = MegatronRollouts(engine, None, device)
     return collector_of(config, inputs, source, reward, device)
 
 

@@ -47,7 +47,7 @@ from gspo_megatron.families import FAMILIES, PRESETS
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.scheduler import Scheduler
@@ -221,7 +221,7 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
                 ModelFacts(_VOCABULARY, 2, 4, 2, (0, 1)), needs, 0, 60, 600, max_staleness=1
             )
             urls = [f"http://127.0.0.1:{port}" for port in ports]
-            fleet = Fleet([Server(url, Client(url, session)) for url in urls], settings)
+            fleet = Fleet([Server(url, ServerClient(url, session)) for url in urls], settings)
             scheduler = Scheduler(fleet)
             try:
                 fleet.take_weights(Weights(0, str(folder), _CHECK))

@@ -84,7 +84,7 @@ class Scorers:
 
         def begin() -> tuple[RolloutGroup, list[Sample]]:
             group = make()
-            return group, scoring.samples(group, [prompt], group.number)
+            return group, scoring.samples(group, {group.number: prompt})
 
         def finish(group: RolloutGroup, samples: Sequence[Sample], found: Any) -> None:
             scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes)

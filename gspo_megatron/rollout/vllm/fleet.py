@@ -20,7 +20,7 @@ from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, Serv
 from gspo_megatron.rollout.vllm.weights import (
     CALL_SECONDS,
     MOMENT,
-    Changes,
+    WeightChanges,
     WeightLoader,
     Weights,
 )
@@ -33,7 +33,7 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
         self.servers, self.settings = list(servers), settings
-        self.changes = Changes()  # a server has begun or ceased to serve
+        self.changes = WeightChanges()  # a server has begun or ceased to serve
         self.loader = WeightLoader(settings, self.changes)
         self.began = time.time()
         self._watcher: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import Client
+from gspo_megatron.rollout.vllm.client import ServerClient
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
@@ -94,7 +94,7 @@ class Server:
     """One server."""
 
     name: str  # for messages and logs
-    client: Client
+    client: ServerClient
     start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
     process: Process | None = None
     version: int | None = None  # of its weights, which are checked; None: it serves nothing

@@ -34,7 +34,7 @@ from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
-from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, ServerClient, connected_session
 from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests, request_from_json
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
@@ -140,10 +140,12 @@ class Service:
         section = self.config.rollout.vllm
         if section.urls:
             token = os.environ.get(TOKEN_VARIABLE)
-            return [Server(f"server {url}", Client(url, session, token)) for url in section.urls]
+            return [
+                Server(f"server {url}", ServerClient(url, session, token)) for url in section.urls
+            ]
         servers, nodes = [], self.nodes.nodes
         for number in range(section.servers):
-            client = Client("", session)  # its url and token are known when it is started
+            client = ServerClient("", session)  # its url and token are known when it is started
             if nodes:
                 place, slot = divmod(number, section.servers // len(nodes))
                 node = nodes[place]
@@ -157,14 +159,14 @@ class Service:
         print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
         return servers
 
-    def _start_here(self, client: Client, number: int, folder: str) -> ServerProcess:
+    def _start_here(self, client: ServerClient, number: int, folder: str) -> ServerProcess:
         devices, size = self.settings["devices"], self.config.rollout.vllm.tensor_parallel_size
         environ = self._environment(client, devices[number * size : (number + 1) * size])
         log = server_log(self.folder / SERVERS, number)
         return ServerProcess(self._words(folder), environ, log)
 
     def _start_there(
-        self, client: Client, node: Node, number: int, slot: int, folder: str
+        self, client: ServerClient, node: Node, number: int, slot: int, folder: str
     ) -> RemoteProcess:
         """slot: which of the node's servers it is, from 0."""
         size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
@@ -193,7 +195,7 @@ class Service:
         }
         return server_words(section.python or sys.executable, arguments)
 
-    def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
+    def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
         """Variables for a start of a server, with a token that no earlier start had."""
         token = secrets.token_urlsafe(32)
         client.begin(token)

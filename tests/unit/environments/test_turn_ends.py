@@ -8,7 +8,8 @@ import json
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Asked, Client, Limits, Written
+from gspo_megatron.environments.episode import Asked, Client, Limits
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.environments.characters import character_tokenizer
 
@@ -63,4 +64,4 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
         f"{after}\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
     ).ids
     assert list(asked[1].token_ids) == [*prompt, *ids, *between]
-    assert len(client.branches()) == 1
+    assert len(client.transcript.branches()) == 1

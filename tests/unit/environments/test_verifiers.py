@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
+from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.types import Prompt
@@ -105,8 +106,8 @@ def test_a_game_of_textarena_is_played_and_captured(
     assert said[2::2] == ["[c]", "[t]", "[a]"] and "C   _   _" in said[3]
     for episode, script in ((won, scripts[0]), (lost, scripts[1])):
         # the policy was asked with the tokens that it is trained on
-        played = (*episode.client.prompt_ids, *episode.tokens.tolist())
-        ends = len(episode.client.prompt_ids) + episode.client.turn_ends()
+        played = (*episode.client.transcript.prompt, *episode.transcript.response.tolist())
+        ends = len(episode.client.transcript.prompt) + episode.client.transcript.turn_ends()
         contexts = [each.token_ids for each in asked]
         for end, text in zip(ends, script):
             written = [*table.tokenizer.encode(text), table.tokenizer.eos_id]

@@ -67,14 +67,18 @@ class Unwritable:
     def source(self) -> Unwritable:
         return self
 
-    def begin(self, draw: Any) -> None:
+    def begin(self, request: Any) -> None:
+        raise self.error
+
+    def sample(self, request: Any) -> None:
         raise self.error
 
     def evaluate(self, step: int) -> None:
         raise self.error
 
 
-def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved() -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> None:
     told: list[Any] = []
 
     def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
@@ -84,7 +88,8 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved() -> None:
     run = SimpleNamespace(checkpoints=SimpleNamespace(after_failure=after_failure))
     loader = PromptLoader([9], 4, seed=0, shuffle=True)
     before = loader.state_dict()
-    config = config_of(data={"tokenizer": "t"}, rollout={"prompts_per_step": 4})
+    rollout = {"prompts_per_step": 4, "max_staleness": ahead}
+    config = config_of(data={"tokenizer": "t"}, rollout=rollout)
     loop = a_loop(config, run_components=run, loader=loader, trainer=None, restored=None)
     loop.collector, loop.suites = Unwritable(), None
     loop.collector.config, loop.collector.device = config, torch.device("cpu")

@@ -24,8 +24,7 @@ from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector, Experience, responses
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
-from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
+from gspo_megatron.rollout.megatron.rollouts import Generated, MegatronRollouts
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -117,7 +116,7 @@ def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
     device = torch.device("cpu")
-    source = MegatronRollouts(BatchedEpisodes(cast(Any, Engine()), None, device))
+    source = MegatronRollouts(cast(Any, Engine()), None, device)
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={})
     return collector_of(config_of(**sections), inputs, source, Reward("mine", function), device)
 
@@ -167,10 +166,10 @@ def test_each_turn_has_random_numbers_of_its_own() -> None:
     """A single turn has those of the first one."""
     engine, tokenizer = Engine(), cast(Any, Tokenizer())
     runner = EpisodeRunner(cast(Any, Talk()), tokenizer, Limits(2, 20))
-    batched = BatchedEpisodes(cast(Any, engine), runner, torch.device("cpu"))
+    batched = MegatronRollouts(cast(Any, engine), runner, torch.device("cpu"))
     prompts = [Prompts(1)[n] for n in (1, 2)]
     prompts[0] = replace(prompts[0], token_ids=(5,))
-    found = batched.share(batched.run([prompts[1], prompts[0]], [2, 1], GROUP, SAMPLING, seed=7))
+    found = batched.share(batched.generate({2: prompts[1], 1: prompts[0]}, GROUP, SAMPLING, seed=7))
     assert engine.seeds == [7, 7 + 2**56]
     assert engine.samples == [4, 5, 4, 5]  # of the prompt whose episodes have turns
     assert found.sample_index.tolist() == [4, 5, 2, 3]
@@ -500,7 +499,7 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 
 def ended(found: Collector, *errors: str) -> Generated:
     """Episodes of one turn, of which those with a text have failed."""
-    generated = found.source.episodes.run([Prompts()[0]], [0], len(errors), SAMPLING, 1)
+    generated = found.source.generate({0: Prompts()[0]}, len(errors), SAMPLING, 1)
     client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
     episodes = [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors]
     return replace(generated, episodes=episodes)
@@ -510,12 +509,12 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector()
     with pytest.raises(EpisodeError, match="environment Mine: no tool"):
         generated = ended(found, "", "environment Mine: no tool")
-        found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+        found.source.score(generated, {0: Prompts()[0]}, found.scorer)
     found = collector(reward=DROPPING)
     generated = ended(found, "a", "b")
-    failed, _ = found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+    failed, _ = found.source.score(generated, {0: Prompts()[0]}, found.scorer)
     assert failed.episodes == 2
-    samples = found.scorer.samples(generated.group, [Prompts()[0]], 0)
+    samples = found.scorer.samples(generated.group, {0: Prompts()[0]})
     told = [response for _, response in responses(generated.group, samples, 1.0)]
     assert [(each["reward"], each["error"]) for each in told] == [(None, "a"), (None, "b")]
     told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"

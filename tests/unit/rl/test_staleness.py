@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rl.served_rollouts import ServedRollouts
-from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.source import RolloutShare
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, Sampling
 from gspo_megatron.rollout.store import FOLDER, SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
@@ -130,10 +129,9 @@ def read(
     source = ServedRollouts(config, inputs, tiny_policy(), torch.device("cpu"))
     source.version = VERSION
     collector = collector_of(config, inputs, source, reward, source.device)
-    drawn, metrics = source.read(DRAW), StepMetrics(source.device)
-    collector.measure(drawn, metrics)
-    found, _ = collector.reduce(metrics)
-    return drawn, found, source
+    drawn, metrics = source.read(DRAW, [0, 1]), RolloutMetrics(collector)
+    metrics.add(drawn)
+    return drawn, metrics.reduce(), source
 
 
 def staleness(metrics: dict[str, float]) -> dict[str, float]:

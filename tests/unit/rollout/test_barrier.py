@@ -12,12 +12,13 @@ import torch
 
 from gspo_megatron.environments.episode import Asked, Client, EpisodeRunner, Limits, Trajectory
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron.barrier import Barrier, BatchedEpisodes, Turn, _turns_of
+from gspo_megatron.rollout.megatron.barrier import Barrier, MegatronTurn, turns_of
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.environments.characters import character_tokenizer
 
 
-def turns(number: int, *ids: list[int]) -> list[Turn]:
+def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
     """A call of the engine: a prompt of one token and a turn for each."""
     count = torch.arange(len(ids))
     batch = RolloutBatch(
@@ -29,7 +30,7 @@ def turns(number: int, *ids: list[int]) -> list[Turn]:
         sample_index=count,
         group_index=count,
     )
-    return _turns_of(batch, number)
+    return turns_of(batch, number)
 
 
 def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
@@ -45,7 +46,7 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
         await asyncio.sleep(0.05)
         return await barrier.generate(Asked((3,), 0, 4), [0])
 
-    async def run() -> list[list[Turn]]:
+    async def run() -> list[list[MegatronTurn]]:
         barrier = Barrier()
         plays = enumerate((impatient, plain))
         running: Any = {n: asyncio.create_task(play(barrier)) for n, play in plays}
@@ -114,9 +115,9 @@ def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -
     engine: Any = Engine()
     tokenizer = character_tokenizer(tmp_path)
     runner = EpisodeRunner(Twice(), tokenizer, Limits(turns=3, response_tokens=9))
-    episodes = BatchedEpisodes(engine, runner, torch.device("cpu"))
+    episodes = MegatronRollouts(engine, runner, torch.device("cpu"))
     task = Prompt("a", None, "f:1", token_ids=(9,))
-    generated = episodes.run([task], [0], 2, Sampling(9), seed=7)
+    generated = episodes.generate({0: task}, 2, Sampling(9), seed=7)
     assert generated.group is not None
     assert generated.group.response_lengths.tolist() == [3, 3]  # two turns, and a token between
     assert engine.seeds[0] == 7 and len(set(engine.seeds)) == 2

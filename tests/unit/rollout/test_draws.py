@@ -28,7 +28,7 @@ from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from tests.fleets import ScheduledFleet
@@ -77,7 +77,7 @@ def draw(
             settings = FleetSettings(
                 facts=FACTS, needs=needs, restarts=0, update_seconds=30, silence_seconds=30
             )
-            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             folder.mkdir(exist_ok=True)
             try:
                 await pool.update(weights(folder, 0))
@@ -313,7 +313,7 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
         async with Double().serve() as double, connected_session() as session:
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
             settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
-            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             double.faults["/inference/v1/generate"] = Slow(double)
             folder.mkdir()
             try:

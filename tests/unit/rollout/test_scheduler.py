@@ -13,7 +13,7 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.scheduler import RequestQueue
 from gspo_megatron.rollout.vllm.server import Clock, FleetSettings, Server, Window
 from tests.fleets import ScheduledFleet
@@ -193,7 +193,7 @@ def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
             for double in doubles:
                 double.sequences, double.faults = 3, {"/inference/v1/generate": hold}
             async with ScheduledFleet(
-                [Server(d.url, Client(d.url, session)) for d in doubles], settings
+                [Server(d.url, ServerClient(d.url, session)) for d in doubles], settings
             ) as fleet:
                 await fleet.update(weights(tmp_path, 0))
                 sampling = {"temperature": 1.0, "max_tokens": 4}

@@ -22,8 +22,7 @@ from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client as Server_Client
-from gspo_megatron.rollout.vllm.client import connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
@@ -60,7 +59,7 @@ def served(
     async def run() -> None:
         async with Double().serve() as double, connected_session() as session:
             settings = FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
-            pool = ScheduledFleet([Server("server", Server_Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             try:
                 await pool.update(weights(folder, 0))
                 draws = ServedRequests(
