@@ -143,17 +143,17 @@ def suite_figures(
         raise ValueError(f"no problem has {samples} responses with rewards")
     means = [float(np.mean(problem.rewards)) for problem in whole]
     low, high = bootstrap_interval(means, seed)
-    found = {"mean": float(np.mean(means)), "ci_low": low, "ci_high": high}
+    figures = {"mean": float(np.mean(means)), "ci_low": low, "ci_high": high}
     for k in powers_of_two(samples):
         chances = [pass_at_k(sum(problem.correct), samples, k) for problem in whole]
-        found[f"pass_at_{k}"] = float(np.mean(chances))
+        figures[f"pass_at_{k}"] = float(np.mean(chances))
     if samples > 1 and any(answer is not None for each in whole for answer in each.answers):
         votes = [majority_at_k(problem.correct, problem.answers) for problem in whole]
-        found[f"maj_at_{samples}"] = float(np.mean(votes))
-    found["truncated"] = float(np.mean([each.truncated for each in whole]))
-    found["length"] = float(np.mean([each.lengths for each in whole]))
-    found["problems"] = float(len(whole))
-    return found | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
+        figures[f"maj_at_{samples}"] = float(np.mean(votes))
+    figures["truncated"] = float(np.mean([each.truncated for each in whole]))
+    figures["length"] = float(np.mean([each.lengths for each in whole]))
+    figures["problems"] = float(len(whole))
+    return figures | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
 
 
 def figures_of_records(

@@ -349,15 +349,15 @@ def collect(
         kept.append(group.of_prompts(chosen.candidates(request.first)))
     if not chosen.groups():
         raise collector.nothing_scored("of a step", metrics.failed)
-    found = metrics.reduce()
+    reduced = metrics.reduce()
     if config.reward.on_failure == "drop_group":
-        found["reward/failed_groups"] = float(sum(chosen.has_failed))
+        reduced["reward/failed_groups"] = float(sum(chosen.has_failed))
     responses = chosen.num_groups * config.rollout.group_size
     return Experience(
         RolloutGroup.join([each.of_prompts(chosen.groups()) for each in kept]),
         collector.device,
-        metrics=found | chosen.metrics(),
-        num_tokens=round(found["response/length_mean"] * responses),
+        metrics=reduced | chosen.metrics(),
+        num_tokens=round(reduced["response/length_mean"] * responses),
         has_turns=metrics.has_turns,
         reward_seconds=metrics.reward_seconds,
         rollout_seconds=time.perf_counter() - start,

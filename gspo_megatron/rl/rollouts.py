@@ -249,11 +249,11 @@ def judge_groups(
     groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
     failed = shaped.isnan()
     differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
-    found = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
-    found[0, groups[differs] - request.first] = 1
-    found[1, groups[failed] - request.first] = 1
-    dist.all_reduce(found, group=data_parallel_group())
-    has_spread, has_failed = (found > 0).tolist()
+    flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
+    flags[0, groups[differs] - request.first] = 1
+    flags[1, groups[failed] - request.first] = 1
+    dist.all_reduce(flags, group=data_parallel_group())
+    has_spread, has_failed = (flags > 0).tolist()
     return has_spread, has_failed
 
 

@@ -205,8 +205,8 @@ class ServedRollouts:
         not find what it needs."""
         joined, problem = None, ""
         try:
-            found = read_groups(path, {first, *numbers})
-            joined = RolloutGroup.join([found[first].nothing(), *(found[n] for n in numbers)])
+            groups = read_groups(path, {first, *numbers})
+            joined = RolloutGroup.join([groups[first].nothing(), *(groups[n] for n in numbers)])
         except DataError as error:
             text = str(error)
             named = text.startswith(f"{path}: ")

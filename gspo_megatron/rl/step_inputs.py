@@ -85,8 +85,8 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
         share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
-    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as found:
-        error = f"{folder / FOLDER}: cannot be read: {found}"
+    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as cause:
+        error = f"{folder / FOLDER}: cannot be read: {cause}"
     raise_everywhere(error)
     assert share is not None
     rest: dict[str, Any] = {**description, "samples": samples}
@@ -195,8 +195,8 @@ def kept_steps(folder: Path) -> list[int]:
     """The steps whose inputs a store holds, in order."""
     if not folder.is_dir():
         return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 @dataclass(frozen=True)
@@ -242,15 +242,15 @@ class StepInputs:
 
     def problems(self, config: Config, vocab_size: int) -> list[str]:
         """Why a configuration cannot compute the step."""
-        found = []
+        problems = []
         if self.vocab_size != vocab_size:
             wrong = f"{self.folder} is of a model with {self.vocab_size}"
-            found.append(problem("vocabulary", vocab_size, wrong))
+            problems.append(problem("vocabulary", vocab_size, wrong))
         for key in ("replay", "reference_replay"):
             if getattr(config.routing, key) == "r3" and not self.has_routes:
                 wrong = f"{self.folder} has no routes of the rollout; legal: off or r2"
-                found.append(problem(f"routing.{key}", "r3", wrong))
-        return found
+                problems.append(problem(f"routing.{key}", "r3", wrong))
+        return problems
 
 
 @dataclass(frozen=True)

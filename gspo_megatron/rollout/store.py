@@ -90,22 +90,22 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
     Raises DataError for a file that cannot be read, for a group that lacks columns, and where one
     of the numbers is missing.
     """
-    found: dict[int, RolloutGroup] = {}
+    groups: dict[int, RolloutGroup] = {}
     try:
         for number, content, _ in _records(
             path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
         ):
             try:
-                found |= {number: RolloutGroup.load(content)} if content else {}
+                groups |= {number: RolloutGroup.load(content)} if content else {}
             except DataError as error:
                 if wanted is not None:
                     text = f"{path}: damaged since it was written: group {number} {error}"
                     raise DataError(text) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if missing := sorted(set(wanted or ()) - found.keys()):
+    if missing := sorted(set(wanted or ()) - groups.keys()):
         raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
-    return found
+    return groups
 
 
 def _holds_group(content: bytes) -> bool:

@@ -168,20 +168,20 @@ class MegatronRollouts:
     ) -> tuple[FailedCalls, float]:
         """Write the scores into the leader's group. Returns the failures on all ranks, and the
         seconds of the slowest."""
-        group, found, failed = generated.group, [], FailedCalls()
+        group, scores, failed = generated.group, [], FailedCalls()
         samples, problem = [], None
         if group is not None:
             try:
                 samples = scorer.samples(group, prompts)
                 given = scorer.scorer.given(generated.episodes)
                 with heard_by(lambda: self.report(scorer.scorer.progress())):
-                    found, failed = scorer.scorer.score(samples, given)
+                    scores, failed = scorer.scorer.score(samples, given)
                 self.report("")
             except UserError as error:
                 problem = error
         counts, seconds = self._agree(scorer, problem, failed)
         if group is not None:
-            scorer.fill_in(group, samples, found, failed, seconds, generated.episodes)
+            scorer.fill_in(group, samples, scores, failed, seconds, generated.episodes)
         return counts, seconds
 
     def _agree(
@@ -194,9 +194,9 @@ class MegatronRollouts:
         has_news = problem is not None or names != scorer.part_names
         known = all_gather_numbers([has_news, *failed, scorer.scorer.take_seconds()])
         has_any, *counts = known[:, :-1].sum(0).long().tolist()
-        found = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
+        agreed = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
         if not has_any:
-            return found
+            return agreed
         mine = None if problem is None else (type(problem).__name__, str(problem))
         told = all_gather_objects((mine, names))
         problems = [each for each, _ in told if each is not None]
@@ -215,7 +215,7 @@ class MegatronRollouts:
             )
         if parts:  # not where all calls failed
             scorer.part_names = scorer.scorer.part_names = parts[0]
-        return found
+        return agreed
 
     def share(self, generated: Generated) -> RolloutGroup:
         """The leader's group, on the whole replica, with the routes of this rank's layers."""
