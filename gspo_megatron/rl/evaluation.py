@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gspo_megatron.config.schema import Config, suite_key
-from gspo_megatron.errors import RewardError
 from gspo_megatron.evaluation.scores import figures_of_records
 from gspo_megatron.observe.intervals import CONFIDENCE
 from gspo_megatron.observe.suite_table import suite_text
-from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.rewards.registry import suite_rewards
-from gspo_megatron.rl.rollouts import Collector, responses
+from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
@@ -75,26 +74,10 @@ class Suites:
         RewardError, on all ranks, where the reward cannot read an answer."""
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
-        samples = self.collector.texts(request, group)
-        mine = responses(group, samples, least)
-        problem: str | None = None
-        try:
-            for (_, record), sample in zip(mine, samples, strict=True):
-                record["read_answer"] = reward.answer_in(sample)
-        except RewardError as error:
-            problem = str(error)
-        told = gather_objects((mine, problem)) or []
-
-        def check() -> None:
-            for _, text in told:
-                if text is not None:
-                    raise RewardError(text)
-
-        on_main(check)
-        numbered = sorted((pair for pairs, _ in told for pair in pairs), key=lambda pair: pair[0])
+        records = self.collector.records(request, group, least, reward.answer_in)
         return [
-            {"suite": name, "problem": group, "sample": place % suite.samples, **record}
-            for place, (group, record) in enumerate(numbered)
+            {"suite": name, "problem": number, "sample": place % suite.samples, **record}
+            for place, (number, record) in enumerate(records)
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:

@@ -95,13 +95,7 @@ class ReinforcementLoop:
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)
         self.has_servers = rollout.engine == "vllm"
-        self.sampling = Sampling(
-            max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=tuple(rollout.stop),
-        )
+        self.sampling = Sampling.of(rollout)
         self.loader = PromptLoader(
             # a run that evaluates only may have no prompts, and takes none
             run.inputs.train_sizes or [len(run.inputs.train) or 1],

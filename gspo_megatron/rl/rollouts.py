@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from gspo_megatron.errors import EpisodeError, RewardError
 from gspo_megatron.evaluation.scores import response_record
 from gspo_megatron.objectives.advantages import group_mean
 from gspo_megatron.observe.intervals import share_interval
-from gspo_megatron.platform.collectives import gather_objects
+from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
@@ -163,10 +163,40 @@ class Collector:
         low, high = share_interval(reduced["evaluation/accuracy"], count)
         reduced |= {"evaluation/accuracy_low": low, "evaluation/accuracy_high": high}
         reduced["evaluation/prompts"] = count
-        samples = self.texts(request, share.group)
-        told = gather_objects(responses(share.group, samples, correct_at)) or []
-        numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
-        return reduced, [response for _, response in numbered]
+        records = self.records(request, share.group, correct_at)
+        return reduced, [record for _, record in records]
+
+    def records(
+        self,
+        request: RolloutRequest,
+        group: RolloutGroup,
+        correct_at: float,
+        answer_in: Callable[[Sample], Any] | None = None,
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """The records of evaluation.jsonl of all ranks' responses in the order of the prompts, with
+        the prompts' numbers, on the main rank; else nothing. answer_in: what the reward reads in a
+        response. Raises RewardError, on all ranks, where it cannot."""
+        mine, problem = [], None
+        try:
+            for row, sample in enumerate(self.texts(request, group)):
+                reason = group.reasons[row] if group.reasons else ""
+                reward, parts = float(group.rewards[row]), group.part_of(row)
+                record = response_record(sample, reward, parts, reason, correct_at)
+                record |= group.records[row] if group.records else {}
+                if answer_in is not None:
+                    record["read_answer"] = answer_in(sample)
+                mine.append((int(group.group_index[row]), record))
+        except RewardError as error:
+            problem = str(error)
+        everyones = gather_objects((mine, problem)) or []
+        problems = [text for _, text in everyones if text is not None]
+
+        def check() -> None:
+            if problems:
+                raise RewardError(problems[0])
+
+        on_main(check)
+        return sorted((pair for pairs, _ in everyones for pair in pairs), key=lambda pair: pair[0])
 
     def nothing_scored(
         self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None
@@ -269,19 +299,3 @@ def shown(group: RolloutGroup, samples: Sequence[Sample]) -> dict[str, Any]:
         else [],
         "sample_records": (group.records or [])[: len(samples)],
     }
-
-
-def responses(
-    group: RolloutGroup, samples: Sequence[Sample], correct_at: float
-) -> list[tuple[int, dict[str, Any]]]:
-    """The records of evaluation.jsonl of a rank's responses, with the numbers of their prompts.
-    samples: the responses as text; nothing on ranks that do not tell of them."""
-    records = []
-    for row, sample in enumerate(samples):
-        reason = group.reasons[row] if group.reasons else ""
-        record = response_record(
-            sample, float(group.rewards[row]), group.part_of(row), reason, correct_at
-        )
-        turns = group.records[row] if group.records else {}
-        records.append((int(group.group_index[row]), record | turns))
-    return records

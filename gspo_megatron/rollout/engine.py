@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from gspo_megatron.config.schema import RolloutSection
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
@@ -25,6 +26,17 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     stop: tuple[str, ...] = ()  # texts or special tokens; the token that completes one is the last
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> Sampling:
+        """That of a run's steps."""
+        return cls(
+            rollout.max_response_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            tuple(rollout.stop),
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector, Experience, responses
+from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
 from gspo_megatron.rollout.megatron.rollouts import Generated, MegatronRollouts
@@ -514,8 +514,8 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     generated = ended(found, "a", "b")
     failed, _ = found.source.score(generated, {0: Prompts()[0]}, found.scorer)
     assert failed.episodes == 2
-    samples = found.scorer.samples(generated.group, {0: Prompts()[0]})
-    told = [response for _, response in responses(generated.group, samples, 1.0)]
+    found.prompts = {"data.prompts": [Prompts()[0]]}
+    told = [each for _, each in found.records(replace(DRAW, rows=[0]), generated.group, 1.0)]
     assert [(each["reward"], each["error"]) for each in told] == [(None, "a"), (None, "b")]
     told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"
     with pytest.raises(EpisodeError, match=f"the environment: {told}"):
