@@ -57,7 +57,7 @@ DRAWN = {
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
     r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
-    r"|collector\.(nothing_scored|texts)|shown$|Experience$|RolloutGroup\.|RolloutMetrics"
+    r"|collector\.(nothing_scored|sample_rows)|Experience$|RolloutGroup\.|RolloutMetrics"
     r"|metrics\.|chosen\.|share\.|kept\.|group\.|each\."
 )
 

@@ -91,7 +91,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """A turn that the policy is to write."""
 
     token_ids: tuple[int, ...]  # what stands before it
@@ -101,7 +101,7 @@ class Asked:
 
 _T = TypeVar("_T")
 
-Write = Callable[[Asked], Awaitable[Written]]
+Write = Callable[[TurnRequest], Awaitable[Written]]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Client:
             raise LimitReached(f"{number} turn{'s' * (number != 1)}, {used} response tokens")
         self._asked = time.monotonic()
         try:
-            written = await self.write(Asked(before, number, min(room, max_tokens or room)))
+            written = await self.write(TurnRequest(before, number, min(room, max_tokens or room)))
         finally:
             self._waited, self._asked = self.seconds_waited, None
         if opening is not None:

@@ -44,7 +44,6 @@ from gspo_megatron.rl.rollouts import (
     DynamicSampling,
     Experience,
     judge_groups,
-    shown,
 )
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
@@ -215,13 +214,7 @@ class ReinforcementLoop:
         else:
             experience = restored
             self._begin_requests(step, first=step + 1)
-        self.run_components.logger.write_samples(
-            step,
-            experience.samples,
-            experience.sample_rewards,
-            experience.sample_parts,
-            experience.sample_records,
-        )
+        self.run_components.logger.write_samples(step, experience.samples)
         return experience
 
     def _request(self, step: int) -> RolloutRequest:
@@ -325,7 +318,7 @@ def collect(
     `RolloutSource.take`, if only some responses have rewards of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
-    kept, samples = [], {}
+    kept, samples = [], []
     chosen = DynamicSampling(
         config.rollout.prompts_per_step,
         config.rollout.max_refills,
@@ -337,8 +330,7 @@ def collect(
         metrics.add(share)
         chosen.add(*judge_groups(share.group, request, collector.device))
         if request.first == 0:
-            texts = collector.texts(request, share.group, config.logging.samples_per_step)
-            samples = shown(share.group, texts)
+            samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()
         kept.append(group.of_prompts(chosen.candidates(request.first)))
     if not chosen.groups():
@@ -355,7 +347,7 @@ def collect(
         has_turns=metrics.has_turns,
         reward_seconds=metrics.reward_seconds,
         rollout_seconds=time.perf_counter() - start,
-        **samples,
+        samples=samples,
     )
 
 

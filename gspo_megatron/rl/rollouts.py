@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from gspo_megatron.errors import EpisodeError, RewardError
 from gspo_megatron.evaluation.scores import response_record
 from gspo_megatron.objectives.advantages import group_mean
 from gspo_megatron.observe.intervals import share_interval
+from gspo_megatron.observe.metrics_files import sample_row
 from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
@@ -34,13 +36,9 @@ class Experience:
 
     group: RolloutGroup
     device: torch.device
-    # The first `logging.samples_per_step` responses to the first request, to be written to the
-    # run folder, on the ranks that tell of responses:
-    samples: list[Sample] = field(default_factory=list)
-    sample_rewards: list[float] = field(default_factory=list)
-    sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
-    # of episodes, their turns: see `environments.records`
-    sample_records: Sequence[dict[str, Any]] = field(default_factory=list)
+    # The first `logging.samples_per_step` responses to the first request, as rows of samples.jsonl,
+    # on the ranks that tell of responses.
+    samples: list[dict[str, Any]] = field(default_factory=list)
     # The same on all ranks:
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
     metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
@@ -61,10 +59,7 @@ class Experience:
     def describe(self) -> dict[str, Any]:
         """All but the responses themselves, for JSON. That of the main rank is saved."""
         names = [each.name for each in dataclasses.fields(self)]
-        kept = {n: getattr(self, n) for n in names if n not in ("group", "device")}
-        unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
-        samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
-        return kept | {"samples": samples}
+        return {n: getattr(self, n) for n in names if n not in ("group", "device")}
 
 
 class Collector:
@@ -114,16 +109,23 @@ class Collector:
         numbered = enumerate(request.rows, request.first)
         return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
-    def texts(
-        self, request: RolloutRequest, group: RolloutGroup, count: int | None = None
-    ) -> list[Sample]:
-        """The first `count` responses as text, on one rank of each model replica; nothing on the
-        others."""
-        if not self.tells:
-            return []
-        rows = np.arange(len(group.sample_index))
-        shown = group if count is None else group.select(rows < count)
-        return self.scorer.samples(shown, self.prompts_of(request))
+    def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
+        """The first `logging.samples_per_step` responses for samples.jsonl, on one rank of each
+        model replica; nothing on the others."""
+        count = self.config.logging.samples_per_step
+        first = group.select(np.arange(len(group.sample_index)) < count)
+        rows = []
+        for row, sample in enumerate(self._texts(request, first)):
+            reward, parts = float(first.rewards[row]), None
+            if first.part_names:
+                parts = {} if math.isnan(reward) else first.part_of(row)
+            record = first.records[row] if first.records else None
+            rows.append(sample_row(sample, reward, parts, record))
+        return rows
+
+    def _texts(self, request: RolloutRequest, group: RolloutGroup) -> list[Sample]:
+        """The responses as text, on one rank of each model replica; nothing on the others."""
+        return self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One greedy response to each held-out prompt. Returns the mean reward as the reward
@@ -178,7 +180,7 @@ class Collector:
         response. Raises RewardError, on all ranks, where it cannot."""
         mine, problem = [], None
         try:
-            for row, sample in enumerate(self.texts(request, group)):
+            for row, sample in enumerate(self._texts(request, group)):
                 reason = group.reasons[row] if group.reasons else ""
                 reward, parts = float(group.rewards[row]), group.part_of(row)
                 record = response_record(sample, reward, parts, reason, correct_at)
@@ -285,17 +287,3 @@ def judge_groups(
     dist.all_reduce(flags, group=data_parallel_group())
     has_spread, has_failed = (flags > 0).tolist()
     return has_spread, has_failed
-
-
-def shown(group: RolloutGroup, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What an Experience keeps of its first responses. samples: them as text."""
-    rows = range(len(samples))
-    has_failed = np.isnan(group.rewards).tolist()
-    return {
-        "samples": list(samples),
-        "sample_rewards": group.rewards[: len(samples)].tolist(),
-        "sample_parts": [{} if has_failed[row] else group.part_of(row) for row in rows]
-        if group.part_names
-        else [],
-        "sample_records": (group.records or [])[: len(samples)],
-    }

@@ -53,7 +53,6 @@ from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rollout.store import FOLDER
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.routing.hooks import attach_hooks
-from gspo_megatron.types import Sample
 
 STEP_FILE = "step.json"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -79,18 +78,18 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
     layout; every rank calls it. Raises DataError, the same on all ranks."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    share, samples, error = None, [], None
+    device = torch.device(torch.cuda.current_device())
+    experience, error = None, None
     try:
-        samples = [Sample(**sample) for sample in description["samples"]]
         share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
+        experience = Experience(share, device, **description)
     except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as cause:
         error = f"{folder / FOLDER}: cannot be read: {cause}"
     raise_everywhere(error)
-    assert share is not None
-    rest: dict[str, Any] = {**description, "samples": samples}
-    return Experience(share, torch.device(torch.cuda.current_device()), **rest)
+    assert experience is not None
+    return experience
 
 
 def read_share(

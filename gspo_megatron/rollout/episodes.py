@@ -17,9 +17,9 @@ import numpy as np
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.environments.episode import (
-    Asked,
     Episode,
     EpisodeRunner,
+    TurnRequest,
 )
 from gspo_megatron.environments.records import records_of
 from gspo_megatron.environments.transcript import Written, joined_routes
@@ -46,7 +46,7 @@ class GeneratedTurn(Protocol):
 
 
 # The engine: a turn of each of these samples, which have the same tokens before it.
-Generate = Callable[[Asked, Sequence[int]], Coroutine[Any, Any, Sequence[GeneratedTurn]]]
+Generate = Callable[[TurnRequest, Sequence[int]], Coroutine[Any, Any, Sequence[GeneratedTurn]]]
 
 
 @dataclass
@@ -88,7 +88,7 @@ def players(
 async def _single_turns(
     prompt: Prompt, samples: Sequence[int], max_tokens: int, generate: Generate
 ) -> list[Played]:
-    responses = await generate(Asked(prompt.token_ids, 0, max_tokens), samples)
+    responses = await generate(TurnRequest(prompt.token_ids, 0, max_tokens), samples)
     ids = np.asarray(prompt.token_ids, np.int32)
     return [played_turn(ids, response) for response in responses]
 
@@ -100,7 +100,7 @@ async def _episode(
     generate: Generate,
     no_turn: Callable[[int], GeneratedTurn],
 ) -> list[Played]:
-    async def write(asked: Asked) -> Written:
+    async def write(asked: TurnRequest) -> Written:
         [response] = await generate(asked, [sample])
         return Written(response.token_ids.tolist(), response.truncated, source=response)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_megatron.environments.episode import Asked
+from gspo_megatron.environments.episode import TurnRequest
 from gspo_megatron.environments.transcript import joined_routes
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.episodes import Played
@@ -43,7 +43,7 @@ class MegatronTurn:
 class _Call:
     """An episode, or all single turns of a prompt, that waits for the engine."""
 
-    asked: Asked
+    asked: TurnRequest
     samples: Sequence[int]
     answer: asyncio.Future[list[MegatronTurn]]
 
@@ -56,7 +56,7 @@ class Barrier:
         self._calls: dict[int, _Call] = {}
         self.news = asyncio.Event()
 
-    async def generate(self, asked: Asked, samples: Sequence[int]) -> list[MegatronTurn]:
+    async def generate(self, asked: TurnRequest, samples: Sequence[int]) -> list[MegatronTurn]:
         """See `rollout.episodes.Generate`."""
         answer: asyncio.Future[list[MegatronTurn]] = asyncio.get_running_loop().create_future()
         self._calls[samples[0]] = _Call(asked, samples, answer)

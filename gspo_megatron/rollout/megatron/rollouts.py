@@ -11,13 +11,13 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.environments.episode import Episode, EpisodeRunner
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import EpisodeError, RewardError, UnplayableError, UserError, error_of
 from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects
 from gspo_megatron.platform.groups import model_replica
@@ -44,6 +44,10 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
 
+# What the ranks of a replica know of a turn, or of all single turns of a prompt: the numbers of the
+# samples, as many in all calls.
+_Call = tuple[TurnRequest, Sequence[int]]
+
 _SEED_OF_TURN = 1 << 56  # turns of a sample have random numbers of their own
 
 
@@ -57,14 +61,6 @@ class Generated:
     places: Places
     # on all ranks:
     rounds: list[RolloutBatch]  # what the engine generated
-
-
-class _TurnRequest(NamedTuple):
-    """What the ranks of a replica know of a turn, or of all single turns of a prompt."""
-
-    token_ids: Sequence[int]
-    max_tokens: int
-    samples: Sequence[int]  # as many in all calls
 
 
 class MegatronRollouts:
@@ -256,7 +252,7 @@ class MegatronRollouts:
 
     def _calls(
         self, barrier: Barrier, running: Mapping[int, asyncio.Task[Any]]
-    ) -> list[_TurnRequest] | None:
+    ) -> list[_Call] | None:
         """What this replica wants from the engine; None: no rank wants anything more. Raises
         UnplayableError, on all ranks, with the first of their problems."""
         problem = None
@@ -265,10 +261,7 @@ class MegatronRollouts:
                 self.loop.run_until_complete(barrier.until_all_wait(running))
             except UnplayableError as error:
                 problem = str(error)
-        calls = [
-            _TurnRequest(call.asked.token_ids, call.asked.max_tokens, call.samples)
-            for call in barrier.waiting.values()
-        ]
+        calls = [(call.asked, call.samples) for call in barrier.waiting.values()]
         if self.episodes is not None:
             calls, problem = self._told((calls, problem))
         known = torch.tensor([len(calls), problem is not None], device=self.device)
@@ -287,13 +280,13 @@ class MegatronRollouts:
         return told[0]
 
 
-def _requests(calls: Sequence[_TurnRequest], *, router_noise: bool) -> Requests:
-    count = len(calls[0].samples) if calls else 1
+def _requests(calls: Sequence[_Call], *, router_noise: bool) -> Requests:
+    count = len(calls[0][1]) if calls else 1
     return Requests(
-        [call.token_ids for call in calls],
-        [call.samples[0] // count for call in calls],
+        [asked.token_ids for asked, _ in calls],
+        [samples[0] // count for _, samples in calls],
         count,
-        [call.max_tokens for call in calls],
+        [asked.max_tokens for asked, _ in calls],
         router_noise=router_noise,
     )
 

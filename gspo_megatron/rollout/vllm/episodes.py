@@ -16,7 +16,7 @@ import numpy as np
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
@@ -287,7 +287,7 @@ class ServedRequests:
         )
 
     async def _turns(
-        self, running: RunningRequest, asked: Asked, samples: Sequence[int]
+        self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
         """A turn of each of the samples. Its seed is that of the request and its numbers."""
         request, turn = running.request, (asked.turn,) if asked.turn else ()
@@ -299,7 +299,7 @@ class ServedRequests:
         running.tokens += sum(len(each.token_ids) for each in responses)
         return responses
 
-    def _sampling(self, request: RolloutRequest, asked: Asked) -> dict[str, Any]:
+    def _sampling(self, request: RolloutRequest, asked: TurnRequest) -> dict[str, Any]:
         """vLLM's SamplingParams of a turn, without the seed."""
         room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
         return {

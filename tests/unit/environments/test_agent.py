@@ -16,7 +16,7 @@ import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.agent import Agent
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, Limits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
@@ -64,7 +64,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder / "tokenizer.model")
 
 
-Play = Callable[..., tuple[Episode, list[Asked]]]
+Play = Callable[..., tuple[Episode, list[TurnRequest]]]
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
         limits: Limits | None = None,
         turn_seconds: float | list[float] = 0.0,
         **options: Any,
-    ) -> tuple[Episode, list[Asked]]:
+    ) -> tuple[Episode, list[TurnRequest]]:
         path = tmp_path / "agent.py"
         path.write_text(HEAD + program)
-        asked: list[Asked] = []
+        asked: list[TurnRequest] = []
 
-        async def write(wanted: Asked) -> Written:
+        async def write(wanted: TurnRequest) -> Written:
             asked.append(wanted)
             is_same = isinstance(turn_seconds, float)
             await asyncio.sleep(turn_seconds if is_same else turn_seconds[len(asked) - 1])

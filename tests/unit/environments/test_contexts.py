@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.data.prompts import encode_prompts
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Asked, Client, Limits
+from gspo_megatron.environments.episode import Client, Limits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import CHATML, QWEN3, TEMPLATES, byte_level
@@ -31,15 +31,15 @@ def play(
     turns: list[str],
     between: list[Message],
     end: int | None = None,
-) -> tuple[Client, list[Asked]]:
+) -> tuple[Client, list[TurnRequest]]:
     """An episode with these turns of the policy, and a message after each but the last."""
     messages = ({"role": "user", "content": "hello"},)
     prompts = [Prompt("hello", "x", "f:1", {}, messages=messages)]
     (task,) = encode_prompts(prompts, tokenizer, 1000)
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
     ending = tokenizer.eos_id if end is None else end
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         return Written([*tokenizer.encode(turns[wanted.turn]), ending], truncated=False)
 
@@ -54,7 +54,7 @@ def play(
     return client, asked
 
 
-def texts(tokenizer: HuggingFaceTokenizer, asked: list[Asked]) -> list[str]:
+def texts(tokenizer: HuggingFaceTokenizer, asked: list[TurnRequest]) -> list[str]:
     return [tokenizer._tokenizer.decode(list(each.token_ids)) for each in asked]
 
 

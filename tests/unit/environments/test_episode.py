@@ -16,13 +16,13 @@ import pytest
 from gspo_megatron.data.chat import CHATML
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.episode import (
-    Asked,
     Client,
     Episode,
     EpisodeRunner,
     LimitReached,
     Limits,
     Trajectory,
+    TurnRequest,
 )
 from gspo_megatron.environments.registry import get_environment
 from gspo_megatron.environments.transcript import Written
@@ -55,15 +55,15 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 def client_of(
     tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: Limits | None = None
-) -> tuple[Client, list[Asked]]:
+) -> tuple[Client, list[TurnRequest]]:
     """A client whose turns are these texts, ended by the end-of-sequence token or cut off."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
     rendered = tokenizer.render(messages, open_answer=True)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
     task = Prompt("hi", "there", "f:1", token_ids=ids, messages=messages)
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         await asyncio.sleep(0)
         text, cut = turns[wanted.turn]
@@ -433,7 +433,7 @@ def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
 def test_an_engine_that_is_gone_is_no_fault_of_the_episode(tokenizer: Tokenizer) -> None:
     client, _ = client_of(tokenizer, [])
 
-    async def write(_: Asked) -> Written:
+    async def write(_: TurnRequest) -> Written:
         raise RolloutError("no server is left")
 
     with pytest.raises(RolloutError, match="no server"):

@@ -14,12 +14,12 @@ import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.environments.episode import (
-    Asked,
     Client,
     Episode,
     EpisodeRunner,
     Limits,
     Trajectory,
+    TurnRequest,
 )
 from gspo_megatron.environments.records import record_of, records_of
 from gspo_megatron.environments.transcript import Written
@@ -42,7 +42,7 @@ def played(
         ids = tokenizer.encode_rendered(tokenizer.render(messages, open_answer=True).text).ids
     task = Prompt("guess", "3", "f:1", token_ids=tuple(ids), messages=messages)
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         await asyncio.sleep(0)
         return Written(turns[wanted.turn], False, source=wanted.turn)
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Asked, Client, Limits
+from gspo_megatron.environments.episode import Client, Limits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.environments.characters import character_tokenizer
@@ -38,9 +38,9 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
     tokenizer: Tokenizer, last: str | None, after: str
 ) -> None:
     ids = tokenizer.encode("one") + ([] if last is None else [tokenizer.special_tokens[last]])
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         return Written(ids, truncated=last is None)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, Limits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError, UnplayableError
@@ -40,13 +40,13 @@ class Table:
         *scripts: Sequence[str],
         tokens: int = 4000,
         before: Callable[[], None] = lambda: None,
-    ) -> tuple[list[Episode], list[Asked]]:
+    ) -> tuple[list[Episode], list[TurnRequest]]:
         """Episodes of one task at the same time, whose policy writes the turns of a script."""
-        asked: list[Asked] = []
+        asked: list[TurnRequest] = []
         runner = EpisodeRunner(environment, self.tokenizer, Limits(TURNS, tokens, 4000))
 
         async def one(script: Sequence[str]) -> Episode:
-            async def write(wanted: Asked) -> Written:
+            async def write(wanted: TurnRequest) -> Written:
                 before()
                 asked.append(wanted)
                 ids = [*self.tokenizer.encode(script[wanted.turn]), self.tokenizer.eos_id]

@@ -271,12 +271,11 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
     sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
     found = collector(by_length, rollout=DYNAMIC, **sections)
     experience = drawn_by(found, draw)
-    assert [(s.prompt, s.response) for s in experience.samples] == [
-        ("prompt 0", ""),
-        ("prompt 0", "B"),
-        ("prompt 1", "CC"),
+    assert [(s["prompt"], s["response"], s["reward"]) for s in experience.samples] == [
+        ("prompt 0", "", 1.0),
+        ("prompt 0", "B", 1.0),
+        ("prompt 1", "CC", 3 / 8),
     ]
-    assert experience.sample_rewards == [1.0, 1.0, 3 / 8]
 
 
 def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
@@ -323,7 +322,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
     assert experience.scores.shaped.tolist() == [scale * r for r in plain]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
-    assert experience.sample_rewards == plain
+    assert [each["reward"] for each in experience.samples] == plain
     expected = []
     for turns, tokens in (
         ([0, 0.5, 1], [1, 1, 1]),
@@ -425,8 +424,8 @@ def test_parts_are_logged_and_their_weighted_sum_is_trained_on() -> None:
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 6)
     assert experience.metrics["reward/short"] == pytest.approx(sum(short) / 6)
     assert experience.metrics["reward/late"] == 1
-    assert experience.sample_parts == [{"late": 0, "short": 0.75}, {"late": 0, "short": 0.5}]
-    assert "parts" not in experience.describe()
+    parts = [each["parts"] for each in experience.samples]
+    assert parts == [{"late": 0, "short": 0.75}, {"late": 0, "short": 0.5}]
     _, responses = evaluated(collector(in_parts))
     assert [r["parts"]["late"] for r in responses] == [0, 1, 2]
 
@@ -441,7 +440,7 @@ def test_reasons_of_rewards_are_written_with_the_responses() -> None:
     assert ["reason" in r for r in responses] == [False, False, True]
     reason = responses[2]["reason"]
     assert reason.startswith("late: ") and reason.endswith("xxx") and len(reason) < 2100
-    assert "sample_reasons" not in collected(Prompts(), reward).describe()
+    assert not any("reason" in each for each in collected(Prompts(), reward).samples)
 
 
 def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:

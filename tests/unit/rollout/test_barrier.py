@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.environments.episode import Asked, Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import (
+    Client,
+    EpisodeRunner,
+    Limits,
+    Trajectory,
+    TurnRequest,
+)
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.barrier import Barrier, MegatronTurn, turns_of
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
@@ -37,14 +43,16 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
     """Its client is gone, and asks for something else later."""
 
     async def plain(barrier: Barrier) -> Any:
-        return [turn for n in range(2) for turn in await barrier.generate(Asked((1,), n, 4), [1])]
+        return [
+            turn for n in range(2) for turn in await barrier.generate(TurnRequest((1,), n, 4), [1])
+        ]
 
     async def impatient(barrier: Barrier) -> Any:
-        given_up = asyncio.create_task(barrier.generate(Asked((2,), 0, 4), [0]))
+        given_up = asyncio.create_task(barrier.generate(TurnRequest((2,), 0, 4), [0]))
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.sleep(0.05)
-        return await barrier.generate(Asked((3,), 0, 4), [0])
+        return await barrier.generate(TurnRequest((3,), 0, 4), [0])
 
     async def run() -> list[list[MegatronTurn]]:
         barrier = Barrier()
@@ -68,7 +76,7 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
 def test_all_responses_to_a_prompt_wait_together() -> None:
     async def run() -> Any:
         barrier = Barrier()
-        ask = Asked((1,), 0, 4)
+        ask = TurnRequest((1,), 0, 4)
         calls = {n: asyncio.create_task(barrier.generate(ask, [n, n + 1])) for n in (2, 0)}
         await barrier.until_all_wait(calls)
         barrier.answer(turns(0, [3], [4], [5], [6]))
