@@ -82,7 +82,7 @@ def gives_rewards(environment: Environment | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """The limits of an episode."""
 
     turns: int
@@ -118,7 +118,7 @@ class Client:
     """An episode's way to the policy, within the limits of the episode."""
 
     task: Prompt
-    limits: Limits
+    limits: EpisodeLimits
     tokenizer: Tokenizer
     write: Write = field(repr=False)
     transcript: Transcript = field(init=False)
@@ -281,7 +281,7 @@ class EpisodeRunner:
 
     environment: Environment
     tokenizer: Tokenizer
-    limits: Limits
+    limits: EpisodeLimits
 
     async def run(self, task: Prompt, write: Write) -> Episode:
         """One episode. What the environment raises is in the result; an error of the engine, and an

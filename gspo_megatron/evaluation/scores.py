@@ -19,7 +19,7 @@ from gspo_megatron.types import Sample
 
 
 @dataclass(frozen=True)
-class Answers:
+class ProblemResponses:
     """All responses to a problem. A reward that failed is NaN, and its response counts nowhere."""
 
     rewards: Sequence[float]  # [n]
@@ -28,7 +28,7 @@ class Answers:
     truncated: Sequence[bool]  # [n]
     lengths: Sequence[int]  # [n], tokens
 
-    def failures_wrong(self) -> Answers:
+    def failures_wrong(self) -> ProblemResponses:
         """The same, where a response whose reward failed is wrong, with a reward of 0 and no
         answer."""
         failed = [math.isnan(reward) for reward in self.rewards]
@@ -39,10 +39,12 @@ class Answers:
             answers=[None if bad else x for x, bad in zip(self.answers, failed, strict=True)],
         )
 
-    def scored(self) -> Answers:
+    def scored(self) -> ProblemResponses:
         """The responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
-        return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
+        return ProblemResponses(
+            **{name: [column[i] for i in kept] for name, column in vars(self).items()}
+        )
 
 
 def response_record(
@@ -69,13 +71,13 @@ def response_record(
     }
 
 
-def of_records(records: Iterable[Mapping[str, Any]]) -> list[Answers]:
+def of_records(records: Iterable[Mapping[str, Any]]) -> list[ProblemResponses]:
     """The problems of a suite, from its responses as evaluation.jsonl has them."""
     problems: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         problems.setdefault(record["problem"], []).append(record)
     return [
-        Answers(
+        ProblemResponses(
             [math.nan if each["reward"] is None else each["reward"] for each in responses],
             [bool(each["correct"]) for each in responses],
             [each["read_answer"] for each in responses],
@@ -122,7 +124,11 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def suite_figures(
-    problems: Sequence[Answers], samples: int, seed: int = 0, *, failed_is_wrong: bool = False
+    problems: Sequence[ProblemResponses],
+    samples: int,
+    seed: int = 0,
+    *,
+    failed_is_wrong: bool = False,
 ) -> dict[str, float]:
     """The figures of a suite with `samples` responses to each problem, by name.
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.chat import Encoded, Rendered
-from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
 from gspo_megatron.errors import UnplayableError
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
@@ -25,7 +25,7 @@ from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
 
 PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
-LIMITS = Limits(turns=4, response_tokens=23)
+LIMITS = EpisodeLimits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
 # fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
 TOLERANCE = 1e-5

@@ -16,7 +16,7 @@ from typing import Any
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import check_server
 from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
-from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, Server, Window
+from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, RequestWindow, Server
 from gspo_megatron.rollout.vllm.weights import (
     CALL_SECONDS,
     MOMENT,
@@ -108,7 +108,7 @@ class Fleet:
             server.abilities = await check_server(
                 server.client, self.settings.needs, str(weights.folder), seconds=left
             )
-            server.window = Window(self._most_requests(server))
+            server.window = RequestWindow(self._most_requests(server))
             await self.loader.first_weights(server, weights, deadline)
         except OutOfFilesError:
             raise

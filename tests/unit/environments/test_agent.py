@@ -16,7 +16,7 @@ import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.agent import Agent
-from gspo_megatron.environments.episode import Episode, EpisodeRunner, Limits, TurnRequest
+from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
@@ -72,7 +72,7 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
     def run(
         program: str,
         turns: list[str],
-        limits: Limits | None = None,
+        limits: EpisodeLimits | None = None,
         turn_seconds: float | list[float] = 0.0,
         **options: Any,
     ) -> tuple[Episode, list[TurnRequest]]:
@@ -88,7 +88,7 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
             return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
 
         environment = Agent(f"{sys.executable} {path}", **options)
-        runner = EpisodeRunner(environment, tokenizer, limits or Limits(5, 400, 400))
+        runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(5, 400, 400))
         task = Prompt("1+2?", "3", "f:7", {"level": 4}, token_ids=(9, 9), row_id="seven")
         return asyncio.run(runner.run(task, write)), asked
 
@@ -221,7 +221,9 @@ answer = chat([user])["choices"][0]["message"]
 refused = chat([user, answer, user])
 assert refused["error"]["code"] == "context_length_exceeded", refused
 """
-    episode, _ = play(program + ("" if survives else "sys.exit(3)"), ["a"], Limits(1, 400, 400))
+    episode, _ = play(
+        program + ("" if survives else "sys.exit(3)"), ["a"], EpisodeLimits(1, 400, 400)
+    )
     assert episode.error is None and episode.given is None and episode.client.is_cut
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.data.prompts import encode_prompts
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Client, Limits, TurnRequest
+from gspo_megatron.environments.episode import Client, EpisodeLimits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import CHATML, QWEN3, TEMPLATES, byte_level
@@ -43,7 +43,7 @@ def play(
         asked.append(wanted)
         return Written([*tokenizer.encode(turns[wanted.turn]), ending], truncated=False)
 
-    client = Client(task, Limits(9, 2000), tokenizer, write)
+    client = Client(task, EpisodeLimits(9, 2000), tokenizer, write)
 
     async def episode() -> None:
         await client.generate()

@@ -18,9 +18,9 @@ from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.episode import (
     Client,
     Episode,
+    EpisodeLimits,
     EpisodeRunner,
     LimitReached,
-    Limits,
     Trajectory,
     TurnRequest,
 )
@@ -54,7 +54,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def client_of(
-    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: Limits | None = None
+    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
 ) -> tuple[Client, list[TurnRequest]]:
     """A client whose turns are these texts, ended by the end-of-sequence token or cut off."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
@@ -70,7 +70,7 @@ def client_of(
         ids = tokenizer.encode(text) + [tokenizer.eos_id] * (not cut)
         return Written(ids[: wanted.max_tokens], cut or len(ids) > wanted.max_tokens)
 
-    return Client(task, limits or Limits(9, 200), tokenizer, write), asked
+    return Client(task, limits or EpisodeLimits(9, 200), tokenizer, write), asked
 
 
 def shown(tokenizer: Tokenizer, ids: Any) -> str:
@@ -158,7 +158,7 @@ def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> No
 
 
 def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> None:
-    client, asked = client_of(tokenizer, [("one", False)] * 4, Limits(9, 40))
+    client, asked = client_of(tokenizer, [("one", False)] * 4, EpisodeLimits(9, 40))
     short: list[Message] = [{"role": "user", "content": "so far one"}]
 
     async def play() -> None:
@@ -186,10 +186,10 @@ def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize(
-    ("limits", "turns", "tokens"), [(Limits(2, 200), 2, None), (Limits(9, 12), 2, 12)]
+    ("limits", "turns", "tokens"), [(EpisodeLimits(2, 200), 2, None), (EpisodeLimits(9, 12), 2, 12)]
 )
 def test_limits_end_an_episode(
-    tokenizer: Tokenizer, limits: Limits, turns: int, tokens: int | None
+    tokenizer: Tokenizer, limits: EpisodeLimits, turns: int, tokens: int | None
 ) -> None:
     client, asked = client_of(tokenizer, [("abc", False)] * 9, limits)
 
@@ -327,7 +327,7 @@ async def in_turns(client: Client) -> Trajectory:
 def test_faults_of_an_environment_are_named(
     tokenizer: Tokenizer, body: Any, facts: dict[str, Any], problem: str
 ) -> None:
-    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, EpisodeLimits(2, 200))
     runner = EpisodeRunner(of(body, **facts), tokenizer, client.limits)
     episode = asyncio.run(runner.run(client.task, client.write))
     message = str(episode.error)
@@ -348,7 +348,7 @@ def test_rewards_of_turns_end_where_the_turns_do(tokenizer: Tokenizer) -> None:
 def test_a_limit_without_rewards_of_the_environment_leaves_the_episode_to_the_reward_function(
     tokenizer: Tokenizer,
 ) -> None:
-    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, EpisodeLimits(2, 200))
     runner = EpisodeRunner(of(endless), tokenizer, client.limits)
     episode = asyncio.run(runner.run(client.task, client.write))
     assert episode.error is None and episode.given is None and episode.client.is_cut
@@ -366,14 +366,14 @@ def documented() -> Any:
 @pytest.mark.parametrize(
     ("turns", "limits", "reward", "cut"),
     [
-        (["1", "9", "there"], Limits(5, 400), 1.0, False),
-        (["1", "9", "there"], Limits(2, 400), 0.0, False),
-        (["1", "9", "there"], Limits(5, 12), 0.0, True),
+        (["1", "9", "there"], EpisodeLimits(5, 400), 1.0, False),
+        (["1", "9", "there"], EpisodeLimits(2, 400), 0.0, False),
+        (["1", "9", "there"], EpisodeLimits(5, 12), 0.0, True),
     ],
     ids=["right", "no turn is left", "no token is left"],
 )
 def test_the_documented_environment_gives_every_episode_its_reward(
-    tokenizer: Tokenizer, turns: list[str], limits: Limits, reward: float, cut: bool
+    tokenizer: Tokenizer, turns: list[str], limits: EpisodeLimits, reward: float, cut: bool
 ) -> None:
     environment = documented()
     assert environment.gives_rewards

@@ -16,8 +16,8 @@ from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.environments.episode import (
     Client,
     Episode,
+    EpisodeLimits,
     EpisodeRunner,
-    Limits,
     Trajectory,
     TurnRequest,
 )
@@ -46,7 +46,9 @@ def played(
         await asyncio.sleep(0)
         return Written(turns[wanted.turn], False, source=wanted.turn)
 
-    return asyncio.run(EpisodeRunner(environment, tokenizer, Limits(9, 400)).run(task, write))
+    return asyncio.run(
+        EpisodeRunner(environment, tokenizer, EpisodeLimits(9, 400)).run(task, write)
+    )
 
 
 class Guessing:
@@ -137,7 +139,7 @@ def test_a_message_may_hold_what_json_lacks(tokenizer: Tokenizer, content: Any, 
     own = SimpleNamespace(role="tool", content=content)
     turn = Written((tokenizer.eos_id,), truncated=False, source=0)
     task = Prompt("guess", "3", "f:1", token_ids=(1,))
-    client = Client(task, Limits(9, 400), tokenizer, cast(Any, None))
+    client = Client(task, EpisodeLimits(9, 400), tokenizer, cast(Any, None))
     client.transcript.turns, client.transcript.between = [turn], [()]
     client.conversation.added = [cast(Any, [told, own, {"role": "user", "content": looped}])]
     record = record_of(Episode(client, 1.0), Score(np.array([1.0])))

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Client, Limits, TurnRequest
+from gspo_megatron.environments.episode import Client, EpisodeLimits, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.environments.characters import character_tokenizer
@@ -49,7 +49,7 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
     prompt = tuple(tokenizer.encode_rendered(rendered.text).ids)
     client = Client(
         Prompt("hi", "", "f:1", token_ids=prompt, messages=messages),
-        Limits(9, 200),
+        EpisodeLimits(9, 200),
         tokenizer,
         write,
     )

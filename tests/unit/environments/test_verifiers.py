@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments.episode import Episode, EpisodeRunner, Limits, TurnRequest
+from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError, UnplayableError
@@ -43,7 +43,7 @@ class Table:
     ) -> tuple[list[Episode], list[TurnRequest]]:
         """Episodes of one task at the same time, whose policy writes the turns of a script."""
         asked: list[TurnRequest] = []
-        runner = EpisodeRunner(environment, self.tokenizer, Limits(TURNS, tokens, 4000))
+        runner = EpisodeRunner(environment, self.tokenizer, EpisodeLimits(TURNS, tokens, 4000))
 
         async def one(script: Sequence[str]) -> Episode:
             async def write(wanted: TurnRequest) -> Written:

@@ -15,7 +15,7 @@ from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.environments.episode import Client, Episode, EpisodeRunner, Limits
+from gspo_megatron.environments.episode import Client, Episode, EpisodeLimits, EpisodeRunner
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
@@ -165,7 +165,7 @@ class Talk:
 def test_each_turn_has_random_numbers_of_its_own() -> None:
     """A single turn has those of the first one."""
     engine, tokenizer = Engine(), cast(Any, Tokenizer())
-    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, Limits(2, 20))
+    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
     batched = MegatronRollouts(cast(Any, engine), runner, torch.device("cpu"))
     prompts = [Prompts(1)[n] for n in (1, 2)]
     prompts[0] = replace(prompts[0], token_ids=(5,))
@@ -499,7 +499,9 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 def ended(found: Collector, *errors: str) -> Generated:
     """Episodes of one turn, of which those with a text have failed."""
     generated = found.source.generate({0: Prompts()[0]}, len(errors), SAMPLING, 1)
-    client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
+    client = Client(
+        Prompts()[0], EpisodeLimits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None)
+    )
     episodes = [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors]
     return replace(generated, episodes=episodes)
 

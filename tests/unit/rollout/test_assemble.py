@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.environments.episode import Client, Episode, Limits
+from gspo_megatron.environments.episode import Client, Episode, EpisodeLimits
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.rollout.episodes import assemble, played_episode, played_turn
@@ -41,7 +41,7 @@ def episode(
 ) -> Episode:
     """branches: tokens of the prompt, and of what stands before each turn and the turn. Tokens are
     numbered through."""
-    client = Client(Prompt("p", "a", "f:1"), Limits(9, 99), None, None)  # type: ignore[arg-type]
+    client = Client(Prompt("p", "a", "f:1"), EpisodeLimits(9, 99), None, None)  # type: ignore[arg-type]
     start = 100
     for prompt, turns in branches:
         first, end = start, start + prompt

@@ -12,8 +12,8 @@ import torch
 
 from gspo_megatron.environments.episode import (
     Client,
+    EpisodeLimits,
     EpisodeRunner,
-    Limits,
     Trajectory,
     TurnRequest,
 )
@@ -122,7 +122,7 @@ class Engine:
 def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     engine: Any = Engine()
     tokenizer = character_tokenizer(tmp_path)
-    runner = EpisodeRunner(Twice(), tokenizer, Limits(turns=3, response_tokens=9))
+    runner = EpisodeRunner(Twice(), tokenizer, EpisodeLimits(turns=3, response_tokens=9))
     episodes = MegatronRollouts(engine, runner, torch.device("cpu"))
     task = Prompt("a", None, "f:1", token_ids=(9,))
     generated = episodes.generate({0: task}, 2, Sampling(9), seed=7)

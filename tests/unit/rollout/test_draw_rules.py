@@ -15,9 +15,9 @@ import pytest
 from gspo_megatron.environments.episode import (
     Client,
     Episode,
+    EpisodeLimits,
     EpisodeRunner,
     LimitReached,
-    Limits,
     Trajectory,
 )
 from gspo_megatron.errors import RolloutError
@@ -123,14 +123,14 @@ def drawn(
     pool: Recorder,
     *draws: RolloutRequest,
     environment: Any = None,
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
     """The groups of these draws, by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
         tokenizer: Any = Tokenizer()
-        runner = EpisodeRunner(environment, tokenizer, limits or Limits(9, 12))
+        runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(9, 12))
     scorers: Any = Unscored()
     recorder: Any = pool
 
@@ -241,7 +241,7 @@ def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
 
     pool = Recorder(length=9)
     draw = replace(DRAW, rows=[3])
-    drawn(tmp_path, pool, draw, environment=Long(), limits=Limits(9, 50))
+    drawn(tmp_path, pool, draw, environment=Long(), limits=EpisodeLimits(9, 50))
     sizes = {(len(each["prompt"]), each["sampling"]["max_tokens"]) for each in pool.requests}
     assert sizes == {(4, 16), (4 + 9 + 5, 2)}
 

@@ -21,7 +21,7 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.environments.episode import EpisodeRunner, Limits
+from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
@@ -211,7 +211,7 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
 
     config = configured()
     inputs = read_inputs(config)
-    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, Limits(1, 4))
+    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, EpisodeLimits(1, 4))
     scorers = Scorers(config, inputs)
 
     async def run() -> dict[str, Any]:

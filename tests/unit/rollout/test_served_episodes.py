@@ -16,7 +16,7 @@ import yaml
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
 from gspo_megatron.errors import UserError, error_of
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
@@ -49,7 +49,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def served(
-    config: Config, folder: Path, environment: Any, limits: Limits
+    config: Config, folder: Path, environment: Any, limits: EpisodeLimits
 ) -> tuple[dict[int, RolloutGroup], UserError | None]:
     """The groups of a draw, and its error as rank 0 gets it."""
     inputs = read_inputs(config)
@@ -114,7 +114,7 @@ class Counting:
 def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_group(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    limits = Limits(3, 8)
+    limits = EpisodeLimits(3, 8)
     groups, error = served(configured(), tmp_path, Endless(), limits)
     assert not groups and "rollout has to catch LimitReached" in str(error)
     assert error is not None and error.resume_when == "the environment works"
@@ -131,7 +131,9 @@ def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_grou
 def test_turns_and_their_rewards_are_kept(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    groups, error = served(configured("reward.scale=0.5"), tmp_path, Counting(), Limits(3, 8))
+    groups, error = served(
+        configured("reward.scale=0.5"), tmp_path, Counting(), EpisodeLimits(3, 8)
+    )
     assert error is None
     joined = RolloutGroup.join([groups[0], groups[1]])
     assert joined.rewards.tolist() == [1.25] * 4, "each episode has a row of its own"
