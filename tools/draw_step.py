@@ -32,10 +32,10 @@ STEP: dict[str, tuple[str, ...]] = {
     "self.collector.source.take_weights": ("new weights to the rollout engine",),
 }
 COLLECT: dict[str, tuple[str, ...]] = {
-    "next_rows": ("rollout.prompts_per_step prompts", "Draw.rows"),
+    "next_rows": ("rollout.prompts_per_step prompts", "RolloutRequest.rows"),
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
     + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
-    "collector.judge_groups": ("without spread or rewards: draw again?",),
+    "judge_groups": ("without spread or rewards: ask again?",),
 }
 UPDATE: dict[str, tuple[str, ...]] = {
     "updater.build_micro_batches": ("sequences packed by token budget", "PackedBatch.input_ids")
@@ -57,8 +57,8 @@ DRAWN = {
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
     r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
-    r"|collector\.(measure|reduce|lengths|nothing_scored|texts)|shown$|Experience$|RolloutGroup\."
-    r"|chosen\.|drawn\.|kept\.|group\.|lengths\.|failed\.|each\."
+    r"|collector\.(nothing_scored|sample_rows)|Experience$|RolloutGroup\.|RolloutMetrics"
+    r"|metrics\.|chosen\.|share\.|kept\.|group\.|each\."
 )
 
 WIDTH, LINE, PAD, GAP = 490, 17, 10, 24

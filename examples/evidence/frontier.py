@@ -302,7 +302,7 @@ class Laboratory:
                 if dtype is not None:
                     ends = inputs.tokenizer.eos_ids
                     engine = VllmEngine(run.policy, self.engine(dtype), ends)
-                    run.collector.source.episodes.engine = engine
+                    run.collector.source.engine = engine
                 loop = ReinforcementLoop(run)
                 Ahead(loop, staleness)
                 probe = Probe(loop.updater)

@@ -111,7 +111,7 @@ def _host(arguments: argparse.Namespace) -> str:
 
 def _join(arguments: argparse.Namespace) -> int:
     from gspo_megatron.rollout.store import FOLDER
-    from gspo_megatron.rollout.vllm.agent import Agent
+    from gspo_megatron.rollout.vllm.agent import NodeAgent
     from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
     from gspo_megatron.rollout.vllm.standalone import until_told_to_end
 
@@ -123,7 +123,7 @@ def _join(arguments: argparse.Namespace) -> int:
     elif arguments.words:
         arguments.parser.error(f"{arguments.words[0]}: only with a configuration")
     name = arguments.name or socket.gethostname()
-    agent = Agent(folder / FOLDER / SERVERS, name, arguments.host, arguments.python)
+    agent = NodeAgent(folder / FOLDER / SERVERS, name, arguments.host, arguments.python)
     where = f" at {arguments.host}" if arguments.host else ""
     print(f"{name}: waits{where} for the run in {folder}", flush=True)
     until_told_to_end(agent.run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +184,7 @@ def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
 
 def _row_id(row: Mapping[str, Any], fields: FieldMap, where: str) -> tuple[str, str | None]:
     """The id of a row, and what is wrong with it, or None."""
-    here, name, fault, value = Path(where).name, fields.id, None, None
+    here, name, fault, value = os.path.basename(where), fields.id, None, None
     setting = f"{fields.section}.id_field"
     if name is not None and (name in row or name != DEFAULT_FIELDS.id):
         value, fault = find_field(row, name, setting)

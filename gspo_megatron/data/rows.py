@@ -60,9 +60,10 @@ def read_rows(
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            row = _parse_line(f"{path}:{number}", line, problems)
+            where = f"{path}:{number}"
+            row = _parse_line(where, line, problems)
             if row is not None:
-                yield f"{path}:{number}", row
+                yield where, row
 
 
 def is_parquet(path: Path, what: str) -> bool:

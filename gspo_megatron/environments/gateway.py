@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.environments.chat_messages import assistant_message, plain_messages
-from gspo_megatron.environments.episode import Client, LimitReached, Position, Trajectory
+from gspo_megatron.environments.episode import Client, EpisodePosition, LimitReached, Trajectory
 from gspo_megatron.errors import EpisodeError, RolloutError, UserError
 from gspo_megatron.files import parse_json
 
@@ -41,11 +41,11 @@ class _ReplacedError(Exception):
 
 
 @dataclass
-class _Turn:
+class _AnsweredTurn:
     """A request, and the turn that answers it."""
 
     body: str  # the request
-    before: Position
+    before: EpisodePosition
     known: list[dict[str, Any]]  # the conversation before it
     answer: asyncio.Task[dict[str, Any]]
     is_read: bool = False  # the answer was sent to somebody who was there
@@ -53,7 +53,7 @@ class _Turn:
 
 
 @dataclass
-class Session:
+class EpisodeSession:
     """One episode, as the gateway sees it.
 
     A program that gives up waiting and asks the same again gets the turn that it has asked for. A
@@ -65,7 +65,7 @@ class Session:
     reward: Trajectory | None = None
     is_over: bool = False  # a limit was reached
     problem: UserError | None = None  # what ended it
-    _last: _Turn | None = None
+    _last: _AnsweredTurn | None = None
     _running: set[asyncio.Task[dict[str, Any]]] = field(default_factory=set)
 
     async def complete(self, asked: Mapping[str, Any], request: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Session:
             work = asyncio.ensure_future(self._turn(asked))  # it outlives who has asked for it
             self._running.add(work)
             work.add_done_callback(self._running.discard)
-            turn = self._last = _Turn(body, position, known, work)
+            turn = self._last = _AnsweredTurn(body, position, known, work)
         turn.listeners.append(request)
         try:
             return await asyncio.shield(turn.answer)
@@ -101,14 +101,14 @@ class Session:
         self._take_back(turn)
 
     def close(self) -> None:
-        """The program has ended: a turn that it has not read was drawn in vain."""
+        """The program has ended: a turn that it has not read was generated in vain."""
         turn, self._last = self._last, None
         for work in self._running:
             work.cancel()
         if turn is not None and not turn.is_read:
             self._take_back(turn)
 
-    def _take_back(self, turn: _Turn) -> None:
+    def _take_back(self, turn: _AnsweredTurn) -> None:
         self.client.go_back(turn.before)
         self.known = turn.known
 
@@ -125,15 +125,15 @@ class Session:
         if limit is not None and limit < 1:
             raise _RefusedError(f"max_tokens = {limit}: allowed: 1 or more")
         count = len(self.known)
-        continues = given[:count] == self.known and tools == self.client.tools
+        continues = given[:count] == self.known and tools == self.client.conversation.tools
         if count and continues and len(given) > count:
             turn = await self.client.generate(given[count:], max_tokens=limit)
         else:  # the first request, or another history
             self.client.begin(given, tools)
             turn = await self.client.generate(max_tokens=limit)
-        message = assistant_message(turn.text, bool(tools), len(self.client.turns))
+        message = assistant_message(turn.text, bool(tools), len(self.client.transcript.turns))
         self.known = [*given, *plain_messages([message])]
-        used = len(self.client.turns[-1].token_ids)
+        used = len(self.client.transcript.turns[-1].token_ids)
         reason = "tool_calls" if "tool_calls" in message else "stop"
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -148,9 +148,9 @@ class Session:
                 }
             ],
             "usage": {
-                "prompt_tokens": len(self.client.context) - used,
+                "prompt_tokens": len(self.client.transcript.context) - used,
                 "completion_tokens": used,
-                "total_tokens": len(self.client.context),
+                "total_tokens": len(self.client.transcript.context),
             },
         }
 
@@ -180,7 +180,7 @@ class Gateway:
     """See above. It starts with its first session and ends with the event loop."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, EpisodeSession] = {}
         self._url: str | None = None
         self._starting = asyncio.Lock()
 
@@ -192,10 +192,10 @@ class Gateway:
         return self._url
 
     @contextlib.contextmanager
-    def session(self, client: Client, key: str) -> Generator[Session]:
+    def session(self, client: Client, key: str) -> Generator[EpisodeSession]:
         """The session of an episode. Within the context its requests have this key."""
         assert key not in self._sessions, "two episodes have one key"
-        session = self._sessions[key] = Session(client)
+        session = self._sessions[key] = EpisodeSession(client)
         try:
             yield session
         finally:
@@ -218,7 +218,7 @@ class Gateway:
         await web.SockSite(runner, listener).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
-    def _session(self, request: Any) -> Session:
+    def _session(self, request: Any) -> EpisodeSession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise _RefusedError("no episode has this key")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import SINGLE_TURN
-from gspo_megatron.environments.episode import Environment, EpisodeRunner, Limits
+from gspo_megatron.environments.episode import Environment, EpisodeLimits, EpisodeRunner
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.plugins import load_function, option_problems, origin, own_copy
@@ -156,7 +156,7 @@ def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
     environment = environment_of(config)
     if environment is None:
         return None
-    limits = Limits(
+    limits = EpisodeLimits(
         config.environment.max_turns,
         config.rollout.max_response_tokens,
         config.max_prompt_tokens(),

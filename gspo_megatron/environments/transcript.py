@@ -1,129 +1,151 @@
-"""Episodes for people: who said what, turn by turn, with the rewards of the turns."""
+"""The transcript of an episode: its turns and what stands between them, as tokens.
+
+The response is one sequence of tokens: the turns of the policy, and between them what the
+environment and the chat template wrote. Tokens of earlier turns stay as they were sampled. Where
+the history is rewritten, a branch begins: another prompt, and behind it the turns from there on.
+
+    branch  prompt  turn 0  between  turn 1
+    branch  prompt  turn 2  between  turn 3     every turn is of one branch
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from gspo_megatron.environments.episode import Client, Episode
-from gspo_megatron.rewards.values import Score
-from gspo_megatron.types import Message
+import numpy as np
 
-if TYPE_CHECKING:
-    from gspo_megatron.data.tokenizers import Tokenizer
-
-POLICY = "assistant"  # the role of what the policy wrote
+Rows = TypeVar("Rows", bound=Any)  # an array or tensor
 
 
-def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
-    """What samples.jsonl has of an episode beside its texts: `turns`, and `error`, why it failed.
+@dataclass(frozen=True)
+class Written:
+    """A turn as an engine generated it."""
 
-    A turn of the policy has its tokens as text, special ones included, so that nothing it writes
-    looks like the end of a turn or like somebody else. What stands between is the messages that the
-    environment gave, or its text. score: None where no reward is known.
-    """
-    rewards = _rewards_of_turns(episode.client, score)
-    error = None if episode.error is None else str(episode.error)
-    return {"turns": [*_turns(episode, rewards)], "error": error}
+    token_ids: Sequence[int]  # with the one that ended it
+    truncated: bool
+    source: Any = None  # of the engine: where the other figures of these tokens are
 
 
-def records_of(
-    episodes: Sequence[Episode], scores: Sequence[Score | None]
-) -> Sequence[dict[str, Any]]:
-    """The same for several; nothing of single turns. A record is made when it is asked for: a step
-    writes those of `logging.samples_per_step` episodes only."""
-    return _Records([*zip(episodes, scores, strict=True)]) if episodes else []
+@dataclass(frozen=True)
+class Branch:
+    """Turns that extend each other, and what stands before them."""
+
+    prompt: tuple[int, ...]
+    turns: range  # their numbers
 
 
-class _Records(Sequence[Any]):
-    def __init__(self, pairs: list[tuple[Episode, Score | None]]) -> None:
-        self._pairs = pairs
+@dataclass
+class Transcript:
+    """Prompts, turns and what stands between, in the order in which they were written."""
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    prompts: dict[int, tuple[int, ...]]  # of branches, by the number of their first turn
+    turns: list[Written] = field(default_factory=list)
+    between: list[tuple[int, ...]] = field(default_factory=list)  # tokens before each turn
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [record_of(*pair) for pair in self._pairs[index]]
-        return record_of(*self._pairs[index])
+    # Writing
+
+    def begin_branch(self, prompt: tuple[int, ...]) -> None:
+        """The next turn answers this prompt."""
+        self.prompts[len(self.turns)] = prompt
+
+    def add(self, between: tuple[int, ...], turn: Written) -> None:
+        """One more turn, and the tokens since the last one of its branch."""
+        self.between.append(between)
+        self.turns.append(turn)
+
+    def copy(self) -> Transcript:
+        """The same turns, to go on with in another way."""
+        return replace(
+            self, prompts=dict(self.prompts), turns=[*self.turns], between=[*self.between]
+        )
+
+    # Reading
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt of the first branch."""
+        return self.prompts[0]
+
+    @property
+    def last_start(self) -> int:
+        """The number of the first turn of the last branch, which may have none yet."""
+        return max(self.prompts)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens of the last branch so far."""
+        start = self.last_start
+        pairs = zip(self.between[start:], self.turns[start:], strict=True)
+        response = (n for between, turn in pairs for n in (*between, *turn.token_ids))
+        return (*self.prompts[start], *response)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens of all turns and of what stands between them."""
+        return sum(map(len, self.between)) + sum(len(turn.token_ids) for turn in self.turns)
+
+    def branches(self) -> list[Branch]:
+        """Those that have turns."""
+        starts = [turn for turn in sorted(self.prompts) if turn < len(self.turns)]
+        return [
+            Branch(self.prompts[start], range(start, end))
+            for start, end in itertools.pairwise([*starts, len(self.turns)])
+        ]
+
+    def turn_ends(self) -> np.ndarray:
+        """[turns]: the response token after each turn."""
+        pairs = zip(self.between, self.turns, strict=True)
+        return np.cumsum([len(between) + len(turn.token_ids) for between, turn in pairs])
+
+    @property
+    def response(self) -> np.ndarray:
+        """[response tokens] int32"""
+        parts = zip(self.between, self.turns, strict=True)
+        ids = [np.asarray(part, np.int32) for b, turn in parts for part in (b, turn.token_ids)]
+        return np.concatenate(ids)
+
+    @property
+    def sequence(self) -> tuple[np.ndarray, np.ndarray]:
+        """[tokens] int32, of each branch its prompt and its part of the response; and [tokens]
+        bool, those of the response."""
+        response, ends = self.response, self.turn_ends()
+        ids, kinds, start = [], [], 0
+        for branch in self.branches():
+            end = int(ends[branch.turns[-1]])
+            ids += [np.asarray(branch.prompt, np.int32), response[start:end]]
+            kinds += [np.zeros(len(branch.prompt), bool), np.ones(end - start, bool)]
+            start = end
+        return np.concatenate(ids), np.concatenate(kinds)
+
+    def column(
+        self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
+    ) -> np.ndarray:
+        """[response tokens]: `of_turn` [tokens of the turn] for each turn; before it `filler`, or
+        the turn's first value."""
+        parts = []
+        for between, turn in zip(self.between, self.turns, strict=True):
+            values = of_turn(turn)
+            assert len(values) == len(turn.token_ids) > 0
+            before = values[0] if filler is None else filler
+            parts += [np.full(len(between), before, dtype=values.dtype), values]
+        return np.concatenate(parts)
+
+    def mask(self, *, learnt: bool = True) -> np.ndarray:
+        """[response tokens] bool: what the policy wrote; without `learnt`, nothing."""
+        return self.column(lambda turn: np.full(len(turn.token_ids), learnt), filler=False)
 
 
-def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of tokens, with the names of special ones."""
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    runs = itertools.groupby(map(int, token_ids), key=lambda n: n in names)
-    return "".join(
-        "".join(names[n] for n in run) if is_special else tokenizer.decode([*run])
-        for is_special, run in runs
-    )
+def joined_routes(turns: Sequence[Rows]) -> list[Rows]:
+    """The experts of a branch's tokens, in pieces to be put end to end. turns: [tokens up to the
+    end of a turn, layers, k] each, whose last row is void, because that token was not fed yet.
 
-
-def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[str, Any]]:
-    client, tokenizer = episode.client, episode.client.tokenizer
-    for branch, part in enumerate(client.branches()):
-        for number in part.turns:
-            said, between = client.added[number], client.inserted[number]
-            for message in said:
-                yield {**_of_message(message), "branch": branch, "trained": False}
-            if not said and (number == 0 or between):  # there are no messages
-                ids = between if number else part.prompt
-                role, text = "environment" if number else "prompt", visible(tokenizer, ids)
-                yield {"role": role, "text": text, "branch": branch, "trained": False}
-            turn = client.turns[number]
-            if turn.source is None and episode.error is not None:
-                continue  # the episode failed before its first turn
-            yield {
-                "role": POLICY,
-                "text": visible(tokenizer, turn.token_ids),
-                "branch": branch,
-                "trained": episode.error is None,
-                "truncated": turn.truncated,
-                "reward": None if rewards is None else rewards[number],
-            }
-
-
-def _of_message(message: Message) -> Mapping[str, Any]:
-    """An environment may put anything into a message that its chat template can write."""
-    keys = ("role", "content", "tool_calls")
-    role, content, calls = (_shown(_field(message, key)) for key in keys)
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    return {
-        "role": "" if role is None else str(role),
-        "text": "" if content is None else text,
-        **({"tool_calls": calls} if calls else {}),
-    }
-
-
-def _field(message: Any, key: str) -> Any:
-    return message.get(key) if isinstance(message, Mapping) else getattr(message, key, None)
-
-
-def _shown(value: Any) -> Any:
-    """A value as JSON; the name of its type where it refuses to be written."""
-    try:
-        return _plain(value)
-    except Exception:  # noqa: BLE001 (code of the value's own class, or a list that holds itself)
-        return f"({type(value).__name__})"
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON, with the text of what JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "tolist"):  # numpy and tensors, without importing either library
-        return _plain(value.tolist())
-    return str(value)
-
-
-def _rewards_of_turns(client: Client, score: Score | None) -> list[float] | None:
-    """None where the reward is one of the whole episode, or of other parts than the turns."""
-    if score is None or score.ends is None:
-        return None
-    ends = [int(end) for end in client.turn_ends()]
-    return [float(r) for r in score.rewards] if [int(e) for e in score.ends] == ends else None
+    Each token has the experts of the turn in which it was first fed: with these the tokens after it
+    were sampled. A later turn may have fed it again, with newer weights."""
+    pieces, known = [], 0
+    for routes in turns:
+        pieces.append(routes[known:-1])
+        known = len(routes) - 1
+    return [*pieces, turns[-1][known:]]

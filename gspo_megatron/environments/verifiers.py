@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.environments.episode import Client, Trajectory, within
-from gspo_megatron.environments.gateway import Gateway, Session, new_key
+from gspo_megatron.environments.gateway import EpisodeSession, Gateway, new_key
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
@@ -34,7 +34,7 @@ _LONGEST_LINE = 1 << 24  # bytes of an answer
 
 
 @dataclass
-class _Process:
+class _VerifiersProcess:
     """The process that plays, as long as it lives."""
 
     running: subprocess.Popen[bytes]
@@ -79,7 +79,7 @@ class Verifiers:
         self._python, self._seconds = shutil.which(python) or python, seconds
         self._settings = {"taskset": taskset_id, "options": options}
         self._gateway = Gateway()
-        self._process: _Process | None = None
+        self._process: _VerifiersProcess | None = None
         self._free_keys: list[str] = []
         self._numbers, self._starting = itertools.count(), asyncio.Lock()
 
@@ -113,14 +113,16 @@ class Verifiers:
     # An episode
 
     @contextlib.contextmanager
-    def _session(self, client: Client) -> Generator[tuple[str, Session]]:
+    def _session(self, client: Client) -> Generator[tuple[str, EpisodeSession]]:
         """A key comes again only when the process has no more use for it."""
         key = self._free_keys.pop() if self._free_keys else new_key()
         with self._gateway.session(client, key) as session:
             yield key, session
         self._free_keys.append(key)
 
-    async def _play(self, process: _Process, client: Client, task: Any, key: str) -> dict[str, Any]:
+    async def _play(
+        self, process: _VerifiersProcess, client: Client, task: Any, key: str
+    ) -> dict[str, Any]:
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         process.answers[number] = answer
@@ -138,7 +140,7 @@ class Verifiers:
 
     # The process
 
-    async def _start(self, max_turns: int) -> _Process:
+    async def _start(self, max_turns: int) -> _VerifiersProcess:
         """Raises UnplayableError where verifiers does not take the settings."""
         settings = {**self._settings, "max_turns": max_turns}
         settings["url"] = f"{await self._gateway.url()}/v1"
@@ -159,7 +161,7 @@ class Verifiers:
             theirs.close()
         end = weakref.finalize(self, os.close, life)  # the end of all that it has started
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
-        process = _Process(running, writer, end)
+        process = _VerifiersProcess(running, writer, end)
         process.tell(settings)
         said = await asyncio.wait_for(reader.readline(), self._seconds)
         problem = json.loads(said).get("problem") if said else "its process ended at once"

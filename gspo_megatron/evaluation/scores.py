@@ -15,12 +15,11 @@ import numpy as np
 from gspo_megatron.config.schema import SuiteSection
 from gspo_megatron.observe.intervals import bootstrap_interval
 from gspo_megatron.observe.metrics_files import written_answer
-from gspo_megatron.rewards.values import Score
 from gspo_megatron.types import Sample
 
 
 @dataclass(frozen=True)
-class Answers:
+class ProblemResponses:
     """All responses to a problem. A reward that failed is NaN, and its response counts nowhere."""
 
     rewards: Sequence[float]  # [n]
@@ -29,7 +28,7 @@ class Answers:
     truncated: Sequence[bool]  # [n]
     lengths: Sequence[int]  # [n], tokens
 
-    def failures_wrong(self) -> Answers:
+    def failures_wrong(self) -> ProblemResponses:
         """The same, where a response whose reward failed is wrong, with a reward of 0 and no
         answer."""
         failed = [math.isnan(reward) for reward in self.rewards]
@@ -40,36 +39,45 @@ class Answers:
             answers=[None if bad else x for x, bad in zip(self.answers, failed, strict=True)],
         )
 
-    def scored(self) -> Answers:
+    def scored(self) -> ProblemResponses:
         """The responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
-        return Answers(**{name: [column[i] for i in kept] for name, column in vars(self).items()})
+        return ProblemResponses(
+            **{name: [column[i] for i in kept] for name, column in vars(self).items()}
+        )
 
 
-def response_record(sample: Sample, score: Score | None, correct_at: float) -> dict[str, Any]:
-    """A response as evaluation.jsonl has it; score: None where the reward failed."""
-    reward = None if score is None else float(score.rewards.sum())
+def response_record(
+    sample: Sample,
+    reward: float,
+    parts: Mapping[str, float],
+    reason: str,
+    correct_at: float,
+) -> dict[str, Any]:
+    """A response as evaluation.jsonl has it; reward: NaN where its call failed."""
+    is_scored = not math.isnan(reward)
     return {
         "row_id": sample.row_id,
         "prompt": sample.prompt,
         "answer": written_answer(sample),
         "response": sample.response,
-        "reward": reward,
-        **({"parts": dict(score.parts)} if score and score.parts else {}),
-        **({"reason": score.reason} if score and score.reason else {}),
-        "correct": None if reward is None else reward >= correct_at,
+        **({"transcript": sample.transcript} if sample.transcript else {}),
+        "reward": reward if is_scored else None,
+        **({"parts": dict(parts)} if parts and is_scored else {}),
+        **({"reason": reason} if reason else {}),
+        "correct": reward >= correct_at if is_scored else None,
         "truncated": sample.truncated,
         "num_tokens": sample.num_tokens,
     }
 
 
-def of_records(records: Iterable[Mapping[str, Any]]) -> list[Answers]:
+def of_records(records: Iterable[Mapping[str, Any]]) -> list[ProblemResponses]:
     """The problems of a suite, from its responses as evaluation.jsonl has them."""
     problems: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         problems.setdefault(record["problem"], []).append(record)
     return [
-        Answers(
+        ProblemResponses(
             [math.nan if each["reward"] is None else each["reward"] for each in responses],
             [bool(each["correct"]) for each in responses],
             [each["read_answer"] for each in responses],
@@ -116,7 +124,11 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def suite_figures(
-    problems: Sequence[Answers], samples: int, seed: int = 0, *, failed_is_wrong: bool = False
+    problems: Sequence[ProblemResponses],
+    samples: int,
+    seed: int = 0,
+    *,
+    failed_is_wrong: bool = False,
 ) -> dict[str, float]:
     """The figures of a suite with `samples` responses to each problem, by name.
 
@@ -137,17 +149,17 @@ def suite_figures(
         raise ValueError(f"no problem has {samples} responses with rewards")
     means = [float(np.mean(problem.rewards)) for problem in whole]
     low, high = bootstrap_interval(means, seed)
-    found = {"mean": float(np.mean(means)), "ci_low": low, "ci_high": high}
+    figures = {"mean": float(np.mean(means)), "ci_low": low, "ci_high": high}
     for k in powers_of_two(samples):
         chances = [pass_at_k(sum(problem.correct), samples, k) for problem in whole]
-        found[f"pass_at_{k}"] = float(np.mean(chances))
+        figures[f"pass_at_{k}"] = float(np.mean(chances))
     if samples > 1 and any(answer is not None for each in whole for answer in each.answers):
         votes = [majority_at_k(problem.correct, problem.answers) for problem in whole]
-        found[f"maj_at_{samples}"] = float(np.mean(votes))
-    found["truncated"] = float(np.mean([each.truncated for each in whole]))
-    found["length"] = float(np.mean([each.lengths for each in whole]))
-    found["problems"] = float(len(whole))
-    return found | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
+        figures[f"maj_at_{samples}"] = float(np.mean(votes))
+    figures["truncated"] = float(np.mean([each.truncated for each in whole]))
+    figures["length"] = float(np.mean([each.lengths for each in whole]))
+    figures["problems"] = float(len(whole))
+    return figures | {"failed": float(failed), "left_out": float(len(problems) - len(whole))}
 
 
 def figures_of_records(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.suite_table import print_suites
 from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
+from gspo_megatron.rewards.values import Score
 from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -181,11 +183,17 @@ class ServerEvaluation:
                 "suite": name,
                 "problem": place // suite.samples,
                 "sample": place % suite.samples,
-                **response_record(sample, score, least),
+                **_record(sample, score, least),
                 "read_answer": reward.answer_in(sample),
             }
             for place, (score, sample) in enumerate(zip(scores, samples, strict=True))
         ]
+
+
+def _record(sample: Sample, score: Score | None, least: float) -> dict[str, Any]:
+    if score is None:
+        return response_record(sample, math.nan, {}, "", least)
+    return response_record(sample, float(score.rewards.sum()), score.parts, score.reason, least)
 
 
 def _load(name: str, suite: SuiteSection) -> list[Prompt]:

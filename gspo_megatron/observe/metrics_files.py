@@ -219,33 +219,26 @@ class MetricsWriter(JsonLinesWriter):
         self.append(metrics)
 
 
-class SampleWriter(JsonLinesWriter):
-    """samples.jsonl of a run folder: some responses with their prompts and rewards."""
-
-    def __init__(self, run_dir: str | Path) -> None:
-        super().__init__(Path(run_dir) / SAMPLES_FILE)
-
-    def write(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        parts: Sequence[Mapping[str, float]] = (),
-        split: str = "train",
-        records: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write `samples` of a step with their rewards, and the parts of these, if they have any;
-        `split` is "train" or "evaluation"; records: further keys of each sample."""
-        of_parts = [{"parts": each} for each in parts] or [{}] * len(samples)
-        more = records or [{}] * len(samples)
-        for sample, reward, found, record in zip(samples, rewards, of_parts, more, strict=True):
-            answer = written_answer(sample)
-            texts = {"prompt": sample.prompt, "response": sample.response, "answer": answer}
-            if sample.transcript:
-                texts["transcript"] = sample.transcript
-            outcome = {"reward": reward, **found, "truncated": sample.truncated}
-            row = {"step": step, "split": split, "row_id": sample.row_id}
-            self.append({**row, **texts, **outcome, **record})
+def sample_row(
+    sample: Sample,
+    reward: float,
+    parts: Mapping[str, float] | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> Record:
+    """A response as samples.jsonl has it, but for the step. parts: of the reward, if it has any;
+    record: further keys."""
+    return {
+        "split": "train",
+        "row_id": sample.row_id,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "answer": written_answer(sample),
+        **({"transcript": sample.transcript} if sample.transcript else {}),
+        "reward": reward,
+        **({} if parts is None else {"parts": parts}),
+        "truncated": sample.truncated,
+        **(record or {}),
+    }
 
 
 def written_answer(sample: Sample) -> Any:

@@ -558,14 +558,13 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     shown = samples if len(samples) <= _SAMPLES_SHOWN else [*samples[:half], *samples[-half:]]
     rows = []
     for sample in shown:
-        held_out = " held out" if sample.get("split") == "evaluation" else ""
         truncated = " [truncated]" if sample.get("truncated") else ""
         names = ("step", "prompt", "response", "answer")
         step, prompt, response, answer = (str(sample.get(name, "")) for name in names)
         if sample.get("turns"):
             response = conversation(sample)
         reward = fixed(sample.get("reward"))
-        rows.append([step + held_out, prompt, response + truncated, answer, reward])
+        rows.append([step, prompt, response + truncated, answer, reward])
     return Table(["step", "prompt", "response", "answer", "reward"], rows, is_text=True)
 
 

@@ -16,14 +16,13 @@ from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
     METRICS_FILE,
     RL,
+    SAMPLES_FILE,
     JsonLinesWriter,
     MetricsWriter,
-    SampleWriter,
     read_metrics,
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.trackers import open_trackers
-from gspo_megatron.types import Sample
 
 
 class RunLogger:
@@ -54,7 +53,7 @@ class RunLogger:
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
         self._metrics = MetricsWriter(self.folder)
-        self._samples = SampleWriter(self.folder)
+        self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
             phase, step = resumed_at
@@ -102,18 +101,11 @@ class RunLogger:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})
 
-    def write_samples(
-        self,
-        step: int,
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        parts: Sequence[Mapping[str, float]] = (),
-        records: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write some responses with their rewards, and the parts of these, if they have any; and
-        what else is known of each, as the turns of an episode."""
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write some responses of a step: see `metrics_files.sample_row`."""
         if self.is_main:
-            self._samples.write(step, samples, rewards, parts, records=records)
+            for row in rows:
+                self._samples.append({"step": step, **row})
 
     def write_evaluation(self, step: int, responses: Sequence[Mapping[str, Any]]) -> None:
         """Write the held-out responses of an evaluation."""

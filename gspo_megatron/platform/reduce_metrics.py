@@ -29,6 +29,12 @@ _EDGES = torch.cat([-_SIZES.flip(0), _SIZES])
 _MIDDLES = 10 ** (0.5 / 64) * torch.cat([-_SIZES.flip(0), _SIZES.new_zeros(1), _SIZES])
 
 
+def mean_pair(values: Tensor) -> Tensor:
+    """[sum, count] float64."""
+    total = values.double().sum()
+    return torch.stack([total, total.new_tensor(float(len(values)))])
+
+
 class StepMetrics:
     """Collects a rank's contributions to a step's metrics."""
 

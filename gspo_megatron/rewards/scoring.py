@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -20,7 +21,6 @@ from gspo_megatron.plugins import origin
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.shaping import Shaping
 from gspo_megatron.rewards.values import Score, checked, shorten
 from gspo_megatron.rewards.workers import reward_workers
 from gspo_megatron.types import Sample
@@ -45,6 +45,39 @@ class FailedCalls(NamedTuple):
     errors: int = 0  # raised an error, or ended their worker
     timeouts: int = 0
     episodes: int = 0  # no calls: episodes that failed before there was anything to score
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Scales rewards, then clips them, then subtracts the penalty of an overlong response."""
+
+    section: RewardSection
+    max_response_tokens: int
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any reward can change."""
+        section = self.section
+        changes = section.scale != 1.0 or section.clip is not None
+        return changes or section.overlong_buffer is not None
+
+    def __call__(self, rewards: np.ndarray, sample: Sample) -> np.ndarray:
+        """The shaped rewards of one response. `rewards` and the result: [turns] float64, or [1].
+
+        Each turn is scaled and clipped. The penalty is the last turn's: its tokens exceed the
+        length.
+        """
+        rewards = rewards * self.section.scale
+        if self.section.clip is not None:
+            rewards = rewards.clip(-self.section.clip, self.section.clip)
+        if (buffer := self.section.overlong_buffer) is not None:
+            # Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): it is 0 up to
+            # `max_response_tokens - overlong_buffer` tokens and grows over the buffer to
+            # `overlong_penalty`, which is also that of a truncated response.
+            excess = sample.num_tokens - (self.max_response_tokens - buffer)
+            share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
+            rewards[-1] -= self.section.overlong_penalty * share
+        return rewards
 
 
 class Scorer:
@@ -312,33 +345,6 @@ class Scorer:
 def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
     """Those that the reward function has to score."""
     return [s for s, value in zip(samples, given or [None] * len(samples)) if value is None]
-
-
-def reward_columns(
-    found: Sequence[Score | None],
-    samples: Sequence[Sample],
-    groups: Sequence[int],
-    num_parts: int,
-    shaping: Shaping,
-) -> tuple[np.ndarray, np.ndarray]:
-    """[3 + parts, num_sequences]: reward, shaped reward, number of turns, then the parts;
-    [2, turns]: shaped reward and tokens of each turn. Counts are exact in float64. Where a call
-    failed (None) the reward is NaN, and the shaped reward is NaN in the whole group."""
-    columns = np.zeros((3 + num_parts, len(samples)))
-    turns = [np.zeros((2, 0))]
-    failed = {group for group, score in zip(groups, found, strict=True) if score is None}
-    for row, (score, sample, group) in enumerate(zip(found, samples, groups, strict=True)):
-        if score is None:
-            columns[[0, 1, *range(3, len(columns))], row] = np.nan
-            continue
-        shaped = shaping(score.rewards, sample)
-        has_turns = score.ends is not None
-        total = np.nan if group in failed else shaped.sum()
-        columns[:3, row] = score.rewards.sum(), total, len(shaped) if has_turns else 0
-        columns[3:, row] = list(score.parts.values())
-        if has_turns:
-            turns.append(np.stack([shaped, np.diff(score.ends, prepend=0)]))
-    return columns, np.concatenate(turns, axis=1)
 
 
 def _told(error: Exception) -> str:

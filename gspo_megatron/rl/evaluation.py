@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gspo_megatron.config.schema import Config, suite_key
-from gspo_megatron.errors import RewardError
 from gspo_megatron.evaluation.scores import figures_of_records
 from gspo_megatron.observe.intervals import CONFIDENCE
 from gspo_megatron.observe.suite_table import suite_text
-from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.rewards.registry import suite_rewards
-from gspo_megatron.rl.rollouts import Collector, responses
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
 
@@ -25,7 +24,7 @@ class Suites:
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self.config, self.collector = config, collector
-        suites, tokenizer = config.evaluation.suites, collector.scorer.texts.tokenizer
+        suites, tokenizer = config.evaluation.suites, collector.scorer.tokenizer
         self.scorers = {
             name: GroupScorer.of(config, tokenizer, reward, suites[name].reward)
             for name, reward in suite_rewards(suites).items()
@@ -45,19 +44,19 @@ class Suites:
         metrics: dict[str, float] = {}
         everything: list[Record] = []
         for name in self.scorers:
-            draw = self._draw(name, version)
+            request = self._request(name, version)
             # noise on the routers of a step is no part of the policy that is measured
-            drawn = self.collector.sample(draw, self.scorers[name], router_noise=False)
-            records = self._records(name, draw, drawn.group)
+            share = self.collector.sample(request, self.scorers[name], router_noise=False)
+            records = self._records(name, request, share.group)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
             if figures is None:
-                reward, failed = self.scorers[name].reward, [drawn.failed_calls]
+                reward, failed = self.scorers[name].reward, [share.failed_calls]
                 raise self.collector.nothing_scored(f"of the suite {name}", failed, reward)
             metrics |= {f"evaluation/{name}/{key}": value for key, value in figures.items()}
             everything += records
         return metrics, everything
 
-    def _draw(self, name: str, version: int) -> Draw:
+    def _request(self, name: str, version: int) -> RolloutRequest:
         config, suite, key = self.config, self.config.evaluation.suites[name], suite_key(name)
         sampling = Sampling(
             config.suite_response_tokens(name),
@@ -68,33 +67,17 @@ class Suites:
         )
         rows, seed = list(range(len(self.collector.prompts[key]))), config.training.seed
         named = f"evaluation_{version:08d}_{name}"
-        return Draw(named, key, rows, 0, suite.samples, sampling, seed, version)
+        return RolloutRequest(named, key, rows, 0, suite.samples, sampling, seed, version)
 
-    def _records(self, name: str, draw: Draw, group: RolloutGroup) -> list[Record]:
+    def _records(self, name: str, request: RolloutRequest, group: RolloutGroup) -> list[Record]:
         """The responses of all ranks in the problems' order, on the main rank; else nothing. Raises
         RewardError, on all ranks, where the reward cannot read an answer."""
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
-        samples = self.collector.texts(draw, group)
-        mine = responses(group, samples, least)
-        problem: str | None = None
-        try:
-            for (_, record), sample in zip(mine, samples, strict=True):
-                record["read_answer"] = reward.answer_in(sample)
-        except RewardError as error:
-            problem = str(error)
-        told = gather_objects((mine, problem)) or []
-
-        def check() -> None:
-            for _, text in told:
-                if text is not None:
-                    raise RewardError(text)
-
-        on_main(check)
-        numbered = sorted((pair for pairs, _ in told for pair in pairs), key=lambda pair: pair[0])
+        records = self.collector.records(request, group, least, reward.answer_in)
         return [
-            {"suite": name, "problem": group, "sample": place % suite.samples, **record}
-            for place, (group, record) in enumerate(numbered)
+            {"suite": name, "problem": number, "sample": place % suite.samples, **record}
+            for place, (number, record) in enumerate(records)
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:

@@ -36,13 +36,17 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
-from gspo_megatron.platform.reduce_metrics import StepMetrics
-from gspo_megatron.rl.dynamic_sampling import DynamicSampling
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.rollouts import Collector, Experience, shown
+from gspo_megatron.rl.rollout_metrics import RolloutMetrics
+from gspo_megatron.rl.rollouts import (
+    Collector,
+    DynamicSampling,
+    Experience,
+    judge_groups,
+)
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
 NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
@@ -90,15 +94,9 @@ class ReinforcementLoop:
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)
         self.has_servers = rollout.engine == "vllm"
-        self.sampling = Sampling(
-            max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop=tuple(rollout.stop),
-        )
+        self.sampling = Sampling.of(rollout)
         self.loader = PromptLoader(
-            # a run that evaluates only may have no prompts, and draws none
+            # a run that evaluates only may have no prompts, and takes none
             run.inputs.train_sizes or [len(run.inputs.train) or 1],
             rollout.prompts_per_step,
             self.config.training.seed,
@@ -201,10 +199,10 @@ class ReinforcementLoop:
             run, rows = self.run_components, self._rows(step)
             before = self.loader.state_dict()
             try:
-                self._begin_draws(step, first=step)
-                experience = collect(self.collector, lambda: next(rows), self._draw(step))
+                self._begin_requests(step, first=step)
+                experience = collect(self.collector, lambda: next(rows), self._request(step))
             except _ENDS_BETWEEN_STEPS as error:
-                self.loader.load_state_dict(before)  # the resumed run draws the same prompts again
+                self.loader.load_state_dict(before)  # the resumed run takes the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(
                 step,
@@ -215,20 +213,14 @@ class ReinforcementLoop:
             )
         else:
             experience = restored
-            self._begin_draws(step, first=step + 1)
-        self.run_components.logger.write_samples(
-            step,
-            experience.samples,
-            experience.sample_rewards,
-            experience.sample_parts,
-            experience.sample_records,
-        )
+            self._begin_requests(step, first=step + 1)
+        self.run_components.logger.write_samples(step, experience.samples)
         return experience
 
-    def _draw(self, step: int) -> Draw:
-        """All of a step's draws but the prompts. Servers may be `max_staleness` updates behind."""
+    def _request(self, step: int) -> RolloutRequest:
+        """What a step asks for, but the prompts. Servers may be `max_staleness` updates behind."""
         rollout, seed = self.config.rollout, self.config.training.seed
-        return Draw(
+        return RolloutRequest(
             f"step_{step:08d}",
             "data.prompts",
             rows=[],
@@ -239,18 +231,20 @@ class ReinforcementLoop:
             version=max(step - 1 - rollout.staleness, 0),
         )
 
-    def _begin_draws(self, step: int, first: int) -> None:
-        """Have servers draw for this step, and for later ones while the policy trains. `first` is
-        the step of the loader's next prompts. The loader stays where it is: a run that is resumed
-        draws the same prompts for the same step."""
+    def _begin_requests(self, step: int, first: int) -> None:
+        """Have servers generate for this step, and for later ones while the policy trains. `first`
+        is the step of the loader's next prompts. The loader stays where it is: a run that is
+        resumed takes the same prompts for the same step."""
+        if not self.config.rollout.staleness:
+            return  # nothing is generated before the step takes it
         last = min(step + self.config.rollout.staleness, self.config.training.steps)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
-            self.collector.source.begin(part_of(self._draw(number), 0, rows))
+            self.collector.source.begin(part_of(self._request(number), 0, rows))
 
     def _rows(self, step: int) -> Iterator[list[int]]:
-        """The prompts of the step's draw, and of each refill. The next step's are drawn already
-        where servers draw ahead, so refills come from elsewhere."""
+        """The prompts of the step's first request, and of each refill. Where servers generate
+        ahead, the next step's are taken already, so refills come from elsewhere."""
         yield self.loader.next()
         ahead = self.config.rollout.staleness > 0
         refills = self.loader.for_refills(step) if ahead else self.loader
@@ -261,9 +255,9 @@ class ReinforcementLoop:
         """The metrics of an evaluation, of data.eval_prompts and of suites, if there are any."""
         run, metrics, responses = self.run_components, {}, []
         for evaluator in [self.collector] * prompts + [self.suites] * suites:
-            found, drawn = evaluator.evaluate(step)
-            metrics |= found
-            responses += drawn
+            figures, records = evaluator.evaluate(step)
+            metrics |= figures
+            responses += records
         run.logger.write_evaluation(step, responses)
         for line in lines_of(self.config, metrics):
             run.logger.note(f"step {step}, {line}")
@@ -313,62 +307,56 @@ class ReinforcementLoop:
         )
 
 
-def collect(collector: Collector, next_rows: Callable[[], list[int]], draw: Draw) -> Experience:
+def collect(
+    collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
+) -> Experience:
     """The first half of a step: this rank's share of the responses that it trains on.
 
     `next_rows` gives every rank the same `rollout.prompts_per_step` numbers of prompts at each
-    call; `draw` is all else about them. With dynamic sampling several draws may be needed, and
-    ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, as
+    call; `of_step` is all else about them. With dynamic sampling several requests may be needed,
+    and ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, as
     `RolloutSource.take`, if only some responses have rewards of turns, or if no group has rewards.
     """
-    start, config = time.perf_counter(), collector.config
-    metrics, kept, lengths, failed = StepMetrics(collector.device), [], [], []
-    seconds, samples = 0.0, {}
+    start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
+    kept, samples = [], []
     chosen = DynamicSampling(
         config.rollout.prompts_per_step,
         config.rollout.max_refills,
         enabled=config.rollout.dynamic_sampling,
     )
     while chosen.wants_more:
-        request = part_of(draw, len(kept), next_rows(), chosen.num_groups)
-        drawn = collector.sample(request)
-        collector.measure(drawn, metrics)
-        lengths.append(drawn.group.response_lengths)
-        failed.append(drawn.failed_calls)
-        seconds += drawn.reward_seconds
-        chosen.add(*collector.judge_groups(drawn.group, request))
+        request = part_of(of_step, len(kept), next_rows(), chosen.num_groups)
+        share = collector.sample(request)
+        metrics.add(share)
+        chosen.add(*judge_groups(share.group, request, collector.device))
         if request.first == 0:
-            texts = collector.texts(request, drawn.group, config.logging.samples_per_step)
-            samples = shown(drawn.group, texts)
-        group = drawn.group.without_texts()
+            samples = collector.sample_rows(request, share.group)
+        group = share.group.without_texts()
         kept.append(group.of_prompts(chosen.candidates(request.first)))
     if not chosen.groups():
-        raise collector.nothing_scored("of a step", failed)
-    group = RolloutGroup.join([each.of_prompts(chosen.groups()) for each in kept])
-    found, has_turns = collector.reduce(metrics)
-    length_mean = found["response/length_mean"]
-    found |= collector.lengths(lengths)
-    found["reward/errors"] = float(sum(each.errors for each in failed))
-    found["reward/timeouts"] = float(sum(each.timeouts for each in failed))
-    if collector.has_episodes:
-        found["environment/errors"] = float(sum(each.episodes for each in failed))
+        raise collector.nothing_scored("of a step", metrics.failed)
+    reduced = metrics.reduce()
     if config.reward.on_failure == "drop_group":
-        found["reward/failed_groups"] = float(sum(chosen.has_failed))
+        reduced["reward/failed_groups"] = float(sum(chosen.has_failed))
+    responses = chosen.num_groups * config.rollout.group_size
     return Experience(
-        group,
+        RolloutGroup.join([each.of_prompts(chosen.groups()) for each in kept]),
         collector.device,
-        metrics=found | chosen.metrics(),
-        num_tokens=round(length_mean * chosen.num_groups * config.rollout.group_size),
-        has_turns=has_turns,
-        reward_seconds=seconds,
+        metrics=reduced | chosen.metrics(),
+        num_tokens=round(reduced["response/length_mean"] * responses),
+        has_turns=metrics.has_turns,
+        reward_seconds=metrics.reward_seconds,
         rollout_seconds=time.perf_counter() - start,
-        **samples,
+        samples=samples,
     )
 
 
-def part_of(draw: Draw, number: int, rows: list[int], first: int = 0) -> Draw:
-    """The step's first draw, number 0, or a refill. `first`: the first prompt's number in it."""
-    return replace(draw, name=f"{draw.name}_{number}", rows=rows, first=first)
+def part_of(
+    of_step: RolloutRequest, number: int, rows: list[int], first: int = 0
+) -> RolloutRequest:
+    """The step's first request, number 0, or a refill; first: its first prompt's number in the
+    step."""
+    return replace(of_step, name=f"{of_step.name}_{number}", rows=rows, first=first)
 
 
 def compute_advantages(
@@ -425,7 +413,7 @@ class PhaseTimer:
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
 
     def step_metrics(self, experience: Experience, has_servers: bool) -> dict[str, float]:
-        """The metrics perf/ of the step so far. The trainer is idle while servers draw."""
+        """The metrics perf/ of the step so far. The trainer is idle while servers generate."""
         seconds, idle = time.perf_counter() - self._start, {}
         if has_servers:  # what an earlier start of the run waited is not in the step's seconds
             idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)

@@ -10,7 +10,6 @@ from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.data.inputs import model_vocab_size, read_inputs
 from gspo_megatron.environments.registry import tools_of
 from gspo_megatron.models.build import build_policy
-from gspo_megatron.platform.collectives import gather_objects
 from gspo_megatron.platform.groups import (
     patience_minutes,
     set_up_model_parallel,
@@ -18,9 +17,8 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 from gspo_megatron.rewards.registry import get_reward
-from gspo_megatron.rl.rollouts import responses
 from gspo_megatron.rl.run import in_process_collector
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 
 
 def play(config: Config, episodes: int) -> list[dict[str, Any]]:
@@ -40,15 +38,12 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
         with closing(collector):
             count = len(inputs.files[prompts_key(config)])
             rows = [number % count for number in range(episodes)]
-            draw = _draw(config, rows)
-            group = collector.sample(draw).group
-            samples = collector.texts(draw, group)
-            mine = responses(group, samples, config.evaluation.correct_at)
-        told = gather_objects(mine) or []
+            request = _request(config, rows)
+            group = collector.sample(request).group
+            records = collector.records(request, group, config.evaluation.correct_at)
     finally:
         stop_processes()
-    numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
-    return [record for _, record in numbered]
+    return [record for _, record in records]
 
 
 def prompts_key(config: Config) -> str:
@@ -56,13 +51,9 @@ def prompts_key(config: Config) -> str:
     return "data.prompts" if config.data.prompts else "data.eval_prompts"
 
 
-def _draw(config: Config, rows: list[int]) -> Draw:
+def _request(config: Config, rows: list[int]) -> RolloutRequest:
     rollout, key = config.rollout, prompts_key(config)
-    sampling = Sampling(
-        max_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
+    sampling = Sampling.of(rollout)
+    return RolloutRequest(
+        "play_00000000", key, rows, 0, 1, sampling, config.training.seed, version=0
     )
-    return Draw("play_00000000", key, rows, 0, 1, sampling, config.training.seed, version=0)

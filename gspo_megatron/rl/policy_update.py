@@ -187,8 +187,8 @@ class PolicyUpdater:
         """Keep the log-probs of a forward pass with the present weights under `name`."""
         if not micro_batches:
             return
-        found = response_logprobs(self.policy, micro_batches)  # empty but on the last stage
-        for micro_batch, (logprobs, _) in zip(micro_batches, found):
+        outputs = response_logprobs(self.policy, micro_batches)  # empty but on the last stage
+        for micro_batch, (logprobs, _) in zip(micro_batches, outputs):
             setattr(micro_batch, name, logprobs)
 
     def _measure_mismatch(self, inputs: LossInputs) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,22 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.config import Config
 from gspo_megatron.errors import EpisodeError, RewardError
-from gspo_megatron.objectives.advantages import group_mean, zero_spread_groups
+from gspo_megatron.evaluation.scores import response_record
+from gspo_megatron.objectives.advantages import group_mean
 from gspo_megatron.observe.intervals import share_interval
-from gspo_megatron.observe.metrics_files import written_answer
-from gspo_megatron.platform.collectives import all_gather_columns, gather_objects
+from gspo_megatron.observe.metrics_files import sample_row
+from gspo_megatron.platform.collectives import gather_objects, on_main
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
-from gspo_megatron.platform.reduce_metrics import StepMetrics
+from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.source import Drawn, RolloutSource
 from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
@@ -38,13 +36,9 @@ class Experience:
 
     group: RolloutGroup
     device: torch.device
-    # The first `logging.samples_per_step` responses of the first draw, to be written to the run
-    # folder, on the ranks that tell of responses:
-    samples: list[Sample] = field(default_factory=list)
-    sample_rewards: list[float] = field(default_factory=list)
-    sample_parts: list[dict[str, float]] = field(default_factory=list)  # none without parts
-    # of episodes, their turns: see `environments.transcript`
-    sample_records: Sequence[dict[str, Any]] = field(default_factory=list)
+    # The first `logging.samples_per_step` responses to the first request, as rows of samples.jsonl,
+    # on the ranks that tell of responses.
+    samples: list[dict[str, Any]] = field(default_factory=list)
     # The same on all ranks:
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
     metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
@@ -65,10 +59,7 @@ class Experience:
     def describe(self) -> dict[str, Any]:
         """All but the responses themselves, for JSON. That of the main rank is saved."""
         names = [each.name for each in dataclasses.fields(self)]
-        kept = {n: getattr(self, n) for n in names if n not in ("group", "device")}
-        unread = {"fields": {}, "messages": []}  # they are not written to samples.jsonl
-        samples = [dataclasses.asdict(sample) | unread for sample in self.samples]
-        return kept | {"samples": samples}
+        return {n: getattr(self, n) for n in names if n not in ("group", "device")}
 
 
 class Collector:
@@ -101,101 +92,40 @@ class Collector:
         self.source.close()
 
     def sample(
-        self, draw: Draw, scorer: GroupScorer | None = None, *, router_noise: bool = True
-    ) -> Drawn:
+        self,
+        request: RolloutRequest,
+        scorer: GroupScorer | None = None,
+        *,
+        router_noise: bool = True,
+    ) -> RolloutShare:
         """Responses with their scores, to this rank's share of the prompts; scorer: None for that
         of the run. Raises what `RolloutSource.take` raises."""
-        scorer, prompts = scorer or self.scorer, self.prompts_of(draw)
-        return self.source.take(draw, prompts, scorer, router_noise=router_noise)
+        scorer, prompts = scorer or self.scorer, self.prompts_of(request)
+        return self.source.take(request, prompts, scorer, router_noise=router_noise)
 
-    def prompts_of(self, draw: Draw) -> list[Prompt]:
-        """All prompts of a draw."""
-        return [self.prompts[draw.key][row] for row in draw.rows]
+    def prompts_of(self, request: RolloutRequest) -> dict[int, Prompt]:
+        """This rank's share of the request's prompts, by their numbers in the step."""
+        size, rank = self.data_group.size(), self.data_group.rank()
+        numbered = enumerate(request.rows, request.first)
+        return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
-    def texts(self, draw: Draw, group: RolloutGroup, count: int | None = None) -> list[Sample]:
-        """The first `count` responses as text, on one rank of each model replica; nothing on the
-        others."""
-        if not self.tells:
-            return []
-        rows = np.arange(len(group.sample_index))
-        shown = group if count is None else group.select(rows < count)
-        return self.scorer.samples(shown, self.prompts_of(draw), draw.first)
+    def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
+        """The first `logging.samples_per_step` responses for samples.jsonl, on one rank of each
+        model replica; nothing on the others."""
+        count = self.config.logging.samples_per_step
+        first = group.select(np.arange(len(group.sample_index)) < count)
+        rows = []
+        for row, sample in enumerate(self._texts(request, first)):
+            reward, parts = float(first.rewards[row]), None
+            if first.part_names:
+                parts = {} if math.isnan(reward) else first.part_of(row)
+            record = first.records[row] if first.records else None
+            rows.append(sample_row(sample, reward, parts, record))
+        return rows
 
-    def measure(self, drawn: Drawn, metrics: StepMetrics) -> None:
-        """Add the metrics of one draw."""
-        group = dataclasses.replace(drawn.group, routes=None)  # they are large, and not counted
-        batch, scores = group.to_batch(self.device), group.to_scores(self.device)
-        scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
-        rewards, shaped = scores.rewards[scored], scores.shaped[whole]
-        means = {
-            "reward/mean": mean_pair(rewards),
-            "reward/squared": mean_pair(rewards**2),
-            # of the shaped rewards: groups without a spread of these have no gradient
-            "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
-            "response/length_mean": mean_pair(batch.response_lengths),
-            "response/truncated": mean_pair(batch.truncated),
-            "turns": mean_pair(scores.turns[scored] > 0),
-        }
-        if self.scorer.shaping.is_on:
-            means["reward/shaped_mean"] = mean_pair(shaped)
-        for number, name in enumerate(group.part_names or ()):
-            assert group.parts is not None, "its names are there"
-            part = to_tensor(group.parts[:, number].copy(), self.device)
-            means[f"reward/{name}"] = mean_pair(part[scored])
-        if drawn.staleness is not None:
-            ages = to_tensor(drawn.staleness, self.device)
-            means["staleness/mean"] = mean_pair(ages)
-            means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
-            metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
-            bound = self.config.objective.max_token_staleness
-            if bound is not None:
-                means["staleness/masked"] = mean_pair(ages > bound)
-        if group.sampled is not None:
-            sampled = to_tensor(group.sampled, self.device)
-            turns, branches = turns_and_branches(batch, sampled)
-            means["environment/turns"] = mean_pair(turns)
-            means["environment/branches"] = mean_pair(branches)
-            means["environment/sampled_share"] = mean_pair(sampled)
-        metrics.add_means(means)
-
-    def reduce(self, metrics: StepMetrics) -> tuple[dict[str, float], bool]:
-        """The metrics over all ranks and draws, and whether the reward function rewards turns.
-        Raises RewardError, on all ranks, where it does so for some of the responses only."""
-        reduced = metrics.reduce(self.data_group)
-        squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
-        reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
-        if 0 < turns_share < 1:
-            of_all = (
-                f"for {turns_share:.1%} of a step's responses; allowed: for all of them, or none"
-            )
-            if self.has_episodes:  # who has given them is not known any more
-                raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
-            name = self.scorer.reward.name
-            raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
-        return reduced, turns_share == 1
-
-    def lengths(self, of_draws: Sequence[np.ndarray]) -> dict[str, float]:
-        """Percentiles of the response lengths [num_sequences] of all draws and ranks."""
-        mine = to_tensor(np.concatenate(of_draws), self.device)
-        lengths = torch.cat(all_gather_columns(mine, self.data_group))
-        levels = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-        values = np.percentile(lengths.double().cpu().numpy(), list(levels.values())).tolist()
-        return {f"response/length_{name}": v for name, v in zip(levels, values, strict=True)}
-
-    def judge_groups(self, group: RolloutGroup, draw: Draw) -> tuple[list[bool], list[bool]]:
-        """Which groups of one draw have different rewards, and in which a call of the reward
-        function failed, by number; the same on all ranks."""
-        groups, shaped = (
-            to_tensor(values, self.device) for values in (group.group_index, group.shaped)
-        )
-        failed = shaped.isnan()
-        differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
-        found = torch.zeros((2, len(draw.rows)), dtype=torch.long, device=self.device)
-        found[0, groups[differs] - draw.first] = 1
-        found[1, groups[failed] - draw.first] = 1
-        dist.all_reduce(found, group=self.data_group)
-        has_spread, has_failed = (found > 0).tolist()
-        return has_spread, has_failed
+    def _texts(self, request: RolloutRequest, group: RolloutGroup) -> list[Sample]:
+        """The responses as text, on one rank of each model replica; nothing on the others."""
+        return self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """One greedy response to each held-out prompt. Returns the mean reward as the reward
@@ -210,10 +140,12 @@ class Collector:
         if not rows:
             return {}, []
         greedy = Sampling(rollout.max_response_tokens, temperature=0.0, stop=tuple(rollout.stop))
-        draw = Draw(f"evaluation_{version:08d}", key, rows, 0, 1, greedy, training.seed, version)
-        drawn = self.sample(draw)
+        request = RolloutRequest(
+            f"evaluation_{version:08d}", key, rows, 0, 1, greedy, training.seed, version
+        )
+        share = self.sample(request)
         correct_at = self.config.evaluation.correct_at
-        rewards = to_tensor(drawn.group.rewards, self.device)
+        rewards = to_tensor(share.group.rewards, self.device)
         failed = rewards.isnan()
         metrics = StepMetrics(self.device)
         metrics.add_means(
@@ -226,17 +158,47 @@ class Collector:
         reduced = metrics.reduce(self.data_group)
         failed_share = reduced.pop("evaluation/failed")
         if failed_share == 1:
-            raise self.nothing_scored("of an evaluation", [drawn.failed_calls])
+            raise self.nothing_scored("of an evaluation", [share.failed_calls])
         if self.config.reward.on_failure == "drop_group":
             reduced["evaluation/failed"] = round(failed_share * len(rows))
         count = len(rows) - round(failed_share * len(rows))
         low, high = share_interval(reduced["evaluation/accuracy"], count)
         reduced |= {"evaluation/accuracy_low": low, "evaluation/accuracy_high": high}
         reduced["evaluation/prompts"] = count
-        samples = self.texts(draw, drawn.group)
-        told = gather_objects(responses(drawn.group, samples, correct_at)) or []
-        numbered = sorted((pair for of_rank in told for pair in of_rank), key=lambda pair: pair[0])
-        return reduced, [response for _, response in numbered]
+        records = self.records(request, share.group, correct_at)
+        return reduced, [record for _, record in records]
+
+    def records(
+        self,
+        request: RolloutRequest,
+        group: RolloutGroup,
+        correct_at: float,
+        answer_in: Callable[[Sample], Any] | None = None,
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """The records of evaluation.jsonl of all ranks' responses in the order of the prompts, with
+        the prompts' numbers, on the main rank; else nothing. answer_in: what the reward reads in a
+        response. Raises RewardError, on all ranks, where it cannot."""
+        mine, problem = [], None
+        try:
+            for row, sample in enumerate(self._texts(request, group)):
+                reason = group.reasons[row] if group.reasons else ""
+                reward, parts = float(group.rewards[row]), group.part_of(row)
+                record = response_record(sample, reward, parts, reason, correct_at)
+                record |= group.records[row] if group.records else {}
+                if answer_in is not None:
+                    record["read_answer"] = answer_in(sample)
+                mine.append((int(group.group_index[row]), record))
+        except RewardError as error:
+            problem = str(error)
+        everyones = gather_objects((mine, problem)) or []
+        problems = [text for _, text in everyones if text is not None]
+
+        def check() -> None:
+            if problems:
+                raise RewardError(problems[0])
+
+        on_main(check)
+        return sorted((pair for pairs, _ in everyones for pair in pairs), key=lambda pair: pair[0])
 
     def nothing_scored(
         self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None
@@ -254,62 +216,74 @@ class Collector:
         )
 
 
-def shown(group: RolloutGroup, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What an Experience keeps of the first responses of its first draw. samples: them as text."""
-    rows = range(len(samples))
-    has_failed = np.isnan(group.rewards).tolist()
-    return {
-        "samples": list(samples),
-        "sample_rewards": group.rewards[: len(samples)].tolist(),
-        "sample_parts": [{} if has_failed[row] else group.part_of(row) for row in rows]
-        if group.part_names
-        else [],
-        "sample_records": (group.records or [])[: len(samples)],
-    }
+@dataclass
+class DynamicSampling:
+    """The groups that a step trains on, out of those sampled so far.
 
+    Groups whose rewards are all the same have no gradient: further prompts take their places. All
+    ranks know which groups have a spread, so that the choice is the same on every layout."""
 
-def responses(
-    group: RolloutGroup, samples: Sequence[Sample], correct_at: float
-) -> list[tuple[int, dict[str, Any]]]:
-    """The records of evaluation.jsonl of a rank's responses, with the numbers of their prompts.
-    samples: the responses as text; nothing on ranks that do not tell of them."""
-    found = []
-    for row, sample in enumerate(samples):
-        reward, parts = float(group.rewards[row]), group.part_of(row)
-        scored = not math.isnan(reward)
-        reason = group.reasons[row] if group.reasons else ""
-        record = {
-            "row_id": sample.row_id,
-            "prompt": sample.prompt,
-            "answer": written_answer(sample),
-            "response": sample.response,
-            **({"transcript": sample.transcript} if sample.transcript else {}),
-            "reward": reward if scored else None,
-            **({"parts": parts} if parts and scored else {}),
-            **({"reason": reason} if reason else {}),
-            "correct": reward >= correct_at if scored else None,
-            "truncated": sample.truncated,
-            "num_tokens": sample.num_tokens,
-            **(group.records[row] if group.records else {}),
+    wanted: int  # groups
+    max_refills: int  # further requests
+    enabled: bool = True  # False: the groups of one request, whatever their rewards
+    requests: int = 0
+    has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
+    has_failed: list[bool] = field(default_factory=list)  # no reward: never trained on
+
+    def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
+        """The groups of one more request, in their order. One that has failed has no spread."""
+        self.requests += 1
+        self.has_spread += has_spread
+        self.has_failed += has_failed or [False] * len(has_spread)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether responses to prompts, or to further ones, are wanted."""
+        if self.requests == 0 or not self.enabled:
+            return self.requests == 0
+        return sum(self.has_spread) < self.wanted and self.requests <= self.max_refills
+
+    @property
+    def num_groups(self) -> int:
+        """Sampled so far; the number of the next request's first group."""
+        return len(self.has_spread)
+
+    def candidates(self, first: int) -> list[int]:
+        """The groups from number `first` on that may still be chosen; the others need no memory.
+        The first request stays whole: see `groups`."""
+        return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
+
+    def groups(self) -> list[int]:
+        """The numbers of the chosen groups: the first `wanted` with spread, or fewer if there are
+        no more. If none has a spread, those of the first request: a step needs some sequences. None
+        at all where these have all failed."""
+        chosen = [number for number, has in enumerate(self.has_spread) if has]
+        if self.enabled and chosen:
+            return chosen[: self.wanted]
+        return [number for number in range(self.wanted) if not self.has_failed[number]]
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/no_spread` is 1 for a step in which no group had a spread: it learns nothing."""
+        if not self.enabled:
+            return {}
+        return {
+            "rollout/refills": float(self.requests - 1),
+            "rollout/groups_dropped": float(self.num_groups - len(self.groups())),
+            "rollout/no_spread": float(not any(self.has_spread)),
         }
-        found.append((int(group.group_index[row]), record))
-    return found
 
 
-def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
-    """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
-    starts, is_response = branch_starts(batch), batch.in_response
-    assert is_response is not None
-    # whether the policy wrote a token and not the one before it, of all tokens
-    written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
-    turns = written & ~written.roll(1)
-    lengths = batch.prompt_lengths + batch.response_lengths
-    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    counts = torch.zeros((2, len(lengths)), dtype=torch.long, device=lengths.device)
-    return counts.index_add_(1, sequences, torch.stack([turns, starts]).long())
-
-
-def mean_pair(values: Tensor) -> Tensor:
-    """[sum, count] float64."""
-    total = values.double().sum()
-    return torch.stack([total, total.new_tensor(float(len(values)))])
+def judge_groups(
+    group: RolloutGroup, request: RolloutRequest, device: torch.device
+) -> tuple[list[bool], list[bool]]:
+    """Which groups of one request have different rewards, and in which a call of the reward
+    function failed, by number; the same on all ranks."""
+    groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
+    failed = shaped.isnan()
+    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
+    flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
+    flags[0, groups[differs] - request.first] = 1
+    flags[1, groups[failed] - request.first] = 1
+    dist.all_reduce(flags, group=data_parallel_group())
+    has_spread, has_failed = (flags > 0).tolist()
+    return has_spread, has_failed

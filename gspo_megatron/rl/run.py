@@ -20,11 +20,10 @@ from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rollout.engine import RolloutSource
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
-from gspo_megatron.rollout.source import RolloutSource
 from gspo_megatron.routing.hooks import attach_hooks
 
 
@@ -114,8 +113,8 @@ def in_process_collector(
     layers = []
     if "r3" in routing.modes or routing.rollout_noise:
         layers = attach_hooks(policy.models)
-    episodes = BatchedEpisodes(engine, episodes_of(config, tokenizer), device, layers)
-    return collector_of(config, inputs, MegatronRollouts(episodes), reward, device)
+    rollouts = MegatronRollouts(engine, episodes_of(config, tokenizer), device, layers)
+    return collector_of(config, inputs, rollouts, reward, device)
 
 
 def collector_of(

@@ -1,4 +1,4 @@
-"""Responses that vLLM servers draw: the ranks' end of the rollout service.
+"""Responses that vLLM servers generate: the ranks' end of the rollout service.
 
 weights   see rollout/vllm/weight_sync.py
 responses servers -> service -> store -> each rank reads its own share
@@ -28,13 +28,12 @@ from gspo_megatron.platform.collectives import all_gather_objects, any_rank, on_
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rollout.engine import Draw
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
-from gspo_megatron.rollout.source import Drawn, share_of_rank
 from gspo_megatron.rollout.store import FOLDER, SUFFIX, forget, read_groups, step_of
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.episodes import draw_to_json
+from gspo_megatron.rollout.vllm.episodes import request_to_json
 from gspo_megatron.rollout.vllm.service_client import ServiceClient, service_settings
 from gspo_megatron.rollout.vllm.weight_sync import WeightSync
 from gspo_megatron.rollout.vllm.weights_folder import make_weights_folder
@@ -67,7 +66,7 @@ class ServedRollouts:
         self.service: ServiceClient | None = None  # on rank 0
         self.sync: WeightSync | None = None  # from the start of the service on
         self.version = 0  # of the newest weights
-        self.drawn: dict[str, float] = defaultdict(float)  # since the last weights
+        self.counted: dict[str, float] = defaultdict(float)  # since the last weights
         self.updated = time.perf_counter()  # when the servers had them
         self.told: dict[str, float] = {}  # figures of the service then
 
@@ -90,25 +89,25 @@ class ServedRollouts:
             )
         metrics = self.sync.send_weights(version)
         figures = on_main(lambda: self._service().figures())
-        drawn, self.drawn = self.drawn, defaultdict(float)
-        # responses of steps ahead were drawn at any time since
+        counted, self.counted = self.counted, defaultdict(float)
+        # responses of steps ahead were generated at any time since
         before, self.updated = self.updated, time.perf_counter()
         ahead = self.config.rollout.staleness > 0
-        seconds = self.updated - before if ahead else drawn["seconds"]
+        seconds = self.updated - before if ahead else counted["seconds"]
         metrics |= {
-            "engine/tokens_per_second": drawn["tokens"] / max(seconds, 1e-9),
+            "engine/tokens_per_second": counted["tokens"] / max(seconds, 1e-9),
             "engine/kv_usage": figures["kv_usage"],
             "engine/restarts": figures["restarts"],
             "rollout/resubmitted": figures["resubmitted"],
             **shares_of_work(self.told, figures),
         }
         self.told = figures
-        if drawn["routes"]:
-            metrics["replay/missing_rows"] = drawn["missing_routes"] / drawn["routes"]
+        if counted["routes"]:
+            metrics["replay/missing_rows"] = counted["missing_routes"] / counted["routes"]
         return metrics
 
     def after_checkpoint(self, step: int) -> None:
-        """See RolloutSource: the draws of these steps may go."""
+        """See RolloutSource: the requests of these steps may go."""
         on_main(lambda: self._service().forget(step))
 
     def close(self) -> None:
@@ -133,46 +132,51 @@ class ServedRollouts:
 
     # Responses
 
-    def begin(self, draw: Draw) -> None:
-        """See RolloutSource: the servers draw while the policy trains."""
-        on_main(lambda: self._service().begin_draw(draw_to_json(draw)))
+    def begin(self, request: RolloutRequest) -> None:
+        """See RolloutSource: the servers generate while the policy trains."""
+        on_main(lambda: self._service().begin_request(request_to_json(request)))
 
     def take(
-        self, draw: Draw, prompts: Sequence[Prompt], scorer: GroupScorer, *, router_noise: bool
-    ) -> Drawn:
+        self,
+        request: RolloutRequest,
+        prompts: Mapping[int, Prompt],
+        scorer: GroupScorer,
+        *,
+        router_noise: bool,
+    ) -> RolloutShare:
         """See RolloutSource. The service knows the prompts and scores them itself."""
         start = time.perf_counter()
-        self.begin(draw)
+        self.begin(request)
         before = None
 
         def look() -> dict[str, Any]:
             nonlocal before
-            status = self._service().draw_status(draw.name)
+            status = self._service().request_status(request.name)
             done, scoring = status["finished"], status["scoring"]
             moved = status["drawn"], status["tokens"], done
             if moved != before:
                 heartbeat()
             before = moved
             scored = f", {scoring} being scored" if scoring else ""
-            self.report(f"groups {done}/{len(draw.rows)}{scored}")
+            self.report(f"groups {done}/{len(request.rows)}{scored}")
             return status
 
         assert self.sync is not None, "the service has not started"
-        self.drawn["tokens"] += self.sync.wait_for(look)["tokens"]
+        self.counted["tokens"] += self.sync.wait_for(look)["tokens"]
         self.report("")
-        self.drawn["seconds"] += time.perf_counter() - start
-        drawn = self.read(draw)
-        group = drawn.group
+        self.counted["seconds"] += time.perf_counter() - start
+        share = self.read(request, [*prompts])
+        group = share.group
         known = [names for names in all_gather_objects(group.part_names) if names is not None]
         if known:  # not where all calls failed
             group.parts, group.part_names = group.parts_of(known[0]), known[0]
             scorer.adopt(known[0])
-        return drawn
+        return share
 
-    def read(self, draw: Draw) -> Drawn:
-        """This rank's share of a finished draw, in the order of the prompts."""
-        path = self.folder / f"{draw.name}{SUFFIX}"
-        group = self._read(path, share_of_rank(draw), draw.first)
+    def read(self, request: RolloutRequest, numbers: Sequence[int]) -> RolloutShare:
+        """The responses to the prompts of these numbers in a finished request."""
+        path = self.folder / f"{request.name}{SUFFIX}"
+        group = self._read(path, numbers, request.first)
         if group.routes is not None and self.layers is not None:
             self._count_missing(group)
             group = group.of_layers(self.layers)
@@ -180,8 +184,9 @@ class ServedRollouts:
             group.routes = None
         assert group.versions is not None, "the service writes them"
         staleness = self.version - group.versions
-        assert ((staleness >= 0) & (staleness <= self.version - draw.version)).all(), (
-            f"{draw.name}: tokens of weights outside of versions {draw.version} to {self.version}"
+        allowed = f"versions {request.version} to {self.version}"
+        assert ((staleness >= 0) & (staleness <= self.version - request.version)).all(), (
+            f"{request.name}: tokens of weights outside of {allowed}"
         )
         bound, sampled = self.config.objective.max_token_staleness, group.sampled
         if bound is not None:
@@ -191,7 +196,7 @@ class ServedRollouts:
         dist.all_reduce(sums, group=self.data_group)
         *failed, seconds = sums.tolist()
         ages = staleness if sampled is None else staleness[sampled]
-        return Drawn(group, FailedCalls(*map(int, failed)), seconds, ages)
+        return RolloutShare(group, FailedCalls(*map(int, failed)), seconds, ages)
 
     @staticmethod
     def _read(path: Path, numbers: Sequence[int], first: int) -> RolloutGroup:
@@ -200,8 +205,8 @@ class ServedRollouts:
         not find what it needs."""
         joined, problem = None, ""
         try:
-            found = read_groups(path, {first, *numbers})
-            joined = RolloutGroup.join([found[first].nothing(), *(found[n] for n in numbers)])
+            groups = read_groups(path, {first, *numbers})
+            joined = RolloutGroup.join([groups[first].nothing(), *(groups[n] for n in numbers)])
         except DataError as error:
             text = str(error)
             named = text.startswith(f"{path}: ")
@@ -222,8 +227,8 @@ class ServedRollouts:
             [missing_rows(routes, branches), len(routes) - branches], device=self.device
         )
         dist.all_reduce(counts, group=self.data_group)
-        self.drawn["missing_routes"] += int(counts[0])
-        self.drawn["routes"] += int(counts[1])
+        self.counted["missing_routes"] += int(counts[0])
+        self.counted["routes"] += int(counts[1])
 
 
 def origin_of_rollouts(config: Config) -> str:

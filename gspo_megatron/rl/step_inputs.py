@@ -53,7 +53,6 @@ from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rollout.store import FOLDER
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.routing.hooks import attach_hooks
-from gspo_megatron.types import Sample
 
 STEP_FILE = "step.json"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -79,18 +78,18 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
     """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
     layout; every rank calls it. Raises DataError, the same on all ranks."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    share, samples, error = None, [], None
+    device = torch.device(torch.cuda.current_device())
+    experience, error = None, None
     try:
-        samples = [Sample(**sample) for sample in description["samples"]]
         share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
-    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as found:
-        error = f"{folder / FOLDER}: cannot be read: {found}"
+        experience = Experience(share, device, **description)
+    except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as cause:
+        error = f"{folder / FOLDER}: cannot be read: {cause}"
     raise_everywhere(error)
-    assert share is not None
-    rest: dict[str, Any] = {**description, "samples": samples}
-    return Experience(share, torch.device(torch.cuda.current_device()), **rest)
+    assert experience is not None
+    return experience
 
 
 def read_share(
@@ -195,8 +194,8 @@ def kept_steps(folder: Path) -> list[int]:
     """The steps whose inputs a store holds, in order."""
     if not folder.is_dir():
         return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 @dataclass(frozen=True)
@@ -242,15 +241,15 @@ class StepInputs:
 
     def problems(self, config: Config, vocab_size: int) -> list[str]:
         """Why a configuration cannot compute the step."""
-        found = []
+        problems = []
         if self.vocab_size != vocab_size:
             wrong = f"{self.folder} is of a model with {self.vocab_size}"
-            found.append(problem("vocabulary", vocab_size, wrong))
+            problems.append(problem("vocabulary", vocab_size, wrong))
         for key in ("replay", "reference_replay"):
             if getattr(config.routing, key) == "r3" and not self.has_routes:
-                wrong = f"{self.folder} has no routes of the rollout; allowed: off or r2"
-                found.append(problem(f"routing.{key}", "r3", wrong))
-        return found
+                wrong = f"{self.folder} has no routes of the rollout; legal: off or r2"
+                problems.append(problem(f"routing.{key}", "r3", wrong))
+        return problems
 
 
 @dataclass(frozen=True)

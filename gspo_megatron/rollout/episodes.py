@@ -8,7 +8,7 @@ A single turn is an episode of one turn. In process the leader of a model replic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,24 +17,15 @@ import numpy as np
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.environments.episode import (
-    Asked,
     Episode,
     EpisodeRunner,
-    Written,
-    joined_routes,
+    TurnRequest,
 )
-from gspo_megatron.environments.single_turn import SingleTurn
-from gspo_megatron.environments.transcript import records_of
+from gspo_megatron.environments.records import records_of
+from gspo_megatron.environments.transcript import Written, joined_routes
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import (
-    FailedCalls,
-    PartNames,
-    Scorer,
-    describe,
-    reward_columns,
-)
-from gspo_megatron.rewards.shaping import Shaping
+from gspo_megatron.rewards.scoring import FailedCalls, PartNames, Scorer, Shaping, describe
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
@@ -43,7 +34,7 @@ if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
 
 
-class Response(Protocol):
+class GeneratedTurn(Protocol):
     """One turn as an engine generated it."""
 
     token_ids: np.ndarray  # [tokens] int32, with the token that ended it
@@ -55,22 +46,23 @@ class Response(Protocol):
 
 
 # The engine: a turn of each of these samples, which have the same tokens before it.
-Generate = Callable[[Asked, Sequence[int]], Coroutine[Any, Any, Sequence[Response]]]
+Generate = Callable[[TurnRequest, Sequence[int]], Coroutine[Any, Any, Sequence[GeneratedTurn]]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Played:
     """One response, whole: of an episode all its turns, and what stands between them."""
 
     tokens: np.ndarray  # [tokens] int32, of each branch its prompt and its part of the response
-    in_response: np.ndarray  # [tokens] bool
     logprobs: np.ndarray  # [response tokens] float32
-    sampled: np.ndarray  # [response tokens] bool: what the policy wrote, and is learnt from
     truncated: bool
     routes: np.ndarray | None  # [tokens, layers, k]
     versions: np.ndarray | None  # [response tokens] int32
     turns: Sequence[Sequence[Any]]  # of each branch, as the engine gave them
-    episode: Episode | None = None  # None: a single turn
+    # of episodes of several turns; None: a single turn, which is all that follows the prompt
+    in_response: np.ndarray | None = None  # [tokens] bool
+    sampled: np.ndarray | None = None  # [response tokens] bool: what is learnt from
+    episode: Episode | None = None
 
 
 def players(
@@ -79,7 +71,7 @@ def players(
     max_tokens: int,
     episodes: EpisodeRunner | None,
     generate: Generate,
-    no_turn: Callable[[int], Response],
+    no_turn: Callable[[int], GeneratedTurn],
 ) -> dict[int, Coroutine[Any, Any, list[Played]]]:
     """What has to run, at the same time, for the responses to a prompt, by the number of the first
     sample of each; together they give a response for each sample, in their order. Each waits for
@@ -96,7 +88,7 @@ def players(
 async def _single_turns(
     prompt: Prompt, samples: Sequence[int], max_tokens: int, generate: Generate
 ) -> list[Played]:
-    responses = await generate(Asked(prompt.token_ids, 0, max_tokens), samples)
+    responses = await generate(TurnRequest(prompt.token_ids, 0, max_tokens), samples)
     ids = np.asarray(prompt.token_ids, np.int32)
     return [played_turn(ids, response) for response in responses]
 
@@ -106,23 +98,20 @@ async def _episode(
     sample: int,
     episodes: EpisodeRunner,
     generate: Generate,
-    no_turn: Callable[[int], Response],
+    no_turn: Callable[[int], GeneratedTurn],
 ) -> list[Played]:
-    async def write(asked: Asked) -> Written:
+    async def write(asked: TurnRequest) -> Written:
         [response] = await generate(asked, [sample])
         return Written(response.token_ids.tolist(), response.truncated, source=response)
 
     return [played_episode(await episodes.run(prompt, write), no_turn)]
 
 
-def played_turn(prompt: np.ndarray, response: Response) -> Played:
+def played_turn(prompt: np.ndarray, response: GeneratedTurn) -> Played:
     """A single turn. prompt: [tokens] int32."""
-    count = len(response.token_ids)
     return Played(
         np.concatenate([prompt, response.token_ids]),
-        np.arange(len(prompt) + count) >= len(prompt),
         response.logprobs,
-        np.ones(count, bool),
         response.truncated,
         response.routes,
         response.versions,
@@ -130,35 +119,36 @@ def played_turn(prompt: np.ndarray, response: Response) -> Played:
     )
 
 
-def played_episode(episode: Episode, no_turn: Callable[[int], Response]) -> Played:
+def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) -> Played:
     """An episode that has ended. Of a failed one nothing is learnt."""
-    client = episode.client
-    has_failed = client.turns[0].source is None  # before its first turn
-    nothing = no_turn(len(client.prompt_ids)) if has_failed else None
+    transcript = episode.transcript
+    has_failed = transcript.turns[0].source is None  # before its first turn
+    nothing = no_turn(len(transcript.prompt)) if has_failed else None
 
     def response(turn: Written) -> Any:
         return nothing or turn.source
 
     turns = [
-        [response(client.turns[number]) for number in branch.turns] for branch in client.branches()
+        [response(transcript.turns[number]) for number in branch.turns]
+        for branch in transcript.branches()
     ]
     routes = [piece for branch in turns for piece in _routes_of(branch)]
     has_versions = turns[0][0].versions is not None
-    tokens, in_response = episode.sequence
+    tokens, in_response = transcript.sequence
     return Played(
         tokens,
-        in_response,
-        episode.column(lambda turn: response(turn).logprobs, filler=0.0),
-        episode.mask,
-        has_failed or client.is_cut,
+        transcript.column(lambda turn: response(turn).logprobs, filler=0.0),
+        has_failed or episode.client.is_cut,
         np.concatenate(routes) if routes else None,
-        episode.column(lambda turn: response(turn).versions) if has_versions else None,
+        transcript.column(lambda turn: response(turn).versions) if has_versions else None,
         turns,
+        in_response,
+        episode.mask,
         episode,
     )
 
 
-def _routes_of(turns: Sequence[Response]) -> list[np.ndarray]:
+def _routes_of(turns: Sequence[GeneratedTurn]) -> list[np.ndarray]:
     """The experts of a branch's tokens, in pieces; none where the engine does not report them."""
     routes = [turn.routes for turn in turns if turn.routes is not None]
     assert len(routes) in (0, len(turns)), "routes of some turns only"
@@ -171,10 +161,12 @@ def assemble(
     """The responses as one group, without rewards: these are NaN. samples: the number of each in
     the step; has_episodes: they are episodes of several turns."""
     count, numbers = len(played), np.array(samples, np.int64)
+    lengths = np.array([len(each.tokens) for each in played], np.int64)
+    response_lengths = np.array([len(each.logprobs) for each in played], np.int64)
     group = RolloutGroup(
         tokens=_joined([each.tokens for each in played], np.int32),
-        prompt_lengths=np.array([int((~each.in_response).sum()) for each in played], np.int64),
-        response_lengths=np.array([len(each.sampled) for each in played], np.int64),
+        prompt_lengths=lengths - response_lengths,
+        response_lengths=response_lengths,
         rollout_logprobs=_joined([each.logprobs for each in played], np.float32),
         truncated=np.array([each.truncated for each in played], np.bool_),
         sample_index=numbers,
@@ -195,15 +187,15 @@ def assemble(
     return group.checked()
 
 
-def _joined(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *values]).astype(dtype, copy=False)
 
 
 class GroupScorer:
     """Scores groups by one reward: that of a run, or of an evaluation suite."""
 
-    def __init__(self, scorer: Scorer, shaping: Shaping, texts: SingleTurn) -> None:
-        self.scorer, self.shaping, self.texts = scorer, shaping, texts
+    def __init__(self, scorer: Scorer, shaping: Shaping, tokenizer: Tokenizer) -> None:
+        self.scorer, self.shaping, self.tokenizer = scorer, shaping, tokenizer
         # names of the reward's parts that all ranks know; None: nothing has been scored yet
         self.part_names: PartNames | None = None
 
@@ -213,25 +205,51 @@ class GroupScorer:
     ) -> GroupScorer:
         """section: how the reward is called. Rewards of suites are shaped as those of the run."""
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
-        return cls(Scorer(reward, section), shaping, SingleTurn(tokenizer))
+        return cls(Scorer(reward, section), shaping, tokenizer)
 
     @property
     def reward(self) -> Reward:
         return self.scorer.reward
 
-    def samples(self, group: RolloutGroup, prompts: Sequence[Prompt], first: int) -> list[Sample]:
-        """The responses as text. first: number of the first of the prompts in the step."""
-        return self.texts.samples(
-            group.tokens,
-            group.prompt_lengths,
-            group.response_lengths,
-            group.truncated,
-            group.group_index,
-            prompts,
-            first,
-            group.sampled,
-            group.in_response,
+    def samples(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> list[Sample]:
+        """The responses as text, in their order. prompts: by their numbers in the step. The text
+        of an episode of several turns is its last turn, and its prompt that of the first branch."""
+        samples, end, responses_end = [], 0, 0
+        rows = zip(
+            group.prompt_lengths.tolist(),
+            group.response_lengths.tolist(),
+            group.truncated.tolist(),
+            group.group_index.tolist(),
+            strict=True,
         )
+        for prompt_length, length, truncated, number in rows:
+            start, end = end, end + prompt_length + length
+            ids, transcript = group.tokens[start + prompt_length : end], ""
+            if group.sampled is not None and group.in_response is not None:
+                kinds = group.in_response[start:end]
+                prompt_length = int(np.argmax(kinds))
+                transcript = self._decode(group.tokens[start + prompt_length : end])
+                responses_end += length
+                others = np.flatnonzero(~kinds)[-1] + 1  # the last branch's prompt ends there
+                last = group.sampled[responses_end - (end - start - others) : responses_end]
+                ids = group.tokens[end - len(last) : end][_last_turn(last) :]
+            prompt = prompts[number]
+            samples.append(
+                Sample(
+                    prompt=prompt.text,
+                    answer=prompt.answer,
+                    response=self._decode(ids),
+                    truncated=truncated,
+                    fields=prompt.fields,
+                    num_tokens=length,
+                    messages=prompt.messages,
+                    row_id=prompt.row_id,
+                    num_prompt_tokens=prompt_length,
+                    transcript=transcript,
+                )
+            )
+        assert end == len(group.tokens)
+        return samples
 
     def fill_in(
         self,
@@ -242,14 +260,28 @@ class GroupScorer:
         seconds: float,
         episodes: Sequence[Episode] = (),
     ) -> None:
-        """Write the scores, in the order of the responses, into the columns of the group. episodes:
-        of the responses, where there are several turns."""
-        names, numbers = self.scorer.part_names, group.group_index.tolist()
-        columns, turns = reward_columns(scores, samples, numbers, len(names or ()), self.shaping)
-        group.rewards, group.shaped = columns[0].copy(), columns[1].copy()
-        group.turns = columns[2].astype(np.int64)
-        group.parts, group.part_names = columns[3:].T.copy(), names
-        group.turn_rewards, group.turn_tokens = turns[0].copy(), turns[1].astype(np.int64)
+        """Write the scores, in the order of the responses, into the columns of the group: of a
+        failed call (None) NaN, and NaN as the shaped reward of its whole group. episodes: of the
+        responses, where there are several turns."""
+        names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
+        lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
+        group.rewards, group.shaped = np.full(count, np.nan), np.full(count, np.nan)
+        group.turns = np.zeros(count, np.int64)
+        group.parts, group.part_names = np.full((count, len(names or ())), np.nan), names
+        turn_rewards, turn_tokens = [np.zeros(0)], [np.zeros(0, np.int64)]
+        for row, (score, sample, number) in enumerate(zip(scores, samples, numbers, strict=True)):
+            if score is None:
+                continue
+            shaped = self.shaping(score.rewards, sample)
+            group.rewards[row] = score.rewards.sum()
+            group.shaped[row] = np.nan if number in lost else shaped.sum()
+            group.parts[row] = list(score.parts.values())
+            if score.ends is not None:
+                group.turns[row] = len(shaped)
+                turn_rewards.append(shaped)
+                turn_tokens.append(np.diff(score.ends, prepend=0).astype(np.int64))
+        group.turn_rewards = np.concatenate(turn_rewards)
+        group.turn_tokens = np.concatenate(turn_tokens)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
             group.records = records_of(episodes, scores)
@@ -269,3 +301,17 @@ class GroupScorer:
     def close(self) -> None:
         """End the reward's workers."""
         self.scorer.close()
+
+    def _decode(self, token_ids: np.ndarray) -> str:
+        """Text without the token that ended it."""
+        ids = token_ids.tolist()
+        if ids and ids[-1] in self.tokenizer.eos_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids)
+
+
+def _last_turn(written: np.ndarray) -> int:
+    """Where the last turn begins, of [response tokens of a branch] bool: what the policy wrote. It
+    ends with the response."""
+    others = np.flatnonzero(~written)
+    return int(others[-1]) + 1 if len(others) else 0

@@ -1,8 +1,9 @@
 """The store: finished groups of responses on the disk, from where the ranks read their share.
 
-A file holds one draw: a record that says what was asked for, then a record for each finished group,
-in the order in which they finished. A record is on the disk before anyone is told of it. After a
-kill the whole groups are used again, and a record that was cut short or is damaged is drawn again.
+A file holds one request: a record that says what was asked for, then a record for each finished
+group, in the order in which they finished. A record is on the disk before anyone is told of it.
+After a kill the whole groups are used again; those of records that were cut short or are damaged
+are generated again.
 
 A record is a header (magic, number of the group, bytes, CRC-32) and a `RolloutGroup`.
 """
@@ -32,8 +33,8 @@ _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
 
 
-class DrawFile:
-    """One draw's file, as the service writes it."""
+class RequestFile:
+    """One request's file, as the service writes it."""
 
     def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
         """Keeps the groups that an earlier process finished for the same request; `finished` has
@@ -83,28 +84,28 @@ class DrawFile:
 
 
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
-    """The groups of a draw with these numbers, or all that are whole. The others are skipped, not
-    read.
+    """The groups of a request with these numbers, or all that are whole. The others are skipped,
+    not read.
 
     Raises DataError for a file that cannot be read, for a group that lacks columns, and where one
     of the numbers is missing.
     """
-    found: dict[int, RolloutGroup] = {}
+    groups: dict[int, RolloutGroup] = {}
     try:
         for number, content, _ in _records(
             path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
         ):
             try:
-                found |= {number: RolloutGroup.load(content)} if content else {}
+                groups |= {number: RolloutGroup.load(content)} if content else {}
             except DataError as error:
                 if wanted is not None:
                     text = f"{path}: damaged since it was written: group {number} {error}"
                     raise DataError(text) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if missing := sorted(set(wanted or ()) - found.keys()):
+    if missing := sorted(set(wanted or ()) - groups.keys()):
         raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
-    return found
+    return groups
 
 
 def _holds_group(content: bytes) -> bool:
@@ -126,12 +127,12 @@ def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
 
 
 def step_of(name: str) -> int:
-    """Of a draw: its name is KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
+    """Of a request: its name is KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
     return int(name.split("_")[1])
 
 
 def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
-    """Remove the files of draws that are not needed any more; `is_needed` is given their names."""
+    """Remove the files of requests that are not needed; `is_needed` is given their names."""
     for path in folder.glob(f"*{SUFFIX}"):
         if not is_needed(path.name.removesuffix(SUFFIX)):
             path.unlink(missing_ok=True)

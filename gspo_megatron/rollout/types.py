@@ -98,7 +98,7 @@ class RolloutGroup:
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
     # why a reward is not more
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
-    # the turns of episodes: see environments.transcript
+    # the turns of episodes: see environments.records
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
     failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3] as FailedCalls
     reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring
@@ -146,15 +146,15 @@ class RolloutGroup:
             RESPONSE_TOKEN: rows.repeat(self.response_lengths),
             TURN: rows.repeat(self.turns),
         }
-        found: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}
         for name, kind, values in self._columns():
             if values is not None and kind.rows in marks:
                 marked = marks[kind.rows]
                 if isinstance(values, np.ndarray):
-                    found[name] = values[marked]
+                    chosen[name] = values[marked]
                 else:
-                    found[name] = [values[row] for row in marked.nonzero()[0].tolist()]
-        return dataclasses.replace(self, **found)
+                    chosen[name] = [values[row] for row in marked.nonzero()[0].tolist()]
+        return dataclasses.replace(self, **chosen)
 
     def of_prompts(self, numbers: Sequence[int]) -> RolloutGroup:
         """The responses to these of the step's prompts."""
@@ -186,13 +186,13 @@ class RolloutGroup:
 
     def nothing(self) -> RolloutGroup:
         """A group without responses that has the columns of this one."""
-        found = self.select(np.zeros(len(self.sample_index), bool))
+        empty = self.select(np.zeros(len(self.sample_index), bool))
         sums = {
             name: 0 * value
             for name, kind, value in self._columns()
             if kind.rows == SUM and value is not None
         }
-        return dataclasses.replace(found, **sums)
+        return dataclasses.replace(empty, **sums)
 
     def of_layers(self, numbers: Sequence[int]) -> RolloutGroup:
         """With the routes of these layers only, numbered from 1. Raises KeyError for a layer that
@@ -214,27 +214,27 @@ class RolloutGroup:
 
     def save(self, *, routes_only: bool = False) -> bytes:
         """The columns as a safetensors file."""
-        found = {n: v for n, _, v in self._columns() if isinstance(v, np.ndarray)}
+        arrays = {n: v for n, _, v in self._columns() if isinstance(v, np.ndarray)}
         if routes_only:
-            found = {name: found[name] for name in ("routes", "layers") if name in found}
+            arrays = {name: arrays[name] for name in ("routes", "layers") if name in arrays}
         else:
-            found |= self._encoded()
+            arrays |= self._encoded()
             if self.parts is not None:
-                found["parts"] = self.parts.T
-        return save({name: np.ascontiguousarray(values) for name, values in found.items()})
+                arrays["parts"] = self.parts.T
+        return save({name: np.ascontiguousarray(values) for name, values in arrays.items()})
 
     def _encoded(self) -> dict[str, np.ndarray]:
         """What is no array."""
-        found = {}
+        encoded = {}
         if self.part_names is not None:
-            found["part_names"] = _bytes(json.dumps(self.part_names))
+            encoded["part_names"] = _bytes(json.dumps(self.part_names))
         if self.reasons is not None:
-            found["reasons"] = _bytes("".join(f"{json.dumps(each)}\n" for each in self.reasons))
+            encoded["reasons"] = _bytes("".join(f"{json.dumps(each)}\n" for each in self.reasons))
         if self.records is not None:
             texts = [_bytes(json.dumps(jsonable(each))) for each in self.records]
-            found["records"] = np.concatenate([np.empty(0, np.uint8), *texts])
-            found["record_lengths"] = np.array([len(text) for text in texts], np.int64)
-        return found
+            encoded["records"] = np.concatenate([np.empty(0, np.uint8), *texts])
+            encoded["record_lengths"] = np.array([len(text) for text in texts], np.int64)
+        return encoded
 
     @classmethod
     def load(cls, content: bytes) -> RolloutGroup:
@@ -250,20 +250,20 @@ class RolloutGroup:
     def of_columns(cls, columns: Mapping[str, np.ndarray]) -> RolloutGroup:
         """A group of the arrays of a safetensors file. Raises DataError for what does not fit the
         declaration."""
-        found: dict[str, Any] = {name: columns[name] for name in COLUMNS if name in columns}
-        if "parts" in found:
-            found["parts"] = found["parts"].T
-        if "part_names" in found:
-            found["part_names"] = tuple(json.loads(bytes(found["part_names"])))
-        if "reasons" in found:
-            found["reasons"] = [*map(json.loads, bytes(found["reasons"]).decode().splitlines())]
-        if "records" in found:
+        values: dict[str, Any] = {name: columns[name] for name in COLUMNS if name in columns}
+        if "parts" in values:
+            values["parts"] = values["parts"].T
+        if "part_names" in values:
+            values["part_names"] = tuple(json.loads(bytes(values["part_names"])))
+        if "reasons" in values:
+            values["reasons"] = [*map(json.loads, bytes(values["reasons"]).decode().splitlines())]
+        if "records" in values:
             ends = np.cumsum(columns["record_lengths"])[:-1]
-            texts = np.split(found["records"], ends)
-            found["records"] = [json.loads(text.tobytes()) for text in texts if len(text)]
-        if lacks := [name for name in _NEEDED if name not in found]:
+            texts = np.split(values["records"], ends)
+            values["records"] = [json.loads(text.tobytes()) for text in texts if len(text)]
+        if lacks := [name for name in _NEEDED if name not in values]:
             raise DataError(f"lacks {', '.join(sorted(lacks))}")
-        return cls(**found).checked()
+        return cls(**values).checked()
 
     def checked(self) -> RolloutGroup:
         """With the declared types. Raises DataError for columns of other types or sizes."""
@@ -292,11 +292,11 @@ class RolloutGroup:
     def to_batch(self, device: torch.device) -> RolloutBatch:
         """What a step needs of the responses."""
         names = [each.name for each in fields(RolloutBatch)]
-        found = {name: getattr(self, name) for name in names}
-        found |= {"tokens": self.tokens.astype(np.int64), "mask": self.learnt}
+        arrays = {name: getattr(self, name) for name in names}
+        arrays |= {"tokens": self.tokens.astype(np.int64), "mask": self.learnt}
         tensors: dict[str, Any] = {
             name: None if values is None else to_tensor(values, device)
-            for name, values in found.items()
+            for name, values in arrays.items()
         }
         return RolloutBatch(**tensors)
 

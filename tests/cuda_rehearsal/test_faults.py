@@ -264,7 +264,7 @@ COSTS = {
     "the host reads every token": (
         "generation",
         of(
-            "gspo_megatron.rollout.megatron.engine:_Generation._draw",
+            "gspo_megatron.rollout.megatron.engine:_Generation._sample_tokens",
             "self.spans.grow(self.max_length)",
             "self.spans.grow(max(self.max_length, int(tokens.max())))",
         ),

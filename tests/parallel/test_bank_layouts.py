@@ -31,9 +31,9 @@ from gspo_megatron.rl.loop import compute_advantages, update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rl.served_rollouts import ServedRollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import assemble, played_turn
-from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile, read_groups
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, RequestFile, read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
@@ -83,11 +83,13 @@ def config_of(layout: str, folder: Path, old_logprobs: str, bound: int | None) -
     return config.model_copy(update=changed)
 
 
-def draw_of(step: int) -> Draw:
+def draw_of(step: int) -> RolloutRequest:
     rows = [(step * PROMPTS + n) % len(PROMPT_IDS) for n in range(PROMPTS)]
     version = max(step - 1 - STALENESS, 0)
     name = f"step_{step:08d}_0"
-    return Draw(name, "data.prompts", rows, 0, GROUP, Sampling(max_tokens=20), step, version)
+    return RolloutRequest(
+        name, "data.prompts", rows, 0, GROUP, Sampling(max_tokens=20), step, version
+    )
 
 
 PROMPT_IDS = [
@@ -101,7 +103,7 @@ def write_bank(folder: Path, has_turns: bool) -> None:
     random = np.random.default_rng(11)
     for step in range(1, STEPS + 1):
         draw = draw_of(step)
-        file = DrawFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
+        file = RequestFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
         for number in random.permutation(PROMPTS).tolist():  # as they finish
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
@@ -164,7 +166,8 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
     group, kept = data_parallel_group(), []
     for step in range(1, STEPS + 1):
         source.version = step - 1
-        drawn = source.read(draw_of(step))
+        numbers = range(group.rank(), PROMPTS, group.size())
+        drawn = source.read(draw_of(step), numbers)
         experience = Experience(drawn.group, torch.device("cpu"))
         index = gather_index(experience.batch, experience.scores.shaped, group)
         advantages, _ = compute_advantages(objective.advantages, experience, index)
@@ -237,7 +240,7 @@ def reading(path: Path) -> str:
 
 
 def write_two(path: Path) -> None:
-    file = DrawFile(path, {})
+    file = RequestFile(path, {})
     for number in range(2):
         file.append(a_group(number))
     file.close()
@@ -263,7 +266,7 @@ def test_a_group_with_too_few_columns_is_told_on_all_ranks(
 ) -> None:
     path = tmp_path / "a.groups"
     write_two(path)
-    file, save_all = DrawFile(path, {}), RolloutGroup.save
+    file, save_all = RequestFile(path, {}), RolloutGroup.save
     file.finished.clear()
 
     def without_tokens(group: RolloutGroup) -> bytes:

@@ -14,18 +14,18 @@ from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.chat import Encoded, Rendered
-from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
 from gspo_megatron.errors import UnplayableError
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import Prompt
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
 
 PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
-LIMITS = Limits(turns=4, response_tokens=23)
+LIMITS = EpisodeLimits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
 # fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
 TOLERANCE = 1e-5
@@ -60,17 +60,17 @@ class Echo:
         turn = await client.generate(max_tokens=4)
         while sum(turn.token_ids) % 3:
             text = chr(3 + len(turn.token_ids)) + turn.text[:2][::-1]
-            if task.answer == "forgets" and len(client.turns) == 2:
+            if task.answer == "forgets" and len(client.transcript.turns) == 2:
                 client.begin([{"role": "user", "content": text}])
                 text = ""
-            if task.answer == "takes back" and len(client.turns) == 1:
+            if task.answer == "takes back" and len(client.transcript.turns) == 1:
                 position = client.position()
                 await client.generate(text=text, max_tokens=5)
                 client.go_back(position)
             turn = await client.generate(text=text, max_tokens=5)
             if task.answer == "fails later" and len(turn.token_ids) % 2:
                 raise ConnectionError("no tool")
-        return Trajectory(turn_rewards=[float(n) for n in range(len(client.turns))])
+        return Trajectory(turn_rewards=[float(n) for n in range(len(client.transcript.turns))])
 
 
 def tasks() -> list[Prompt]:
@@ -89,8 +89,8 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
     runner = EpisodeRunner(Echo(), Tokenizer(), LIMITS)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = range(group.rank(), COUNT, group.size())
-    batched = BatchedEpisodes(engine, runner, torch.device("cpu"), layers)
-    found = batched.run([tasks()[n] for n in mine], mine, PER_PROMPT, SAMPLING, seed=11)
+    batched = MegatronRollouts(engine, runner, torch.device("cpu"), layers)
+    found = batched.generate({n: tasks()[n] for n in mine}, PER_PROMPT, SAMPLING, seed=11)
     shared = batched.share(found)
     assert shared.layers.tolist() == [*layers]
     batch = shared.to_batch(torch.device("cpu"))
@@ -233,9 +233,9 @@ def fail(config: Config) -> str:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = range(group.rank(), 2, group.size())
     runner = EpisodeRunner(Unplayable(), Tokenizer(), LIMITS)
-    batched = BatchedEpisodes(engine, runner, torch.device("cpu"))
+    batched = MegatronRollouts(engine, runner, torch.device("cpu"))
     with pytest.raises(UnplayableError) as raised:
-        batched.run([tasks()[n] for n in mine], mine, 1, SAMPLING, seed=11)
+        batched.generate({n: tasks()[n] for n in mine}, 1, SAMPLING, seed=11)
     return str(raised.value)
 
 

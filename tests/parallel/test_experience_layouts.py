@@ -20,8 +20,7 @@ from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rl.run import collector_of
-from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, Sample, TurnRewards
@@ -96,13 +95,15 @@ def a_collector(
     files = {"data.prompts": prompts, "data.eval_prompts": prompts}
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files=files)
     device = torch.device("cpu")
-    source = MegatronRollouts(BatchedEpisodes(engine, None, device))
+    source = MegatronRollouts(engine, None, device)
     return collector_of(config, inputs, source, reward, device)
 
 
-def draw_of(config: Config) -> Draw:
+def draw_of(config: Config) -> RolloutRequest:
     group_size = config.rollout.group_size
-    return Draw("step_00000001", "data.prompts", [], 0, group_size, SAMPLING, 21, version=0)
+    return RolloutRequest(
+        "step_00000001", "data.prompts", [], 0, group_size, SAMPLING, 21, version=0
+    )
 
 
 PARTS = {"scale": 0.5, "weights": {"even": 2.0}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
 from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Server
@@ -38,7 +38,7 @@ def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server)
 
     async def draw() -> tuple[list[Response], list[Response]]:
         async with connected_session() as session:
-            client = Client(vllm_server.url, session)
+            client = ServerClient(vllm_server.url, session)
             assert await client.gives_parts(seconds=60)
             parts, singles = [], []
             for number, seed in enumerate(SEEDS):
@@ -83,16 +83,16 @@ def test_a_whole_group_is_one_request(
 
 
 def test_what_nobody_wants_any_more_is_not_drawn_on(vllm_server: Server) -> None:
-    async def requests(client: Client) -> float:
+    async def requests(client: ServerClient) -> float:
         return (await client.figures(seconds=60, in_short=True))["num_requests_running"]
 
-    async def until(client: Client, count: int) -> None:
+    async def until(client: ServerClient, count: int) -> None:
         while await requests(client) != count:
             await asyncio.sleep(0.05)
 
     async def work() -> None:
         async with connected_session() as session:
-            client = Client(vllm_server.url, session)
+            client = ServerClient(vllm_server.url, session)
             names = [f"{number:032x}" for number in range(100, 103)]
             sampling = {**SAMPLING, "max_tokens": 1900, "stop_token_ids": []}
             answers = client.generate_part(PROMPT, sampling, names, SEEDS[:3], FACTS, routes=True)

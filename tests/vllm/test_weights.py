@@ -21,7 +21,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import (
     NOT_THE_WEIGHTS,
@@ -112,13 +112,13 @@ def check_of(folder: Path) -> WeightCheck:
 def served(
     running: list[Running],
     work: Callable[[ScheduledFleet], Awaitable[Any]],
-    client: Callable[..., Client] = Client,
+    client: Callable[..., ServerClient] = ServerClient,
 ) -> Any:
     """Work with a fleet of running servers, whose last one is talked to by `client`."""
 
     async def run() -> Any:
         async with connected_session() as session:
-            kinds = [*(Client,) * (len(running) - 1), client]
+            kinds = [*(ServerClient,) * (len(running) - 1), client]
             servers = [
                 Server(f"server {number}", kind(each.url, session))
                 for number, (kind, each) in enumerate(zip(kinds, running, strict=True))
@@ -203,7 +203,7 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
 
     sabotaged = changed(new, tmp_path / "sabotaged", change)
 
-    class Sabotaged(Client):
+    class Sabotaged(ServerClient):
         async def load_weights(self, folder: str, version: str, **options: Any) -> None:
             sent = sabotaged if at_start or version == "1" else folder
             await super().load_weights(str(sent), version, **options)
@@ -222,7 +222,7 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
     served([vllm_server], work, Sabotaged)
 
 
-class LeftBehind(Client):
+class LeftBehind(ServerClient):
     """Names the new version without loading it."""
 
     async def load_weights(self, folder: str, version: str, **options: Any) -> None:
@@ -232,7 +232,7 @@ class LeftBehind(Client):
             await super().load_weights(folder, version, **options)
 
 
-class OldCache(Client):
+class OldCache(ServerClient):
     """Keeps what the server remembers of prompts in an update. The first weights clear it: the
     server may have had others, in a test before."""
 
@@ -256,7 +256,7 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
     second_server: Running,
     old: Path,
     new: Path,
-    client: type[Client],
+    client: type[ServerClient],
 ) -> None:
     async def work(fleet: ScheduledFleet) -> None:
         await fleet.update(weights(0, old))

@@ -16,7 +16,7 @@ import pytest
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import Needs, check_server, tokenized
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.process import WORKER
 from tests.unit.data.corpora import make_tokenizer
 from tests.vllm.runs import make_run
@@ -31,7 +31,7 @@ def faults(server: Server, folder: Path, **needs: Any) -> list[str]:
 
     async def check() -> None:
         async with connected_session() as session:
-            client = Client(server.url, session)
+            client = ServerClient(server.url, session)
             assert (await check_server(client, wanted, str(folder), seconds=60)).can_stream
 
     try:

@@ -45,10 +45,10 @@ from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.families import FAMILIES, PRESETS
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
@@ -185,11 +185,11 @@ def write_config(folder: Path, groups: int) -> Path:
     return folder / "config.yaml"
 
 
-async def draw_all(scheduler: Scheduler, draws: Draws, step: int, groups: int) -> float:
+async def draw_all(scheduler: Scheduler, draws: ServedRequests, step: int, groups: int) -> float:
     """Have a draw of so many prompts; the CPU seconds of this thread."""
     seconds = time.thread_time()
     running = draws.begin(
-        Draw(
+        RolloutRequest(
             name=f"step_{step:08d}_0",
             key="data.prompts",
             rows=list(range(groups)),
@@ -221,12 +221,14 @@ def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tu
                 ModelFacts(_VOCABULARY, 2, 4, 2, (0, 1)), needs, 0, 60, 600, max_staleness=1
             )
             urls = [f"http://127.0.0.1:{port}" for port in ports]
-            fleet = Fleet([Server(url, Client(url, session)) for url in urls], settings)
+            fleet = Fleet([Server(url, ServerClient(url, session)) for url in urls], settings)
             scheduler = Scheduler(fleet)
             try:
                 fleet.take_weights(Weights(0, str(folder), _CHECK))
                 await fleet.update_servers()
-                draws = Draws(scheduler, scorers, inputs.files, {}, folder / "bank", "bench")
+                draws = ServedRequests(
+                    scheduler, scorers, inputs.files, {}, folder / "bank", "bench"
+                )
                 for step in range(1, arguments.draws + 1):
                     found.append(await draw_all(scheduler, draws, step, arguments.groups))
             finally:

@@ -30,15 +30,15 @@ from gspo_megatron.rollout.megatron.rows import Responses, Rows, padded
 from gspo_megatron.rollout.megatron.sampling import (
     RouterRandomness,
     StopStrings,
-    draw,
+    sample_tokens,
     with_special_tokens,
 )
 from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# How many tokens are drawn between two checks of which sequences have ended. A check synchronises
-# with the device (and, with experts over several ranks, runs a collective); a token drawn in vain
+# How many tokens are sampled between two checks of which sequences have ended. A check synchronises
+# with the device (and, with experts over several ranks, runs a collective); a token sampled in vain
 # costs one decoding step.
 CHECK_INTERVAL = 4
 
@@ -118,11 +118,11 @@ class MegatronEngine:
         names = [name for name in self.special_tokens if any(name in text for text in texts)]
         mixed = [text for text in texts if any(name in text for name in names)]
         plain = [text for text in texts if text not in mixed]
-        found = [StopStrings(plain, self.decode)] if plain else []
+        searches = [StopStrings(plain, self.decode)] if plain else []
         if mixed:
             named = {self.special_tokens[name]: name for name in names}
-            found.append(StopStrings(mixed, with_special_tokens(self.decode, named)))
-        return torch.tensor([*self.eos_ids, *special], device=self.device), found
+            searches.append(StopStrings(mixed, with_special_tokens(self.decode, named)))
+        return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over all ranks, where all must join every forward pass."""
@@ -132,18 +132,18 @@ class MegatronEngine:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return agreed.tolist()
 
-    def _draw(
+    def _sample_tokens(
         self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The next token of each sequence and its log-prob, the same on the whole replica."""
-        drawn = torch.empty((2, len(uniform)), dtype=torch.float64, device=self.device)
+        sampled = torch.empty((2, len(uniform)), dtype=torch.float64, device=self.device)
         if hidden is not None:
             logits = self.policy.models[-1].next_token_logits(hidden)
-            tokens, logprobs = draw(logits, sampling, uniform)
-            drawn[0], drawn[1] = tokens, logprobs  # exact: token ids are far below 2^53
+            tokens, logprobs = sample_tokens(logits, sampling, uniform)
+            sampled[0], sampled[1] = tokens, logprobs  # exact: token ids are far below 2^53
         if self.replica.size() > 1:
-            dist.broadcast(drawn, src=self.source, group=self.replica)
-        return drawn[0].long(), drawn[1].float()
+            dist.broadcast(sampled, src=self.source, group=self.replica)
+        return sampled[0].long(), sampled[1].float()
 
     def _forward(
         self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
@@ -177,7 +177,7 @@ class _Plan:
     starts: int  # responses that this rank starts in free rows
     prompts: int  # rows of the prefill; 0: no rank runs one
     longest_prompt: int  # tokens of the prefill
-    steps: int  # tokens to draw until the next check
+    steps: int  # tokens to sample until the next check
 
 
 @dataclass
@@ -211,7 +211,7 @@ class _Generation:
         admit    it gets a free row, in the order of the queue (`_admit`)
         prefill  its prompt goes through the model, once for all responses of a group (`_prefill`);
                  of a group that has started in part the prompt's keys and values are kept
-        decode   its row draws a token (`_draw`), which goes through the model (`_decode`)
+        decode   its row gets a token (`_sample_tokens`), which goes through the model (`_decode`)
         retire   at a check, its row has ended: by a token, a stop string or the limit. The row is
                  free for another response or leaves the batch (`_retire`)
 
@@ -260,7 +260,7 @@ class _Generation:
                 for step in range(plan.steps):
                     if step > 0:
                         hidden = self._decode()
-                    self._draw(hidden)
+                    self._sample_tokens(hidden)
                 plan = self._retire(searched)
                 if not plan.rows:
                     return
@@ -334,10 +334,10 @@ class _Generation:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
         if plan.prompts:
-            found = self._prefill(range(started, prefilled), plan)
-            hidden = self._start(free[known:], first + known, found, hidden)
+            prefills = self._prefill(range(started, prefilled), plan)
+            hidden = self._start(free[known:], first + known, prefills, hidden)
             if prefilled > started:
-                self.prefilled = found.last()
+                self.prefilled = prefills.last()
         if last % self.per_prompt == 0:
             self.prefilled = None  # all of its group have started
         self.next = last
@@ -386,14 +386,14 @@ class _Generation:
             hidden = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return _Prefilled(states, lengths, hidden, routes)
 
-    def _draw(self, hidden: Tensor | None) -> None:
+    def _sample_tokens(self, hidden: Tensor | None) -> None:
         """Draw a token in every row. hidden [rows, hidden]: where they come from."""
-        tokens, logprobs = self.engine._draw(hidden, self.sampling, self.rows.uniform())
+        tokens, logprobs = self.engine._sample_tokens(hidden, self.sampling, self.rows.uniform())
         self.rows.add(tokens, logprobs, self.end_ids, self.responses)
         self.spans.grow(self.max_length)
 
     def _decode(self) -> Tensor | None:
-        """A forward pass of the last tokens drawn -> [rows, hidden] on the last stage."""
+        """A forward pass of the last sampled tokens -> [rows, hidden] on the last stage."""
         rows, positions = self.rows, self.rows.positions
         self.cache.start_token(positions, self.spans, self.long_rows)
         randomness = self._randomness(rows.samples)

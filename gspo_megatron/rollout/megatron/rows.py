@@ -101,7 +101,7 @@ class Rows:
     lengths: Tensor  # int64: tokens of the response so far
     going: Tensor  # bool
     ended: Tensor  # bool: by an end token or a stop string
-    tokens: Tensor  # int64: the last one drawn
+    tokens: Tensor  # int64: the last one sampled
     uniforms: Tensor  # [rows, max_tokens + 1] float64: the random numbers of the response
 
     @classmethod
@@ -131,7 +131,7 @@ class Rows:
 
     @property
     def positions(self) -> Tensor:
-        """[rows]: of the last tokens drawn."""
+        """[rows]: of the last sampled tokens."""
         return self.prompt_lengths + self.lengths - 1
 
     def start(

@@ -53,7 +53,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 @dataclass(frozen=True)
 class RouterRandomness:
     """Random numbers for noise on the routers' scores (routing/noise.py). They depend on seed,
-    sample, position and layer alone, and differ from those that draw the tokens."""
+    sample, position and layer alone, and differ from those that sample the tokens."""
 
     seed: int
     samples: Tensor  # [sequences]; for a prompt, the first of its samples
@@ -68,15 +68,15 @@ class RouterRandomness:
         sequences, then the second."""
         # Room for 2^20 positions and 2^24 samples.
         tokens = ((self.samples[:, None] << 20) + positions).t().flatten()
-        # With `seed` itself, layer 0 would repeat the numbers that draw tokens.
+        # With `seed` itself, layer 0 would repeat the numbers that sample tokens.
         return lambda layer, experts: uniforms(~self.seed, tokens + (layer << 44), experts)
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Next tokens and their log-probs under softmax(logits / temperature), both [sequences].
 
-    logits [sequences, vocabulary] fp32, uniform [sequences] float64. Tokens are drawn by inverting
-    the cumulative distribution, over the tokens that top-k and top-p leave.
+    logits [sequences, vocabulary] fp32, uniform [sequences] float64. Tokens are sampled by
+    inverting the cumulative distribution, over the tokens that top-k and top-p leave.
     """
     greedy = sampling.temperature == 0
     if not greedy and sampling.temperature != 1.0:
@@ -107,8 +107,8 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # rounding: not below
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
-    found = block * width + _first_above(cumulative, within)
-    return found.clamp(max=size - 1)  # NaN is above nothing
+    index = block * width + _first_above(cumulative, within)
+    return index.clamp(max=size - 1)  # NaN is above nothing
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     the last sum or above; the first sum above the next smaller number adds a weight that is not 0.
     """
     highest = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
-    found = torch.searchsorted(cumulative, torch.minimum(threshold, highest), right=True)
-    return found.clamp(max=cumulative.shape[1] - 1)
+    index = torch.searchsorted(cumulative, torch.minimum(threshold, highest), right=True)
+    return index.clamp(max=cumulative.shape[1] - 1)
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:

@@ -42,7 +42,7 @@ class _Started:
         return {"boot": self.boot, "url": self.process.url, "ended": self.ended}
 
 
-class Agent:
+class NodeAgent:
     """Has the servers that a run wants on this node."""
 
     def __init__(

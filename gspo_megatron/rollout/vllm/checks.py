@@ -13,7 +13,7 @@ from gspo_megatron.errors import ConfigError, RolloutError, format_value
 from gspo_megatron.families import describe, preset_of_folder
 from gspo_megatron.families.family import differences
 from gspo_megatron.families.model_shape import ModelShape, shape_conflicts, shape_of
-from gspo_megatron.rollout.vllm.client import Client, ServerRefused, malformed
+from gspo_megatron.rollout.vllm.client import ServerClient, ServerRefused, malformed
 from gspo_megatron.rollout.vllm.process import WORKER
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
@@ -74,7 +74,9 @@ class Abilities:
         return self.is_extended and self.workers > 0
 
 
-async def check_server(client: Client, needs: Needs, folder: str, *, seconds: float) -> Abilities:
+async def check_server(
+    client: ServerClient, needs: Needs, folder: str, *, seconds: float
+) -> Abilities:
     """What the server can do. folder: of the trainer's weights.
 
     Raises RolloutError with all that it lacks, in one line. `seconds` are for each call.

@@ -79,7 +79,7 @@ class OutOfFilesError(RolloutError):
         )
 
 
-class Client:
+class ServerClient:
     """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
     ServerRefused; or OutOfFilesError."""
 

@@ -1,4 +1,4 @@
-"""Draws: prompts that are sent to the servers, scored group by group, and put into the bank."""
+"""Prompts that are sent to the servers; responses are scored group by group and stored."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import numpy as np
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
-from gspo_megatron.rollout.store import SUFFIX, DrawFile
+from gspo_megatron.rollout.store import SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
@@ -30,15 +30,18 @@ from gspo_megatron.types import Prompt, Sample
 _T = TypeVar("_T")
 
 
-def draw_from_json(given: Mapping[str, Any]) -> Draw:
-    """The inverse of `draw_to_json`."""
+def request_from_json(given: Mapping[str, Any]) -> RolloutRequest:
+    """The inverse of `request_to_json`."""
     sampling: dict[str, Any] = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
-    draw: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
-    return Draw(**draw)
+    request: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
+    return RolloutRequest(**request)
 
 
-def draw_to_json(draw: Draw) -> dict[str, Any]:
-    return {**vars(draw), "sampling": {**vars(draw.sampling), "stop": list(draw.sampling.stop)}}
+def request_to_json(request: RolloutRequest) -> dict[str, Any]:
+    return {
+        **vars(request),
+        "sampling": {**vars(request.sampling), "stop": list(request.sampling.stop)},
+    }
 
 
 class Scorers:
@@ -81,7 +84,7 @@ class Scorers:
 
         def begin() -> tuple[RolloutGroup, list[Sample]]:
             group = make()
-            return group, scoring.samples(group, [prompt], group.number)
+            return group, scoring.samples(group, {group.number: prompt})
 
         def finish(group: RolloutGroup, samples: Sequence[Sample], found: Any) -> None:
             scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes)
@@ -134,15 +137,15 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = 
         future.set_exception(error)
 
 
-_END_SECONDS = 5.0  # for draws under way, where the service ends
+_END_SECONDS = 5.0  # for requests under way, where the service ends
 
 
-class RunningDraw:
-    """A draw under way, or done."""
+class RunningRequest:
+    """A request under way, or done."""
 
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
-        self.file: DrawFile | None = None  # until it is read
+    def __init__(self, request: RolloutRequest) -> None:
+        self.request = request
+        self.file: RequestFile | None = None  # until it is read
         self.error: UserError | None = None
         self.tokens = 0  # of finished responses
         self.scoring = 0  # groups whose responses are there, and their rewards not
@@ -160,8 +163,8 @@ class RunningDraw:
         }
 
 
-class Draws:
-    """All draws of a service."""
+class ServedRequests:
+    """All requests of a service."""
 
     def __init__(
         self,
@@ -179,16 +182,16 @@ class Draws:
         self.pool, self.scorers, self.prompts = pool, scorers, prompts
         self.stops, self.folder, self.origin = stops, folder, origin
         self.episodes = episodes
-        self.running: dict[str, RunningDraw] = {}
+        self.running: dict[str, RunningRequest] = {}
         self._are_over = False
 
-    def begin(self, draw: Draw) -> RunningDraw:
-        """Start a draw, or return the one that was started already. Its error is a DataError where
-        the bank cannot be written."""
-        running = self.running.get(draw.name)
-        if running is None or running.draw != draw or running.error is not None:
-            running = RunningDraw(draw)
-            self.running[draw.name] = running
+    def begin(self, request: RolloutRequest) -> RunningRequest:
+        """Start a request, or return the one that was started already. Its error is a DataError
+        where the bank cannot be written."""
+        running = self.running.get(request.name)
+        if running is None or running.request != request or running.error is not None:
+            running = RunningRequest(request)
+            self.running[request.name] = running
             running.task = asyncio.create_task(self._run(running))
         return running
 
@@ -204,25 +207,25 @@ class Draws:
     def path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
-    async def _run(self, running: RunningDraw) -> None:
-        """Whatever ends it early is the draw's error: somebody waits for its end."""
+    async def _run(self, running: RunningRequest) -> None:
+        """Whatever ends it early is the request's error: somebody waits for its end."""
         try:
-            await self._draw(running)
+            await self._request(running)
         except UserError as error:
             running.error = error
         except (Exception, asyncio.CancelledError) as error:  # also of the user's code
             if self._are_over and isinstance(error, asyncio.CancelledError):
                 raise  # by `close`
             traceback.print_exception(error)
-            told = f"draw {running.draw.name} was ended by {type(error).__name__}: {error}"
+            told = f"request {running.request.name} was ended by {type(error).__name__}: {error}"
             running.error = RolloutError(told)
 
-    async def _draw(self, running: RunningDraw) -> None:
-        draw = running.draw
-        request = {**draw_to_json(draw), "origin": self.origin}
+    async def _request(self, running: RunningRequest) -> None:
+        request = running.request
+        content = {**request_to_json(request), "origin": self.origin}
         # it may be large, and is read as a whole
-        running.file = await asyncio.to_thread(DrawFile, self.path(draw.name), request)
-        numbers = [draw.first + n for n in range(len(draw.rows))]
+        running.file = await asyncio.to_thread(RequestFile, self.path(request.name), content)
+        numbers = [request.first + n for n in range(len(request.rows))]
         missing = [number for number in numbers if number not in running.file.finished]
         groups = [asyncio.create_task(self._group(running, number)) for number in missing]
         try:
@@ -233,77 +236,77 @@ class Draws:
             await asyncio.gather(*groups, return_exceptions=True)
             running.file.close()
 
-    async def _group(self, running: RunningDraw, number: int) -> None:
-        """Draw, score and keep the responses to one prompt."""
-        draw, file = running.draw, running.file
+    async def _group(self, running: RunningRequest, number: int) -> None:
+        """Generate, score and keep the responses to one prompt."""
+        request, file = running.request, running.file
         assert file is not None, "it is closed when all groups have ended"
-        prompt = self.prompts[draw.key][draw.rows[number - draw.first]]
-        samples = range(number * draw.per_prompt, (number + 1) * draw.per_prompt)
+        prompt = self.prompts[request.key][request.rows[number - request.first]]
+        samples = range(number * request.per_prompt, (number + 1) * request.per_prompt)
         played = await self._play(running, prompt, samples)
         episodes = [each.episode for each in played if each.episode is not None]
 
         def make() -> RolloutGroup:
             has_episodes = self.episodes is not None
-            group = assemble(played, samples, draw.per_prompt, has_episodes=has_episodes)
+            group = assemble(played, samples, request.per_prompt, has_episodes=has_episodes)
             played.clear()  # all of it is in the columns
             return group
 
         running.scoring += 1
         try:
-            await self.scorers.score(make, prompt, file.append, draw.key, episodes)
+            await self.scorers.score(make, prompt, file.append, request.key, episodes)
         finally:
             running.scoring -= 1
 
     async def _play(
-        self, running: RunningDraw, prompt: Prompt, samples: Sequence[int]
+        self, running: RunningRequest, prompt: Prompt, samples: Sequence[int]
     ) -> list[Played]:
         """The responses to a prompt."""
-        draw = running.draw
+        request = running.request
         works = players(
             prompt,
             samples,
-            draw.sampling.max_tokens,
+            request.sampling.max_tokens,
             self.episodes,
             partial(self._turns, running),
-            partial(self._no_turn, draw),
+            partial(self._no_turn, request),
         )
         return [each for played in await all_of(works.values()) for each in played]
 
-    def _no_turn(self, draw: Draw, prompt_tokens: int) -> Response:
+    def _no_turn(self, request: RolloutRequest, prompt_tokens: int) -> Response:
         """See `players`."""
         assert self.episodes is not None
         settings, routes = self.pool.settings, None
-        if settings.needs.with_routes and draw.sampling.temperature > 0:
+        if settings.needs.with_routes and request.sampling.temperature > 0:
             routes = no_routes(prompt_tokens + 1, settings.facts)
         return Response(
             np.array([self.episodes.tokenizer.eos_id], np.int32),
             np.zeros(1, np.float32),
             truncated=True,
             routes=routes,
-            versions=np.full(1, draw.version, np.int32),
+            versions=np.full(1, request.version, np.int32),
         )
 
     async def _turns(
-        self, running: RunningDraw, asked: Asked, samples: Sequence[int]
+        self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
-        """A turn of each of the samples. Its seed is that of the draw and its numbers."""
-        draw, turn = running.draw, (asked.turn,) if asked.turn else ()
-        seeds = [(draw.seed, sample, *turn) for sample in samples]
-        sampling = self._sampling(draw, asked)
+        """A turn of each of the samples. Its seed is that of the request and its numbers."""
+        request, turn = running.request, (asked.turn,) if asked.turn else ()
+        seeds = [(request.seed, sample, *turn) for sample in samples]
+        sampling = self._sampling(request, asked)
         responses = await self.pool.generate_all(
-            asked.token_ids, sampling, seeds, draw.version, draw.name
+            asked.token_ids, sampling, seeds, request.version, request.name
         )
         running.tokens += sum(len(each.token_ids) for each in responses)
         return responses
 
-    def _sampling(self, draw: Draw, asked: Asked) -> dict[str, Any]:
+    def _sampling(self, request: RolloutRequest, asked: TurnRequest) -> dict[str, Any]:
         """vLLM's SamplingParams of a turn, without the seed."""
         room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
         return {
-            "temperature": draw.sampling.temperature,
+            "temperature": request.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),
             # of a suite: a step's are off, see config/rules.py
-            "top_p": draw.sampling.top_p,
-            "top_k": draw.sampling.top_k,
+            "top_p": request.sampling.top_p,
+            "top_k": request.sampling.top_k,
             **self.stops,
         }

@@ -16,11 +16,11 @@ from typing import Any
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.checks import check_server
 from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
-from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, Server, Window
+from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, RequestWindow, Server
 from gspo_megatron.rollout.vllm.weights import (
     CALL_SECONDS,
     MOMENT,
-    Changes,
+    WeightChanges,
     WeightLoader,
     Weights,
 )
@@ -33,7 +33,7 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
         self.servers, self.settings = list(servers), settings
-        self.changes = Changes()  # a server has begun or ceased to serve
+        self.changes = WeightChanges()  # a server has begun or ceased to serve
         self.loader = WeightLoader(settings, self.changes)
         self.began = time.time()
         self._watcher: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class Fleet:
             server.abilities = await check_server(
                 server.client, self.settings.needs, str(weights.folder), seconds=left
             )
-            server.window = Window(self._most_requests(server))
+            server.window = RequestWindow(self._most_requests(server))
             await self.loader.first_weights(server, weights, deadline)
         except OutOfFilesError:
             raise
@@ -180,7 +180,7 @@ class Fleet:
         """Look at every server again and again: a process that has ended, and silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OutOfFilesError):  # the requests of draws tell it
+            with contextlib.suppress(OutOfFilesError):  # the requests for responses tell it
                 await asyncio.gather(*(self._look_at(s) for s in self.servers if s.serves))
             await self.changes.announce()
 

@@ -32,7 +32,7 @@ class GroupSpec:
     prompt: Sequence[int]
     sampling: Mapping[str, object]  # vLLM's SamplingParams
     version: int  # of the weights, or a later one
-    draw: str  # those of earlier names go first
+    rollout: str  # name of the RolloutRequest: those of earlier names go first
     routes: bool
     facts: ModelFacts
     salt: str | None = None

@@ -1,6 +1,6 @@
 """The order of requests, and the server of each.
 
-Requests wait in a queue, those of earlier draws first, until a server with the weights that they
+Requests wait in a queue, those of earlier rollouts first, until a server with the weights that they
 need has room. What a server loses goes to others.
 """
 
@@ -40,20 +40,20 @@ class QueueEntry(Generic[Chosen]):
 
 
 class RequestQueue(Generic[Chosen]):
-    """Requests that wait for a server. Those of an earlier draw go first, in their order."""
+    """Requests that wait for a server. Those of an earlier rollout go first, in their order."""
 
     def __init__(self) -> None:
-        # by draw and the version of the weights that it needs
+        # by rollout and the version of the weights that it needs
         self._waiting: dict[tuple[str, int], deque[QueueEntry[Chosen]]] = {}
         self.places = 0  # that are waited for
 
     def add(
-        self, draw: str, version: int, places: int, *, first: bool = False
+        self, rollout: str, version: int, places: int, *, first: bool = False
     ) -> QueueEntry[Chosen]:
-        """Draws go in the order of their names. first: of those of its draw."""
+        """Rollouts go in the order of their names. first: of those of its rollout."""
         granted: asyncio.Future[list[tuple[Chosen, int]]]
         granted = asyncio.get_running_loop().create_future()
-        entry = QueueEntry((draw, version), places, granted)
+        entry = QueueEntry((rollout, version), places, granted)
         entries = self._waiting.setdefault(entry.key, deque())
         entries.appendleft(entry) if first else entries.append(entry)
         self.places += places
@@ -68,9 +68,9 @@ class RequestQueue(Generic[Chosen]):
 
     def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
         """Let requests go while `choose` finds a server for them. It is given the version that
-        they need; a version whose servers it is to leave alone, because draws before them wait for
-        these; and the places that they want. What it raises is raised where they wait. A draw whose
-        version no server has yet keeps no other one waiting."""
+        they need; a version whose servers it is to leave alone, because rollouts before them wait
+        for these; and the places that they want. What it raises is raised where they wait. A
+        rollout whose version no server has yet keeps no other one waiting."""
         kept = math.inf
         for key in sorted(self._waiting):
             entries, version = self._waiting[key], key[1]
@@ -127,20 +127,20 @@ class Scheduler:
         sampling: Mapping[str, Any],
         seeds: Sequence[Seed],
         version: int,
-        draw: str = "",
+        rollout: str = "",
     ) -> list[Response]:
         """A response for each of the seeds, drawn with the weights of `version` or later ones,
         which may become newer meanwhile, from whichever servers have the fewest requests. Those of
-        a draw whose name sorts before others are sent first. Raises RolloutError where no server is
-        left, or where all refuse the request."""
+        a rollout whose name sorts before others are sent first. Raises RolloutError where no
+        server is left, or where all refuse the request."""
         routes = self.settings.needs.with_routes and sampling["temperature"] > 0
-        spec = GroupSpec(prompt, sampling, version, draw, routes, self.settings.facts)
+        spec = GroupSpec(prompt, sampling, version, rollout, routes, self.settings.facts)
         return await self._generate(spec, seeds)
 
     async def _generate(
         self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
     ) -> list[Response]:
-        """Send requests as places are found. first: before others of its draw."""
+        """Send requests as places are found. first: before others of its rollout."""
         requests: list[GroupRequest] = []
         rest = seeds
         try:
@@ -203,7 +203,7 @@ class Scheduler:
         """Wait in the queue; which servers have room for how many of the responses. All of them
         serve now: to be used at once."""
         while True:
-            entry = self._queue.add(spec.draw, spec.version, places, first=first)
+            entry = self._queue.add(spec.rollout, spec.version, places, first=first)
             self._admit_soon()
             try:
                 granted = await entry.granted

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import Client
+from gspo_megatron.rollout.vllm.client import ServerClient
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
@@ -41,7 +41,7 @@ class FleetSettings:
         return str(version) if self.keeps_kv else None
 
 
-class Window:
+class RequestWindow:
     """How many requests may be on their way to a server: fewer after it had to preempt some or
     with a full cache, and slowly more while its cache has room."""
 
@@ -94,7 +94,7 @@ class Server:
     """One server."""
 
     name: str  # for messages and logs
-    client: Client
+    client: ServerClient
     start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
     process: Process | None = None
     version: int | None = None  # of its weights, which are checked; None: it serves nothing
@@ -103,7 +103,7 @@ class Server:
     reports_versions: bool = False  # which weights drew which tokens
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
-    window: Window = field(default_factory=Window)
+    window: RequestWindow = field(default_factory=RequestWindow)
     busy: Clock = field(default_factory=Clock)  # with requests
     working: Clock = field(default_factory=Clock)  # with requests or new weights
     restarts: int = 0

@@ -34,8 +34,8 @@ from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
-from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers, draw_from_json
+from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, ServerClient, connected_session
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests, request_from_json
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
@@ -78,7 +78,7 @@ class Service:
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
             self.scheduler = Scheduler(self.fleet)
-            self.draws = Draws(
+            self.requests = ServedRequests(
                 self.scheduler,
                 self.scorers,
                 self.inputs.files,
@@ -96,7 +96,7 @@ class Service:
             try:
                 await self.ended.wait()
             finally:
-                await self.draws.close()
+                await self.requests.close()
                 await self.fleet.close()
                 await self.scorers.close()
                 exchange.cancel()
@@ -140,10 +140,12 @@ class Service:
         section = self.config.rollout.vllm
         if section.urls:
             token = os.environ.get(TOKEN_VARIABLE)
-            return [Server(f"server {url}", Client(url, session, token)) for url in section.urls]
+            return [
+                Server(f"server {url}", ServerClient(url, session, token)) for url in section.urls
+            ]
         servers, nodes = [], self.nodes.nodes
         for number in range(section.servers):
-            client = Client("", session)  # its url and token are known when it is started
+            client = ServerClient("", session)  # its url and token are known when it is started
             if nodes:
                 place, slot = divmod(number, section.servers // len(nodes))
                 node = nodes[place]
@@ -157,14 +159,14 @@ class Service:
         print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
         return servers
 
-    def _start_here(self, client: Client, number: int, folder: str) -> ServerProcess:
+    def _start_here(self, client: ServerClient, number: int, folder: str) -> ServerProcess:
         devices, size = self.settings["devices"], self.config.rollout.vllm.tensor_parallel_size
         environ = self._environment(client, devices[number * size : (number + 1) * size])
         log = server_log(self.folder / SERVERS, number)
         return ServerProcess(self._words(folder), environ, log)
 
     def _start_there(
-        self, client: Client, node: Node, number: int, slot: int, folder: str
+        self, client: ServerClient, node: Node, number: int, slot: int, folder: str
     ) -> RemoteProcess:
         """slot: which of the node's servers it is, from 0."""
         size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
@@ -193,7 +195,7 @@ class Service:
         }
         return server_words(section.python or sys.executable, arguments)
 
-    def _environment(self, client: Client, devices: Sequence[str] = ()) -> dict[str, str]:
+    def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
         """Variables for a start of a server, with a token that no earlier start had."""
         token = secrets.token_urlsafe(32)
         client.begin(token)
@@ -216,8 +218,8 @@ class Service:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
-        app.router.add_post("/draws", self._begin_draw)
-        app.router.add_get("/draws/{name}", self._draw_status)
+        app.router.add_post("/requests", self._begin_request)
+        app.router.add_get("/requests/{name}", self._request_status)
         app.router.add_post("/weights", self._take_weights)
         app.router.add_get("/weights", self._weights_status)
         app.router.add_post("/weights/parts", self._add_to_weights)
@@ -238,12 +240,12 @@ class Service:
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
 
-    async def _begin_draw(self, request: web.Request) -> web.Response:
-        draw = draw_from_json(await request.json())
-        return web.json_response(self.draws.begin(draw).status())
+    async def _begin_request(self, request: web.Request) -> web.Response:
+        rollout = request_from_json(await request.json())
+        return web.json_response(self.requests.begin(rollout).status())
 
-    async def _draw_status(self, request: web.Request) -> web.Response:
-        running = self.draws.running[request.match_info["name"]]
+    async def _request_status(self, request: web.Request) -> web.Response:
+        running = self.requests.running[request.match_info["name"]]
         assert running.task is not None
         await self._until_news(running.task)
         drawn = sum(each.tokens for each in self.fleet.servers)
@@ -287,10 +289,10 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Draws of this step and earlier ones: no resumed run needs them any more."""
+        """Requests of this step and earlier ones: no resumed run needs them any more."""
         step = (await request.json())["step"]
-        running = self.draws.running
-        self.draws.running = {k: v for k, v in running.items() if step_of(k) > step}
+        running = self.requests.running
+        self.requests.running = {k: v for k, v in running.items() if step_of(k) > step}
         forget(self.folder, lambda name: step_of(name) > step)
         return web.json_response({})
 

@@ -42,7 +42,7 @@ class ServiceClient:
         self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
-        self._draws: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
+        self._requests: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
         self.needs_folder = False  # a server waits for the newest weights' folder
         self._process: subprocess.Popen[str] | None = None
         self._port: socket.socket | None = None  # held, for the service alone
@@ -77,22 +77,24 @@ class ServiceClient:
         self._done(status)
         return status
 
-    def begin_draw(self, draw: dict[str, Any]) -> None:
-        """Ask for responses: see `episodes.Draw`."""
-        self._draws[draw["name"]] = draw
-        self._done(self._call("POST", "/draws", draw))
+    def begin_request(self, request: dict[str, Any]) -> None:
+        """Ask for responses: see `engine.RolloutRequest`."""
+        self._requests[request["name"]] = request
+        self._done(self._call("POST", "/requests", request))
 
-    def draw_status(self, name: str) -> dict[str, Any]:
+    def request_status(self, name: str) -> dict[str, Any]:
         """finished and scoring (groups), tokens, done. Waits some seconds for the end. Raises the
-        error of the draw, such as RewardError."""
-        status = self._call("GET", f"/draws/{name}")
+        error of the request, such as RewardError."""
+        status = self._call("GET", f"/requests/{name}")
         self._done(status)
         return status
 
     def forget(self, step: int) -> None:
-        """Drop the draws of this step and earlier ones: they were trained on, and the run is
+        """Drop the requests of this step and earlier ones: they were trained on, and the run is
         saved. Later ones stay, also those that an earlier start of the run drew."""
-        self._draws = {name: draw for name, draw in self._draws.items() if step_of(name) > step}
+        self._requests = {
+            name: request for name, request in self._requests.items() if step_of(name) > step
+        }
         self._call("POST", "/forget", {"step": step})
 
     def figures(self) -> dict[str, float]:
@@ -189,8 +191,8 @@ class ServiceClient:
         self._start()
         if self._weights is not None:
             self._ask("POST", "/weights", self._weights)
-        for draw in self._draws.values():
-            self._ask("POST", "/draws", draw)
+        for request in self._requests.values():
+            self._ask("POST", "/requests", request)
 
     def _ask(self, verb: str, path: str, given: Any = None) -> Any:
         request = urllib.request.Request(

@@ -13,7 +13,12 @@ from typing import Any
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import preset_of_folder
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, Client, ServerGone, connected_session
+from gspo_megatron.rollout.vllm.client import (
+    TOKEN_VARIABLE,
+    ServerClient,
+    ServerGone,
+    connected_session,
+)
 from gspo_megatron.rollout.vllm.installed import device_of
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
@@ -61,7 +66,7 @@ async def serve(
     process = ServerProcess(words, environ, None, host, port)
     try:
         async with connected_session() as session:
-            client = Client(process.url, session)
+            client = ServerClient(process.url, session)
             client.begin(environ[TOKEN_VARIABLE])
             is_ready = False
             while not ended.is_set():

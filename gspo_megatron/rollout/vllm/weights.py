@@ -38,7 +38,7 @@ class Weights:
     stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
 
 
-class Changes:
+class WeightChanges:
     """Wakes whoever waits for a change of servers or of weights."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class WeightLoader:
     """Brings single servers to the newest weights. Raises ServerGone, ServerRefused or RolloutError
     where a server fails."""
 
-    def __init__(self, settings: FleetSettings, changes: Changes) -> None:
+    def __init__(self, settings: FleetSettings, changes: WeightChanges) -> None:
         self.settings, self.changes = settings, changes
         self.needs_folder = False  # a server waits for the newest weights in a folder
         self._newest: Weights | None = None

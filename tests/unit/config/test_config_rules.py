@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.evaluation.scores import Answers, suite_figures
+from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
 
@@ -343,7 +343,7 @@ def test_other_metrics_are_left_to_the_run() -> None:
 
 
 def test_the_figures_of_suites_are_those_that_a_suite_has() -> None:
-    answers = [Answers([1.0] * 6, [True] * 6, ["a"] * 6, [False] * 6, [3] * 6)] * 2
+    answers = [ProblemResponses([1.0] * 6, [True] * 6, ["a"] * 6, [False] * 6, [3] * 6)] * 2
     for figure in suite_figures(answers, 6):
         name = f"evaluation/aime/{figure}"
         assert problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}") == []

@@ -16,7 +16,8 @@ import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.agent import Agent
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
+from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
 
@@ -63,7 +64,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder / "tokenizer.model")
 
 
-Play = Callable[..., tuple[Episode, list[Asked]]]
+Play = Callable[..., tuple[Episode, list[TurnRequest]]]
 
 
 @pytest.fixture
@@ -71,15 +72,15 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
     def run(
         program: str,
         turns: list[str],
-        limits: Limits | None = None,
+        limits: EpisodeLimits | None = None,
         turn_seconds: float | list[float] = 0.0,
         **options: Any,
-    ) -> tuple[Episode, list[Asked]]:
+    ) -> tuple[Episode, list[TurnRequest]]:
         path = tmp_path / "agent.py"
         path.write_text(HEAD + program)
-        asked: list[Asked] = []
+        asked: list[TurnRequest] = []
 
-        async def write(wanted: Asked) -> Written:
+        async def write(wanted: TurnRequest) -> Written:
             asked.append(wanted)
             is_same = isinstance(turn_seconds, float)
             await asyncio.sleep(turn_seconds if is_same else turn_seconds[len(asked) - 1])
@@ -87,7 +88,7 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
             return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
 
         environment = Agent(f"{sys.executable} {path}", **options)
-        runner = EpisodeRunner(environment, tokenizer, limits or Limits(5, 400, 400))
+        runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(5, 400, 400))
         task = Prompt("1+2?", "3", "f:7", {"level": 4}, token_ids=(9, 9), row_id="seven")
         return asyncio.run(runner.run(task, write)), asked
 
@@ -125,9 +126,9 @@ print(second["usage"])
     before = [shown(tokenizer, each.token_ids) for each in asked]
     assert before[0] == "[add]<|user|>1+2?</s><|assistant|>"
     assert before[1] == f"{before[0]}so {CALL}</s><|tool|>3</s><|assistant|>"
-    assert shown(tokenizer, episode.client.prompt_ids) == before[0]
-    assert before[0] + shown(tokenizer, episode.tokens) == before[1] + "3</s>"
-    assert shown(tokenizer, episode.tokens[episode.mask]) == f"so {CALL}</s>3</s>"
+    assert shown(tokenizer, episode.client.transcript.prompt) == before[0]
+    assert before[0] + shown(tokenizer, episode.transcript.response) == before[1] + "3</s>"
+    assert shown(tokenizer, episode.transcript.response[episode.mask]) == f"so {CALL}</s>3</s>"
 
 
 def test_the_reward_function_scores_where_the_program_gives_none(play: Play) -> None:
@@ -164,7 +165,7 @@ assert end["choices"][0]["finish_reason"] == "stop"
 """,
         [f"so {CALL}", "3"],
     )
-    assert shown(tokenizer, episode.tokens[episode.mask]) == f"so {CALL}</s>3</s>"
+    assert shown(tokenizer, episode.transcript.response[episode.mask]) == f"so {CALL}</s>3</s>"
     assert episode.error is None
 
 
@@ -178,7 +179,7 @@ post("/reward", {"turn_rewards": [0.5, 2]})
         ["a", "bc"],
     )
     assert list(episode.given.rewards) == [0.5, 2]
-    assert list(episode.given.ends) == [2, len(episode.tokens)]
+    assert list(episode.given.ends) == [2, len(episode.transcript.response)]
 
 
 def test_a_program_that_changes_the_history_begins_a_branch(
@@ -201,15 +202,16 @@ chat(again, tools=tools)
     assert before[2] == "<|system|>so far: b</s><|user|>1+2?</s><|assistant|>"
     # other tools are another prompt too
     assert before[3] == f"[add]{before[2]}c</s><|user|>1+2?</s><|assistant|>"
-    assert [branch.turns for branch in episode.client.branches()] == [
+    assert [branch.turns for branch in episode.client.transcript.branches()] == [
         range(2),
         range(2, 3),
         range(3, 4),
     ]
     assert (
-        shown(tokenizer, episode.sequence[0]) == f"{before[1]}b</s>{before[2]}c</s>{before[3]}d</s>"
+        shown(tokenizer, episode.transcript.sequence[0])
+        == f"{before[1]}b</s>{before[2]}c</s>{before[3]}d</s>"
     )
-    assert shown(tokenizer, episode.tokens[episode.mask]) == "a</s>b</s>c</s>d</s>"
+    assert shown(tokenizer, episode.transcript.response[episode.mask]) == "a</s>b</s>c</s>d</s>"
 
 
 @pytest.mark.parametrize("survives", [True, False])
@@ -219,7 +221,9 @@ answer = chat([user])["choices"][0]["message"]
 refused = chat([user, answer, user])
 assert refused["error"]["code"] == "context_length_exceeded", refused
 """
-    episode, _ = play(program + ("" if survives else "sys.exit(3)"), ["a"], Limits(1, 400, 400))
+    episode, _ = play(
+        program + ("" if survives else "sys.exit(3)"), ["a"], EpisodeLimits(1, 400, 400)
+    )
     assert episode.error is None and episode.given is None and episode.client.is_cut
 
 
@@ -302,8 +306,8 @@ def test_a_client_that_asks_again_gets_the_turn_that_it_asked_for(
     program = f"import time\nPATIENCE, PAUSE = {patience}, {pause}\n" + AGAIN
     episode, asked = play(program, ["a", "b"], turn_seconds=seconds)
     assert episode.error is None and len(asked) == 2, "each turn is drawn once"
-    assert [branch.turns for branch in episode.client.branches()] == [range(2)]
-    assert shown(tokenizer, episode.tokens[episode.mask]) == "a</s>b</s>"
+    assert [branch.turns for branch in episode.client.transcript.branches()] == [range(2)]
+    assert shown(tokenizer, episode.transcript.response[episode.mask]) == "a</s>b</s>"
 
 
 def test_a_client_that_says_that_it_repeats_gets_the_same_answer(play: Play) -> None:
@@ -319,7 +323,10 @@ assert [each["content"] for each in (first, again, other)] == ["a", "a", "b"]
         ["a", "b"],
     )
     assert episode.error is None and len(asked) == 2
-    assert [branch.turns for branch in episode.client.branches()] == [range(1), range(1, 2)]
+    assert [branch.turns for branch in episode.client.transcript.branches()] == [
+        range(1),
+        range(1, 2),
+    ]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.7], ids=["under way", "drawn"])
@@ -344,7 +351,7 @@ post("/reward", {{"turn_rewards": [0.5]}})
     )
     assert episode.error is None
     assert list(episode.given.rewards) == [0.5] and list(episode.given.ends) == [2]
-    assert shown(tokenizer, episode.sequence[0]) == "<|user|>1+2?</s><|assistant|>a</s>"
+    assert shown(tokenizer, episode.transcript.sequence[0]) == "<|user|>1+2?</s><|assistant|>a</s>"
     assert [each["content"] for each in episode.client.messages] == ["1+2?", "a"]
 
 

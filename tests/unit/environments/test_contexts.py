@@ -10,7 +10,8 @@ import pytest
 
 from gspo_megatron.data.prompts import encode_prompts
 from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Asked, Client, Limits, Written
+from gspo_megatron.environments.episode import Client, EpisodeLimits, TurnRequest
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import CHATML, QWEN3, TEMPLATES, byte_level
 
@@ -30,19 +31,19 @@ def play(
     turns: list[str],
     between: list[Message],
     end: int | None = None,
-) -> tuple[Client, list[Asked]]:
+) -> tuple[Client, list[TurnRequest]]:
     """An episode with these turns of the policy, and a message after each but the last."""
     messages = ({"role": "user", "content": "hello"},)
     prompts = [Prompt("hello", "x", "f:1", {}, messages=messages)]
     (task,) = encode_prompts(prompts, tokenizer, 1000)
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
     ending = tokenizer.eos_id if end is None else end
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         return Written([*tokenizer.encode(turns[wanted.turn]), ending], truncated=False)
 
-    client = Client(task, Limits(9, 2000), tokenizer, write)
+    client = Client(task, EpisodeLimits(9, 2000), tokenizer, write)
 
     async def episode() -> None:
         await client.generate()
@@ -53,7 +54,7 @@ def play(
     return client, asked
 
 
-def texts(tokenizer: HuggingFaceTokenizer, asked: list[Asked]) -> list[str]:
+def texts(tokenizer: HuggingFaceTokenizer, asked: list[TurnRequest]) -> list[str]:
     return [tokenizer._tokenizer.decode(list(each.token_ids)) for each in asked]
 
 
@@ -73,7 +74,7 @@ def test_earlier_turns_stand_there_as_the_template_writes_them(
         assert found == tokenizer.render(history, open_answer=True).text
     # the empty block of thoughts, or the thoughts before a message of the user, are dropped
     drops = thinks is False or (turn == THOUGHT and role == "user")
-    assert len(client.branches()) == (3 if drops else 1)
+    assert len(client.transcript.branches()) == (3 if drops else 1)
 
 
 # gpt-oss's answers begin with special tokens, which the text of a turn lacks.
@@ -90,7 +91,7 @@ def test_templates_that_change_nothing_have_one_branch(tmp_path: Path, name: str
     wanted = tokenizer.render(history, open_answer=True).text
     squeezed = ["".join(text.split()) for text in (texts(tokenizer, asked)[1], wanted)]
     assert squeezed[0] == squeezed[1]
-    assert len(client.branches()) == 1
+    assert len(client.transcript.branches()) == 1
 
 
 def test_messages_between_turns_write_no_control_token(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_messages_between_turns_write_no_control_token(tmp_path: Path) -> None:
         ids = asked[2].token_ids
         counts.append(sum(n in tokenizer.controls.names for n in ids))
         assert texts(tokenizer, asked)[2].count(text) == 3
-        assert len(client.branches()) == 1
+        assert len(client.transcript.branches()) == 1
     assert counts[0] == counts[1]
 
 

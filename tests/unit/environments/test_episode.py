@@ -16,17 +16,16 @@ import pytest
 from gspo_megatron.data.chat import CHATML
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments.episode import (
-    Asked,
     Client,
     Episode,
+    EpisodeLimits,
     EpisodeRunner,
     LimitReached,
-    Limits,
     Trajectory,
-    Written,
-    joined_routes,
+    TurnRequest,
 )
 from gspo_megatron.environments.registry import get_environment
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.types import Message, Prompt, TurnRewards
 from tests.unit.environments.characters import character_tokenizer
@@ -55,23 +54,23 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def client_of(
-    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: Limits | None = None
-) -> tuple[Client, list[Asked]]:
+    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
+) -> tuple[Client, list[TurnRequest]]:
     """A client whose turns are these texts, ended by the end-of-sequence token or cut off."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
     rendered = tokenizer.render(messages, open_answer=True)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
     task = Prompt("hi", "there", "f:1", token_ids=ids, messages=messages)
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         await asyncio.sleep(0)
         text, cut = turns[wanted.turn]
         ids = tokenizer.encode(text) + [tokenizer.eos_id] * (not cut)
         return Written(ids[: wanted.max_tokens], cut or len(ids) > wanted.max_tokens)
 
-    return Client(task, limits or Limits(9, 200), tokenizer, write), asked
+    return Client(task, limits or EpisodeLimits(9, 200), tokenizer, write), asked
 
 
 def shown(tokenizer: Tokenizer, ids: Any) -> str:
@@ -102,20 +101,24 @@ def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> N
         "<|im_start|>assistant\n"
     )
     episode = Episode(client, None)
-    response = shown(tokenizer, episode.tokens)
+    response = shown(tokenizer, episode.transcript.response)
     assert opened + response == before[2] + "three</s>"
-    written = shown(tokenizer, episode.tokens[episode.mask])
+    written = shown(tokenizer, episode.transcript.response[episode.mask])
     assert written == "one</s>twothree</s>"
-    ends = client.turn_ends().tolist()
-    last = [shown(tokenizer, episode.tokens[:end]) for end in ends]
+    ends = client.transcript.turn_ends().tolist()
+    last = [shown(tokenizer, episode.transcript.response[:end]) for end in ends]
     assert [text[-7:] for text in last] == ["one</s>", "ant\ntwo", "ree</s>"]
     assert client.messages[1:3] == [
         {"role": "assistant", "content": "one"},
         {"role": "user", "content": "more"},
     ]
-    column = episode.column(lambda turn: np.arange(len(turn.token_ids)) + 1.0, filler=0.0)
+    column = episode.transcript.column(
+        lambda turn: np.arange(len(turn.token_ids)) + 1.0, filler=0.0
+    )
     assert (column > 0).tolist() == episode.mask.tolist()
-    follows = episode.column(lambda turn: np.full(len(turn.token_ids), len(turn.token_ids)))
+    follows = episode.transcript.column(
+        lambda turn: np.full(len(turn.token_ids), len(turn.token_ids))
+    )
     assert follows[ends[0]] == 3 and follows[ends[1]] == 6 and follows[0] == 4
 
 
@@ -138,22 +141,24 @@ def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> No
     assert before[1] == f"{opened}a b</s>{between}"
     assert before[2] == f"{opened}a b</s>{between}d</s>{between}"  # "c!" is gone
     assert before[3] == f"{before[2]}e</s>{between}"
-    first, second = client.branches()
+    first, second = client.transcript.branches()
     assert (first.turns, second.turns) == (range(2), range(2, 4))
     assert shown(tokenizer, second.prompt) == before[2]
-    assert client.context == (*asked[3].token_ids, *client.turns[3].token_ids)
+    assert client.transcript.context == (*asked[3].token_ids, *client.transcript.turns[3].token_ids)
 
     episode = Episode(client, None)
-    ids, in_response = episode.sequence
+    ids, in_response = episode.transcript.sequence
     assert shown(tokenizer, ids) == f"{before[1]}c!d</s>{before[3]}f!g</s>"
-    assert ids[in_response].tolist() == episode.tokens.tolist()
+    assert ids[in_response].tolist() == episode.transcript.response.tolist()
     # the prompt of a branch is no part of the response, and all that was sampled is there once
-    assert shown(tokenizer, episode.tokens[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
+    assert (
+        shown(tokenizer, episode.transcript.response[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
+    )
     assert len(ids) - in_response.sum() == len(asked[0].token_ids) + len(asked[2].token_ids)
 
 
 def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> None:
-    client, asked = client_of(tokenizer, [("one", False)] * 4, Limits(9, 40))
+    client, asked = client_of(tokenizer, [("one", False)] * 4, EpisodeLimits(9, 40))
     short: list[Message] = [{"role": "user", "content": "so far one"}]
 
     async def play() -> None:
@@ -168,23 +173,23 @@ def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> No
 
     with pytest.raises(LimitReached):
         asyncio.run(play())
-    assert client.is_cut and len(client.turns) == 3
+    assert client.is_cut and len(client.transcript.turns) == 3
     opened = "<|im_start|>user\nso far one</s>\n<|im_start|>assistant\n"
     assert shown(tokenizer, asked[1].token_ids) == opened
-    assert [branch.turns for branch in client.branches()] == [range(1), range(1, 3)]
+    assert [branch.turns for branch in client.transcript.branches()] == [range(1), range(1, 3)]
     extra = len(asked[1].token_ids) - len(asked[0].token_ids)
     assert [each.max_tokens for each in asked] == [40, 40 - extra, 40 - extra - 4 - 3]
-    ids, in_response = Episode(client, None).sequence
+    ids, in_response = client.transcript.sequence
     assert shown(tokenizer, ids[~in_response]) == (
         "<|im_start|>user\nhi</s>\n<|im_start|>assistant\n" + opened
     )
 
 
 @pytest.mark.parametrize(
-    ("limits", "turns", "tokens"), [(Limits(2, 200), 2, None), (Limits(9, 12), 2, 12)]
+    ("limits", "turns", "tokens"), [(EpisodeLimits(2, 200), 2, None), (EpisodeLimits(9, 12), 2, 12)]
 )
 def test_limits_end_an_episode(
-    tokenizer: Tokenizer, limits: Limits, turns: int, tokens: int | None
+    tokenizer: Tokenizer, limits: EpisodeLimits, turns: int, tokens: int | None
 ) -> None:
     client, asked = client_of(tokenizer, [("abc", False)] * 9, limits)
 
@@ -195,7 +200,7 @@ def test_limits_end_an_episode(
 
     with pytest.raises(LimitReached):
         asyncio.run(play())
-    assert len(client.turns) == turns and client.is_cut
+    assert len(client.transcript.turns) == turns and client.is_cut
     # 4 tokens of a turn, 3 between: the second turn has room for 5, and the third for none
     assert [each.max_tokens for each in asked] == [
         limits.response_tokens,
@@ -322,13 +327,13 @@ async def in_turns(client: Client) -> Trajectory:
 def test_faults_of_an_environment_are_named(
     tokenizer: Tokenizer, body: Any, facts: dict[str, Any], problem: str
 ) -> None:
-    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, EpisodeLimits(2, 200))
     runner = EpisodeRunner(of(body, **facts), tokenizer, client.limits)
     episode = asyncio.run(runner.run(client.task, client.write))
     message = str(episode.error)
     assert message.startswith("environment Mine: ") and message.endswith("; f:1")
     assert problem in message
-    assert len(episode.tokens) == len(episode.mask) > 0 and not episode.mask.any()
+    assert len(episode.transcript.response) == len(episode.mask) > 0 and not episode.mask.any()
 
 
 def test_rewards_of_turns_end_where_the_turns_do(tokenizer: Tokenizer) -> None:
@@ -343,7 +348,7 @@ def test_rewards_of_turns_end_where_the_turns_do(tokenizer: Tokenizer) -> None:
 def test_a_limit_without_rewards_of_the_environment_leaves_the_episode_to_the_reward_function(
     tokenizer: Tokenizer,
 ) -> None:
-    client, _ = client_of(tokenizer, [("abc", False)] * 2, Limits(2, 200))
+    client, _ = client_of(tokenizer, [("abc", False)] * 2, EpisodeLimits(2, 200))
     runner = EpisodeRunner(of(endless), tokenizer, client.limits)
     episode = asyncio.run(runner.run(client.task, client.write))
     assert episode.error is None and episode.given is None and episode.client.is_cut
@@ -361,14 +366,14 @@ def documented() -> Any:
 @pytest.mark.parametrize(
     ("turns", "limits", "reward", "cut"),
     [
-        (["1", "9", "there"], Limits(5, 400), 1.0, False),
-        (["1", "9", "there"], Limits(2, 400), 0.0, False),
-        (["1", "9", "there"], Limits(5, 12), 0.0, True),
+        (["1", "9", "there"], EpisodeLimits(5, 400), 1.0, False),
+        (["1", "9", "there"], EpisodeLimits(2, 400), 0.0, False),
+        (["1", "9", "there"], EpisodeLimits(5, 12), 0.0, True),
     ],
     ids=["right", "no turn is left", "no token is left"],
 )
 def test_the_documented_environment_gives_every_episode_its_reward(
-    tokenizer: Tokenizer, turns: list[str], limits: Limits, reward: float, cut: bool
+    tokenizer: Tokenizer, turns: list[str], limits: EpisodeLimits, reward: float, cut: bool
 ) -> None:
     environment = documented()
     assert environment.gives_rewards
@@ -416,7 +421,7 @@ def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
     for _ in range(2):
         episode = asyncio.run(runner.run(task, client.write))
         assert episode.error is None and episode.given == 2.0
-        assert [b.turns for b in episode.client.branches()] == [range(3)]
+        assert [b.turns for b in episode.client.transcript.branches()] == [range(3)]
     assert task.fields == {"tests": []} and task.answer == {"value": 0}
     assert task.messages == ({"role": "user", "content": "hi"},)
     assert [shown(tokenizer, each.token_ids) for each in asked[:3]] == [
@@ -428,17 +433,11 @@ def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
 def test_an_engine_that_is_gone_is_no_fault_of_the_episode(tokenizer: Tokenizer) -> None:
     client, _ = client_of(tokenizer, [])
 
-    async def write(_: Asked) -> Written:
+    async def write(_: TurnRequest) -> Written:
         raise RolloutError("no server is left")
 
     with pytest.raises(RolloutError, match="no server"):
         asyncio.run(EpisodeRunner(of(once), tokenizer, client.limits).run(client.task, write))
-
-
-def test_each_token_has_the_experts_of_its_first_pass() -> None:
-    turns = [np.arange(4) + 10, np.arange(7) + 20, np.arange(8) + 30]
-    assert np.concatenate(joined_routes(turns)).tolist() == [10, 11, 12, 23, 24, 25, 36, 37]
-    assert np.concatenate(joined_routes(turns[:1])).tolist() == [10, 11, 12, 13]
 
 
 def test_environments_are_found_by_name_or_path(

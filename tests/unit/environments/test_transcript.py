@@ -1,182 +1,77 @@
-"""Episodes for people: the turns, who said them, and what they are worth."""
+"""The transcript of an episode: prompts, turns and what stands between, as tokens."""
 
 from __future__ import annotations
-
-import asyncio
-import datetime
-import json
-from decimal import Decimal
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments.episode import (
-    Asked,
-    Client,
-    Episode,
-    EpisodeRunner,
-    Limits,
-    Trajectory,
-    Written,
-)
-from gspo_megatron.environments.transcript import record_of, records_of
-from gspo_megatron.rewards.values import Score, checked
-from gspo_megatron.types import Prompt
-from tests.unit.environments.characters import character_tokenizer
+from gspo_megatron.environments.transcript import Transcript, Written, joined_routes
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return character_tokenizer(tmp_path_factory.mktemp("letters"))
+def written(*ids: int) -> Written:
+    return Written(ids, truncated=False, source=10 * np.array(ids))
 
 
-def played(
-    tokenizer: Tokenizer, environment: Any, turns: list[list[int]], chat: bool = True
-) -> Episode:
-    messages = ({"role": "user", "content": "guess"},) if chat else ()
-    ids = tokenizer.encode("guess")
-    if chat:
-        ids = tokenizer.encode_rendered(tokenizer.render(messages, open_answer=True).text).ids
-    task = Prompt("guess", "3", "f:1", token_ids=tuple(ids), messages=messages)
-
-    async def write(wanted: Asked) -> Written:
-        await asyncio.sleep(0)
-        return Written(turns[wanted.turn], False, source=wanted.turn)
-
-    return asyncio.run(EpisodeRunner(environment, tokenizer, Limits(9, 400)).run(task, write))
+@pytest.fixture
+def transcript() -> Transcript:
+    """Two branches: of two turns with a token between them, and of one."""
+    made = Transcript({0: (1, 2)})
+    made.add((), written(3, 4))
+    made.add((5,), written(6))
+    made.begin_branch((1, 7, 8))
+    made.add((), written(9, 9))
+    return made
 
 
-class Guessing:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
-    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
-        await client.generate()
-        await client.generate([{"role": "user", "content": "lower"}])
-        if self.fails:
-            raise ConnectionError("no tool")
-        client.begin([{"role": "system", "content": "so far 2"}])
-        await client.generate()
-        return Trajectory(turn_rewards=[0.1, -0.5, 1.0])
-
-
-def score_of(episode: Episode) -> Score:
-    def refuse(what: str) -> Any:
-        raise AssertionError(what)
-
-    return checked(episode.given, len(episode.tokens), refuse)
-
-
-def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
-    """A policy that writes what looks like a user's turn is told apart from a user."""
-    start, eos = tokenizer.special_tokens["<|im_start|>"], tokenizer.eos_id
-    pretends = [*tokenizer.encode("4 user lower"), start, *tokenizer.encode("user"), eos]
-    turns = [pretends, [*tokenizer.encode("7"), eos], [*tokenizer.encode("3"), eos]]
-    episode = played(tokenizer, Guessing(), turns)
-    record = record_of(episode, score_of(episode))
-    assert record["error"] is None
-    told = [(turn["role"], turn["text"], turn["branch"]) for turn in record["turns"]]
-    assert told == [
-        ("user", "guess", 0),
-        ("assistant", "4 user lower<|im_start|>user</s>", 0),
-        ("user", "lower", 0),
-        ("assistant", "7</s>", 0),
-        ("system", "so far 2", 1),
-        ("assistant", "3</s>", 1),
+def test_each_turn_is_of_one_branch(transcript: Transcript) -> None:
+    assert [(each.prompt, each.turns) for each in transcript.branches()] == [
+        ((1, 2), range(2)),
+        ((1, 7, 8), range(2, 3)),
     ]
-    mine = [turn for turn in record["turns"] if turn["role"] == "assistant"]
-    assert [turn["reward"] for turn in mine] == [0.1, -0.5, 1.0]
-    assert [turn["trained"] for turn in record["turns"]] == [False, True] * 3
-    whole = record_of(episode, Score(np.array([0.6])))
-    assert {turn.get("reward") for turn in whole["turns"]} == {None}
+    assert transcript.prompt == (1, 2) and transcript.last_start == 2
+    assert transcript.context == (1, 7, 8, 9, 9)
 
 
-def test_a_failed_episode_has_its_turns_and_its_cause(tokenizer: Tokenizer) -> None:
-    turns = [[*tokenizer.encode(n), tokenizer.eos_id] for n in "47"]
-    record = record_of(played(tokenizer, Guessing(fails=True), turns), None)
-    assert "ConnectionError: no tool" in record["error"] and record["error"].endswith("; f:1")
-    assert [turn["text"] for turn in record["turns"]] == ["guess", "4</s>", "lower", "7</s>"]
-    assert not any(turn["trained"] for turn in record["turns"])
-
-    class AtOnce:
-        async def rollout(self, client: Client, task: Prompt) -> None:
-            raise ConnectionError("no tool")
-
-    record = record_of(played(tokenizer, AtOnce(), []), None)
-    assert [turn["text"] for turn in record["turns"]] == ["guess"]
+def test_a_branch_without_a_turn_is_what_comes_next(transcript: Transcript) -> None:
+    before = transcript.branches()
+    transcript.begin_branch((1,))
+    transcript.begin_branch((4, 4))  # instead of it
+    assert transcript.branches() == before and transcript.context == (4, 4)
 
 
-class Silent:
-    """A value that cannot be written."""
-
-    def __str__(self) -> str:
-        raise ValueError("silent")
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (np.int64(7), "7"),
-        (np.arange(3), "[0, 1, 2]"),
-        (Decimal("1.50"), "1.50"),
-        (datetime.date(2025, 1, 31), "2025-01-31"),
-        ({np.int64(1): (Decimal(2), None)}, '{"1": ["2", null]}'),
-        ([{"type": "text", "text": "é"}], '[{"type": "text", "text": "é"}]'),
-        (None, ""),
-        (Silent(), "(Silent)"),
-    ],
-)
-def test_a_message_may_hold_what_json_lacks(tokenizer: Tokenizer, content: Any, text: str) -> None:
-    """A tool gives numbers of numpy; all of the record is JSON, wherever it is written."""
-    looped: list[Any] = []
-    looped.append(looped)
-    told = {"role": "tool", "content": content, "tool_calls": [{"arguments": {"n": content}}]}
-    own = SimpleNamespace(role="tool", content=content)
-    turn = Written((tokenizer.eos_id,), truncated=False, source=0)
-    task = Prompt("guess", "3", "f:1", token_ids=(1,))
-    client = Client(task, Limits(9, 400), tokenizer, cast(Any, None))
-    client.turns, client.inserted = [turn], [()]
-    client.added = [cast(Any, [told, own, {"role": "user", "content": looped}])]
-    record = record_of(Episode(client, 1.0), Score(np.array([1.0])))
-    said = record["turns"][:3]
-    assert [turn["text"] for turn in said] == [text, text, "(list)"]
-    assert [turn["role"] for turn in said] == ["tool", "tool", "user"]
-    assert "tool_calls" in said[0] and "tool_calls" not in said[1]
-    assert json.loads(json.dumps(record)) == record
+def test_the_response_is_all_turns_and_what_stands_between(transcript: Transcript) -> None:
+    assert transcript.response.tolist() == [3, 4, 5, 6, 9, 9]
+    assert transcript.response.dtype == np.int32
+    assert transcript.num_response_tokens == 6
+    assert transcript.turn_ends().tolist() == [2, 4, 6]
+    ids, in_response = transcript.sequence
+    assert ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 7, 8, 9, 9]
+    assert "".join("pR"[kind] for kind in in_response.astype(int)) == "ppRRRRpppRR"
 
 
-def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Tokenizer) -> None:
-    class Texts:
-        async def rollout(self, client: Client, task: Prompt) -> None:
-            await client.generate()
-            await client.generate(text=" 12 ")
-
-    turns = [[*tokenizer.encode(n), tokenizer.eos_id] for n in "47"]
-    record = record_of(played(tokenizer, Texts(), turns, chat=False), None)
-    told = [(turn["role"], turn["text"]) for turn in record["turns"]]
-    assert told == [
-        ("prompt", "guess"),
-        ("assistant", "4</s>"),
-        ("environment", " 12 "),
-        ("assistant", "7</s>"),
-    ]
+def test_the_policy_s_own_tokens_are_learnt_from(transcript: Transcript) -> None:
+    assert transcript.mask().tolist() == [True, True, False, True, True, True]
+    assert not transcript.mask(learnt=False).any()
 
 
-def test_a_step_makes_only_the_records_that_it_writes(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of hundreds of episodes a step writes logging.samples_per_step."""
-    episodes = [played(tokenizer, Guessing(), [tokenizer.encode("5")] * 3) for _ in range(4)]
-    expected = [record_of(episode, None) for episode in episodes]
-    decoded: list[int] = []
-    kind, decode = type(tokenizer), tokenizer.decode
-    monkeypatch.setattr(kind, "decode", lambda _, ids: decoded.append(1) or decode(ids))
-    records = records_of(episodes, [None] * 4)
-    assert (len(records), decoded) == (4, [])
-    assert records[:1] == expected[:1]
-    of_one = len(decoded)
-    assert list(records) == expected and len(decoded) == 5 * of_one > 0
-    assert not records_of([], [])
+def test_a_column_has_a_value_for_what_stands_between(transcript: Transcript) -> None:
+    filled = transcript.column(lambda turn: turn.source, filler=-1)
+    assert filled.tolist() == [30, 40, -1, 60, 90, 90]
+    follows = transcript.column(lambda turn: turn.source)  # that of the turn that follows
+    assert follows.tolist() == [30, 40, 60, 60, 90, 90]
+    with pytest.raises(AssertionError):
+        transcript.column(lambda turn: turn.source[1:])
+
+
+def test_a_copy_goes_its_own_way(transcript: Transcript) -> None:
+    before = transcript.copy()
+    transcript.add((7,), written(8))
+    transcript.begin_branch((1,))
+    assert len(before.turns) == len(before.between) == 3 and before.last_start == 2
+    assert before.context == (1, 7, 8, 9, 9)
+
+
+def test_each_token_has_the_experts_of_its_first_pass() -> None:
+    turns = [np.arange(4) + 10, np.arange(7) + 20, np.arange(8) + 30]
+    assert np.concatenate(joined_routes(turns)).tolist() == [10, 11, 12, 23, 24, 25, 36, 37]
+    assert np.concatenate(joined_routes(turns[:1])).tolist() == [10, 11, 12, 13]

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
-from gspo_megatron.environments.episode import Asked, Client, Limits, Written
+from gspo_megatron.environments.episode import Client, EpisodeLimits, TurnRequest
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Message, Prompt
 from tests.unit.environments.characters import character_tokenizer
 
@@ -37,9 +38,9 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
     tokenizer: Tokenizer, last: str | None, after: str
 ) -> None:
     ids = tokenizer.encode("one") + ([] if last is None else [tokenizer.special_tokens[last]])
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
 
-    async def write(wanted: Asked) -> Written:
+    async def write(wanted: TurnRequest) -> Written:
         asked.append(wanted)
         return Written(ids, truncated=last is None)
 
@@ -48,7 +49,7 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
     prompt = tuple(tokenizer.encode_rendered(rendered.text).ids)
     client = Client(
         Prompt("hi", "", "f:1", token_ids=prompt, messages=messages),
-        Limits(9, 200),
+        EpisodeLimits(9, 200),
         tokenizer,
         write,
     )
@@ -63,4 +64,4 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
         f"{after}\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
     ).ids
     assert list(asked[1].token_ids) == [*prompt, *ids, *between]
-    assert len(client.branches()) == 1
+    assert len(client.transcript.branches()) == 1

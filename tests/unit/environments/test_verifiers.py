@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments.episode import Asked, Episode, EpisodeRunner, Limits, Written
+from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.types import Prompt
@@ -39,13 +40,13 @@ class Table:
         *scripts: Sequence[str],
         tokens: int = 4000,
         before: Callable[[], None] = lambda: None,
-    ) -> tuple[list[Episode], list[Asked]]:
+    ) -> tuple[list[Episode], list[TurnRequest]]:
         """Episodes of one task at the same time, whose policy writes the turns of a script."""
-        asked: list[Asked] = []
-        runner = EpisodeRunner(environment, self.tokenizer, Limits(TURNS, tokens, 4000))
+        asked: list[TurnRequest] = []
+        runner = EpisodeRunner(environment, self.tokenizer, EpisodeLimits(TURNS, tokens, 4000))
 
         async def one(script: Sequence[str]) -> Episode:
-            async def write(wanted: Asked) -> Written:
+            async def write(wanted: TurnRequest) -> Written:
                 before()
                 asked.append(wanted)
                 ids = [*self.tokenizer.encode(script[wanted.turn]), self.tokenizer.eos_id]
@@ -105,8 +106,8 @@ def test_a_game_of_textarena_is_played_and_captured(
     assert said[2::2] == ["[c]", "[t]", "[a]"] and "C   _   _" in said[3]
     for episode, script in ((won, scripts[0]), (lost, scripts[1])):
         # the policy was asked with the tokens that it is trained on
-        played = (*episode.client.prompt_ids, *episode.tokens.tolist())
-        ends = len(episode.client.prompt_ids) + episode.client.turn_ends()
+        played = (*episode.client.transcript.prompt, *episode.transcript.response.tolist())
+        ends = len(episode.client.transcript.prompt) + episode.client.transcript.turn_ends()
         contexts = [each.token_ids for each in asked]
         for end, text in zip(ends, script):
             written = [*table.tokenizer.encode(text), table.tokenizer.eos_id]

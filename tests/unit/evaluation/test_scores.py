@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from gspo_megatron.evaluation.scores import (
-    Answers,
+    ProblemResponses,
     majority_at_k,
     pass_at_k,
     powers_of_two,
@@ -22,12 +22,12 @@ from gspo_megatron.observe.intervals import bootstrap_interval, share_interval
 from gspo_megatron.observe.suite_table import failed_text, suite_text
 
 
-def answers(correct: str, given: str | None = None, lengths: int = 3) -> Answers:
+def answers(correct: str, given: str | None = None, lengths: int = 3) -> ProblemResponses:
     """Of "10n": a correct response, a wrong one, and one whose reward failed."""
     rewards = [math.nan if c == "n" else float(c) for c in correct]
     read = [None if a == "-" else a for a in given or correct]
     n = len(correct)
-    return Answers(rewards, [c == "1" for c in correct], read, [False] * n, [lengths] * n)
+    return ProblemResponses(rewards, [c == "1" for c in correct], read, [False] * n, [lengths] * n)
 
 
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_response() -> None:
@@ -146,7 +146,7 @@ def test_the_interval_of_a_share_is_wilsons(count: int) -> None:
 
 
 def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
-    half = Answers([0.5, 1.0], [False, True], [None, None], [True, False], [4, 2])
+    half = ProblemResponses([0.5, 1.0], [False, True], [None, None], [True, False], [4, 2])
     found = suite_figures([half], samples=2)
     assert (found["mean"], found["pass_at_1"], found["truncated"]) == (0.75, 0.5, 0.5)
     assert not any(name.startswith("maj") for name in found)

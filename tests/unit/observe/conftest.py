@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.observe.metrics_files import MetricsWriter, SampleWriter
+from gspo_megatron.observe.metrics_files import (
+    SAMPLES_FILE,
+    JsonLinesWriter,
+    MetricsWriter,
+    sample_row,
+)
 from gspo_megatron.types import Sample
 
 RunMaker = Callable[..., Path]
@@ -49,10 +54,11 @@ def make_run(tmp_path: Path) -> RunMaker:
 
     def make(name: str, steps: int = 6, bonus: float = 0.0) -> Path:
         run_dir = tmp_path / name
-        with MetricsWriter(run_dir) as metrics, SampleWriter(run_dir) as samples:
+        with MetricsWriter(run_dir) as metrics, JsonLinesWriter(run_dir / SAMPLES_FILE) as samples:
             for step in range(1, steps + 1):
                 metrics.write(rl_record(step, 0.1 * step + bonus))
-                samples.write(step, [Sample(f"<b>{step}</b>", "7", "&seven", False)], [0.5])
+                row = sample_row(Sample(f"<b>{step}</b>", "7", "&seven", False), 0.5)
+                samples.append({"step": step, **row})
         return run_dir
 
     return make

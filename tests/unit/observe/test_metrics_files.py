@@ -11,10 +11,12 @@ import pytest
 
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.observe.metrics_files import (
+    SAMPLES_FILE,
+    JsonLinesWriter,
     MetricsWriter,
-    SampleWriter,
     read_metrics,
     read_samples,
+    sample_row,
     series,
 )
 from gspo_megatron.types import Sample
@@ -144,13 +146,13 @@ def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
     """But for lone surrogates, which UTF-8 cannot hold."""
     assert read_samples(tmp_path) == []
     response = 'two\nlines "quoted" \u2028 é \x00'
-    with SampleWriter(tmp_path) as writer:
+    with JsonLinesWriter(tmp_path / SAMPLES_FILE) as writer:
         sample = Sample("p", "a\ud800b", response, True, row_id="p.jsonl:7")
-        writer.write(3, [sample], [math.nan], split="evaluation")
+        writer.append({"step": 3, **sample_row(sample, math.nan)})
     assert read_samples(tmp_path) == [
         {
             "step": 3,
-            "split": "evaluation",
+            "split": "train",
             "row_id": "p.jsonl:7",
             "prompt": "p",
             "response": response,
@@ -161,11 +163,10 @@ def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
     ]
 
 
-def test_a_sample_keeps_an_answer_that_is_one_value(tmp_path: Path) -> None:
+def test_a_sample_keeps_an_answer_that_is_one_value() -> None:
     answers = ["a", 82, None, {"inputs": ["1"] * 9}]
-    with SampleWriter(tmp_path) as writer:
-        writer.write(1, [Sample("p", answer, "r", False) for answer in answers], [0.0] * 4)
-    assert [row["answer"] for row in read_samples(tmp_path)] == ["a", 82, None, None]
+    rows = [sample_row(Sample("p", answer, "r", False), 0.0) for answer in answers]
+    assert [row["answer"] for row in rows] == ["a", 82, None, None]
 
 
 def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:

@@ -18,10 +18,12 @@ from matplotlib.figure import Figure
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.observe import progress, report
 from gspo_megatron.observe.metrics_files import (
+    SAMPLES_FILE,
+    JsonLinesWriter,
     MetricsWriter,
-    SampleWriter,
     read_metrics,
     read_samples,
+    sample_row,
 )
 from gspo_megatron.observe.report import finish_run, summarize, wall_seconds, write_report
 from gspo_megatron.types import Sample
@@ -92,10 +94,11 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
         {"role": "tool", "text": "lower", "branch": 1},
         {"role": "assistant", "text": "3<|im_end|>", "branch": 1, "reward": 1.0},
     ]
-    with SampleWriter(run_dir) as writer:
+    with JsonLinesWriter(run_dir / SAMPLES_FILE) as writer:
         records = [{"turns": turns, "error": None}, {"turns": turns[:1], "error": "no tool; f:1"}]
-        samples = [Sample("guess", "3", "last", False, transcript="t")] * 2
-        writer.write(1, samples, [0.5, math.nan], records=records)
+        sample = Sample("guess", "3", "last", False, transcript="t")
+        for reward, record in zip([0.5, math.nan], records, strict=True):
+            writer.append({"step": 1, **sample_row(sample, reward, record=record)})
     written = read_samples(run_dir)[-2:]
     assert [each["turns"] for each in written] == [turns, turns[:1]]
     assert [each["reward"] for each in written] == [0.5, None]

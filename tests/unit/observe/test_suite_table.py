@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.evaluation.scores import Answers, suite_figures
+from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.suite_table import print_suites
 
@@ -18,7 +18,9 @@ def test_it_says_how_many_rewards_failed_and_what_became_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_wrong: bool, told: str
 ) -> None:
     rewards = ([1.0, 0.0], [1.0, float("nan")])
-    problems = [Answers(r, [x == 1.0 for x in r], [None] * 2, [False] * 2, [3, 3]) for r in rewards]
+    problems = [
+        ProblemResponses(r, [x == 1.0 for x in r], [None] * 2, [False] * 2, [3, 3]) for r in rewards
+    ]
     metrics: dict[str, object] = {"step": 0}
     for name, found in (
         ("a[red]", suite_figures(problems, 2, failed_is_wrong=is_wrong)),

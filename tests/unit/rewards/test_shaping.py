@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.rewards.shaping import Shaping
+from gspo_megatron.rewards.scoring import Shaping
 from gspo_megatron.types import Sample
 
 LONGEST, BUFFER = 20, 5

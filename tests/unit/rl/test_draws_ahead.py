@@ -17,7 +17,7 @@ from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.run import assemble
-from gspo_megatron.rollout.engine import Draw
+from gspo_megatron.rollout.engine import RolloutRequest
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
 from tests.unit.models.one_rank import tiny_config
 
@@ -30,18 +30,18 @@ class Recorded(ReinforcementLoop):
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
-        self.begun: list[Draw] = []
-        self.sampled: list[Draw] = []
+        self.begun: list[RolloutRequest] = []
+        self.sampled: list[RolloutRequest] = []
         sample = self.collector.sample
 
-        def recorded(draw: Draw) -> Any:
+        def recorded(draw: RolloutRequest) -> Any:
             self.sampled.append(draw)
             return sample(draw)
 
         self.collector.sample = recorded
         self.collector.source.begin = self.begun.append
 
-    def draws_of(self, step: int) -> list[Draw]:
+    def draws_of(self, step: int) -> list[RolloutRequest]:
         return [draw for draw in self.sampled if draw.name.startswith(f"step_{step:08d}_")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_megatron.rl.dynamic_sampling import DynamicSampling
+from gspo_megatron.rl.rollouts import DynamicSampling
 
 YES, NO = True, False
 

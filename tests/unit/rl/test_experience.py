@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.rl.rollouts import turns_and_branches
+from gspo_megatron.rl.rollout_metrics import turns_and_branches
 from gspo_megatron.rollout.types import RolloutGroup
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]

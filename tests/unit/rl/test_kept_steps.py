@@ -17,6 +17,7 @@ from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
+from gspo_megatron.observe.metrics_files import sample_row
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.rl import step_inputs
 from gspo_megatron.rl.rollouts import Experience
@@ -48,8 +49,7 @@ def rollouts(seed: int, *, routes: bool = True) -> Experience:
         metrics={"reward/mean": 0.25},
         num_tokens=len(group.rollout_logprobs),
         rollout_seconds=1.5,
-        samples=[Sample("1+1", "2", "3", truncated=False)],
-        sample_rewards=[0.5],
+        samples=[sample_row(Sample("1+1", "2", "3", truncated=False), 0.5)],
         has_turns=True,
     )
 

@@ -38,17 +38,17 @@ def a_loop(config: Config, **parts: Any) -> Any:
 def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
     """Of seeds a run each is drawn for comparison: these are to be independent."""
     loops = [a_loop(config_of(training={"seed": seed})) for seed in range(4)]
-    drawn = [loop._draw(step).seed for loop in loops for step in range(1, 300)]
+    drawn = [loop._request(step).seed for loop in loops for step in range(1, 300)]
     assert len({*drawn}) == len(drawn)
     # a longer run draws what the shorter one drew
     longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
-    assert longer._draw(7).seed == loops[3]._draw(7).seed
+    assert longer._request(7).seed == loops[3]._request(7).seed
 
 
 @pytest.mark.parametrize(("ahead", "versions"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
 def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: list[int]) -> None:
     loop = a_loop(config_of(rollout={"max_staleness": ahead}))
-    assert [loop._draw(step).version for step in (1, 2, 3, 4)] == versions
+    assert [loop._request(step).version for step in (1, 2, 3, 4)] == versions
 
 
 # Failures between two steps
@@ -67,14 +67,18 @@ class Unwritable:
     def source(self) -> Unwritable:
         return self
 
-    def begin(self, draw: Any) -> None:
+    def begin(self, request: Any) -> None:
+        raise self.error
+
+    def sample(self, request: Any) -> None:
         raise self.error
 
     def evaluate(self, step: int) -> None:
         raise self.error
 
 
-def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved() -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> None:
     told: list[Any] = []
 
     def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
@@ -84,7 +88,8 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved() -> None:
     run = SimpleNamespace(checkpoints=SimpleNamespace(after_failure=after_failure))
     loader = PromptLoader([9], 4, seed=0, shuffle=True)
     before = loader.state_dict()
-    config = config_of(data={"tokenizer": "t"}, rollout={"prompts_per_step": 4})
+    rollout = {"prompts_per_step": 4, "max_staleness": ahead}
+    config = config_of(data={"tokenizer": "t"}, rollout=rollout)
     loop = a_loop(config, run_components=run, loader=loader, trainer=None, restored=None)
     loop.collector, loop.suites = Unwritable(), None
     loop.collector.config, loop.collector.device = config, torch.device("cpu")

@@ -15,17 +15,16 @@ from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.environments.episode import Client, Episode, EpisodeRunner, Limits
+from gspo_megatron.environments.episode import Client, Episode, EpisodeLimits, EpisodeRunner
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import collect, compute_advantages
-from gspo_megatron.rl.rollouts import Collector, Experience, responses
+from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rl.run import collector_of
-from gspo_megatron.rollout.engine import Draw, Requests, Sampling
-from gspo_megatron.rollout.megatron.barrier import BatchedEpisodes, Generated
-from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
+from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
+from gspo_megatron.rollout.megatron.rollouts import Generated, MegatronRollouts
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -96,7 +95,7 @@ class Prompts:
         return Prompt(f"prompt {n}", answer, f"f:{n}", {}, (5,) * (n % 3))
 
 
-DRAW = Draw("step_00000001", "data.prompts", [], 0, GROUP, SAMPLING, 1, version=0)
+DRAW = RolloutRequest("step_00000001", "data.prompts", [], 0, GROUP, SAMPLING, 1, version=0)
 
 
 def number(sample: Sample) -> int:
@@ -117,7 +116,7 @@ def collector(
     function: Callable[[Sample], Any] = by_length, **sections: dict[str, Any]
 ) -> Collector:
     device = torch.device("cpu")
-    source = MegatronRollouts(BatchedEpisodes(cast(Any, Engine()), None, device))
+    source = MegatronRollouts(cast(Any, Engine()), None, device)
     inputs: Any = SimpleNamespace(tokenizer=Tokenizer(), files={})
     return collector_of(config_of(**sections), inputs, source, Reward("mine", function), device)
 
@@ -166,11 +165,11 @@ class Talk:
 def test_each_turn_has_random_numbers_of_its_own() -> None:
     """A single turn has those of the first one."""
     engine, tokenizer = Engine(), cast(Any, Tokenizer())
-    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, Limits(2, 20))
-    batched = BatchedEpisodes(cast(Any, engine), runner, torch.device("cpu"))
+    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
+    batched = MegatronRollouts(cast(Any, engine), runner, torch.device("cpu"))
     prompts = [Prompts(1)[n] for n in (1, 2)]
     prompts[0] = replace(prompts[0], token_ids=(5,))
-    found = batched.share(batched.run([prompts[1], prompts[0]], [2, 1], GROUP, SAMPLING, seed=7))
+    found = batched.share(batched.generate({2: prompts[1], 1: prompts[0]}, GROUP, SAMPLING, seed=7))
     assert engine.seeds == [7, 7 + 2**56]
     assert engine.samples == [4, 5, 4, 5]  # of the prompt whose episodes have turns
     assert found.sample_index.tolist() == [4, 5, 2, 3]
@@ -272,12 +271,11 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
     sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
     found = collector(by_length, rollout=DYNAMIC, **sections)
     experience = drawn_by(found, draw)
-    assert [(s.prompt, s.response) for s in experience.samples] == [
-        ("prompt 0", ""),
-        ("prompt 0", "B"),
-        ("prompt 1", "CC"),
+    assert [(s["prompt"], s["response"], s["reward"]) for s in experience.samples] == [
+        ("prompt 0", "", 1.0),
+        ("prompt 0", "B", 1.0),
+        ("prompt 1", "CC", 3 / 8),
     ]
-    assert experience.sample_rewards == [1.0, 1.0, 3 / 8]
 
 
 def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
@@ -324,7 +322,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
     assert experience.scores.shaped.tolist() == [scale * r for r in plain]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
-    assert experience.sample_rewards == plain
+    assert [each["reward"] for each in experience.samples] == plain
     expected = []
     for turns, tokens in (
         ([0, 0.5, 1], [1, 1, 1]),
@@ -426,8 +424,8 @@ def test_parts_are_logged_and_their_weighted_sum_is_trained_on() -> None:
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 6)
     assert experience.metrics["reward/short"] == pytest.approx(sum(short) / 6)
     assert experience.metrics["reward/late"] == 1
-    assert experience.sample_parts == [{"late": 0, "short": 0.75}, {"late": 0, "short": 0.5}]
-    assert "parts" not in experience.describe()
+    parts = [each["parts"] for each in experience.samples]
+    assert parts == [{"late": 0, "short": 0.75}, {"late": 0, "short": 0.5}]
     _, responses = evaluated(collector(in_parts))
     assert [r["parts"]["late"] for r in responses] == [0, 1, 2]
 
@@ -442,7 +440,7 @@ def test_reasons_of_rewards_are_written_with_the_responses() -> None:
     assert ["reason" in r for r in responses] == [False, False, True]
     reason = responses[2]["reason"]
     assert reason.startswith("late: ") and reason.endswith("xxx") and len(reason) < 2100
-    assert "sample_reasons" not in collected(Prompts(), reward).describe()
+    assert not any("reason" in each for each in collected(Prompts(), reward).samples)
 
 
 def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:
@@ -500,8 +498,10 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 
 def ended(found: Collector, *errors: str) -> Generated:
     """Episodes of one turn, of which those with a text have failed."""
-    generated = found.source.episodes.run([Prompts()[0]], [0], len(errors), SAMPLING, 1)
-    client = Client(Prompts()[0], Limits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None))
+    generated = found.source.generate({0: Prompts()[0]}, len(errors), SAMPLING, 1)
+    client = Client(
+        Prompts()[0], EpisodeLimits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None)
+    )
     episodes = [Episode(client, 1.0, EpisodeError(e) if e else None) for e in errors]
     return replace(generated, episodes=episodes)
 
@@ -510,13 +510,13 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector()
     with pytest.raises(EpisodeError, match="environment Mine: no tool"):
         generated = ended(found, "", "environment Mine: no tool")
-        found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+        found.source.score(generated, {0: Prompts()[0]}, found.scorer)
     found = collector(reward=DROPPING)
     generated = ended(found, "a", "b")
-    failed, _ = found.source.score(generated, [Prompts()[0]], 0, found.scorer)
+    failed, _ = found.source.score(generated, {0: Prompts()[0]}, found.scorer)
     assert failed.episodes == 2
-    samples = found.scorer.samples(generated.group, [Prompts()[0]], 0)
-    told = [response for _, response in responses(generated.group, samples, 1.0)]
+    found.prompts = {"data.prompts": [Prompts()[0]]}
+    told = [each for _, each in found.records(replace(DRAW, rows=[0]), generated.group, 1.0)]
     assert [(each["reward"], each["error"]) for each in told] == [(None, "a"), (None, "b")]
     told = "its episodes failed in all groups of a step, so nothing is left; .*gspo-megatron play"
     with pytest.raises(EpisodeError, match=f"the environment: {told}"):

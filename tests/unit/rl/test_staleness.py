@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.platform.reduce_metrics import StepMetrics
 from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rl.served_rollouts import ServedRollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.source import Drawn
-from gspo_megatron.rollout.store import FOLDER, SUFFIX, DrawFile
+from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, Sampling
+from gspo_megatron.rollout.store import FOLDER, SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 from tests.unit.models.one_rank import tiny_config, tiny_policy
@@ -27,7 +26,9 @@ from tests.unit.models.one_rank import tiny_config, tiny_policy
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 VERSION, AHEAD = 7, 3  # of the weights now, and how far behind those of a token may be
-DRAW = Draw("step_00000008_0", "data.prompts", [0, 1], 0, 2, Sampling(9), 1, VERSION - AHEAD)
+DRAW = RolloutRequest(
+    "step_00000008_0", "data.prompts", [0, 1], 0, 2, Sampling(9), 1, VERSION - AHEAD
+)
 LAYERS, TOP_K = 2, 2
 
 
@@ -64,7 +65,7 @@ SINGLE = [[Row("ppRRR", "330"), Row("pR", "2")], [Row("pRR", "10")] * 2]
 
 
 def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool) -> None:
-    file = DrawFile(folder / FOLDER / f"{DRAW.name}{SUFFIX}", {})
+    file = RequestFile(folder / FOLDER / f"{DRAW.name}{SUFFIX}", {})
     for number, sequences in enumerate(groups):
         kinds = "".join(each.kinds for each in sequences)
         response = "".join(each.response for each in sequences)
@@ -113,7 +114,7 @@ def read(
     *,
     episodes: bool = True,
     routes: bool = False,
-) -> tuple[Drawn, dict[str, float], ServedRollouts]:
+) -> tuple[RolloutShare, dict[str, float], ServedRollouts]:
     """What a step gets of these groups, and the metrics of it."""
     write(folder, groups, episodes=episodes, routes=routes)
     config = tiny_config(
@@ -128,10 +129,9 @@ def read(
     source = ServedRollouts(config, inputs, tiny_policy(), torch.device("cpu"))
     source.version = VERSION
     collector = collector_of(config, inputs, source, reward, source.device)
-    drawn, metrics = source.read(DRAW), StepMetrics(source.device)
-    collector.measure(drawn, metrics)
-    found, _ = collector.reduce(metrics)
-    return drawn, found, source
+    drawn, metrics = source.read(DRAW, [0, 1]), RolloutMetrics(collector)
+    metrics.add(drawn)
+    return drawn, metrics.reduce(), source
 
 
 def staleness(metrics: dict[str, float]) -> dict[str, float]:
@@ -199,13 +199,13 @@ def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_pa
     """The 29 tokens are of seven branches; the server left three other tokens out."""
     _, _, source = read(tmp_path, EPISODES, routes=True)
     assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
-    assert (source.drawn["missing_routes"], source.drawn["routes"]) == (3, 29 - 7)
+    assert (source.counted["missing_routes"], source.counted["routes"]) == (3, 29 - 7)
 
 
 def test_missing_experts_of_single_turns_are_counted(tmp_path: Path) -> None:
     groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
     _, _, source = read(tmp_path, groups, episodes=False, routes=True)
-    assert (source.drawn["missing_routes"], source.drawn["routes"]) == (4, 14 - 4)
+    assert (source.counted["missing_routes"], source.counted["routes"]) == (4, 14 - 4)
 
 
 def test_tokens_of_weights_older_than_the_draw_may_have_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.environments.episode import Client, Episode, Limits, Written
+from gspo_megatron.environments.episode import Client, Episode, EpisodeLimits
+from gspo_megatron.environments.transcript import Written
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.rollout.episodes import assemble, played_episode, played_turn
 from gspo_megatron.rollout.megatron import barrier
@@ -40,21 +41,21 @@ def episode(
 ) -> Episode:
     """branches: tokens of the prompt, and of what stands before each turn and the turn. Tokens are
     numbered through."""
-    client = Client(Prompt("p", "a", "f:1"), Limits(9, 99), None, None)  # type: ignore[arg-type]
+    client = Client(Prompt("p", "a", "f:1"), EpisodeLimits(9, 99), None, None)  # type: ignore[arg-type]
     start = 100
     for prompt, turns in branches:
         first, end = start, start + prompt
-        client.prompts[len(client.turns)] = tuple(range(start, end))
+        client.transcript.prompts[len(client.transcript.turns)] = tuple(range(start, end))
         for between, length in turns:
-            client.inserted.append(tuple(range(end, end + between)))
+            client.transcript.between.append(tuple(range(end, end + between)))
             ids, end = np.arange(end + between, end + between + length), end + between + length
             source = response(first, ids, with_routes)
-            client.turns.append(Written(ids.tolist(), source.truncated, source=source))
+            client.transcript.turns.append(Written(ids.tolist(), source.truncated, source=source))
         start = end
     if not branches:
-        client.prompts[0] = (100, 101)
-        client.inserted.append(())
-        client.turns.append(Written((EOS,), truncated=True))
+        client.transcript.prompts[0] = (100, 101)
+        client.transcript.between.append(())
+        client.transcript.turns.append(Written((EOS,), truncated=True))
     client.is_cut = cut
     return Episode(client, None, EpisodeError("no tool") if failed else None)
 
@@ -142,13 +143,13 @@ def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() ->
         [played_episode(each, no_turn) for each in episodes], range(6), 6, has_episodes=True
     )
     for each in episodes:
-        for number, turn in enumerate(each.client.turns):
+        for number, turn in enumerate(each.client.transcript.turns):
             if turn.source is not None:
                 turn.source.place = number, len(rounds[number])
                 rounds[number].append(turn.source)
 
     def nothing(prompt_tokens: int) -> Any:
-        return barrier.Turn(np.array([EOS]), np.zeros(1), truncated=True, place=None)
+        return barrier.MegatronTurn(np.array([EOS]), np.zeros(1), truncated=True, place=None)
 
     for turns in rounds:
         for source in turns:
@@ -159,7 +160,7 @@ def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() ->
             source.routes = None
     played = [played_episode(each, nothing) for each in episodes]
     assert assemble(played, range(6), 6, has_episodes=True).routes is None
-    found = barrier._routes(barrier._places(played), batches)
+    found = barrier.routes_of(barrier.places_of(played), batches)
     assert found.dtype == np.int16 and (found == expected.routes).all()
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.rollout.store import DrawFile, forget, read_groups
+from gspo_megatron.rollout.store import RequestFile, forget, read_groups
 from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
 REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
@@ -47,7 +47,7 @@ def a_group(number: int) -> RolloutGroup:
 
 def written(path: Path, *numbers: int) -> list[int]:
     """Append groups as one process does; returns the size of the file after each."""
-    file, sizes = DrawFile(path, REQUEST), []
+    file, sizes = RequestFile(path, REQUEST), []
     for number in numbers:
         file.append(a_group(number))
         sizes.append(path.stat().st_size)
@@ -85,7 +85,7 @@ def test_a_record_that_was_cut_short_is_dropped_and_written_again(
     with path.open("r+b") as file:
         file.truncate(first + kept)
     assert_holds(path, 0)
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     assert file.finished == {0} and path.stat().st_size == first
     file.append(a_group(1))
     file.close()
@@ -101,13 +101,13 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     content[first + 60] ^= 1
     path.write_bytes(content)
     assert_holds(path, 0, 2)
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     assert file.finished == {0, 2}
     assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
     file.append(a_group(1))
     file.close()
     assert_holds(path, 0, 1, 2)
-    DrawFile(path, REQUEST).close()
+    RequestFile(path, REQUEST).close()
     assert capsys.readouterr().out == ""  # it is there by now
 
 
@@ -128,7 +128,7 @@ def test_with_its_request_damaged_all_of_a_draw_is_drawn_again(
 def test_groups_of_another_request_are_not_used(tmp_path: Path) -> None:
     path = tmp_path / "a.groups"
     written(path, 0, 1)
-    file = DrawFile(path, {**REQUEST, "rows": [3, 1, 4]})
+    file = RequestFile(path, {**REQUEST, "rows": [3, 1, 4]})
     file.close()
     assert file.finished == set() and read_groups(path) == {}
 
@@ -137,7 +137,7 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
     path = tmp_path / "a.groups"
     written(path, 0, 1)
     path.write_bytes(path.read_bytes().replace(b"GSP2", b"GSPO"))
-    DrawFile(path, REQUEST).close()
+    RequestFile(path, REQUEST).close()
     written(path, 1)
     assert_holds(path, 1)
 
@@ -163,7 +163,7 @@ def test_groups_of_the_version_before_are_used(tmp_path: Path) -> None:
             for number, content in contents
         )
     )
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     assert file.finished == {0}
     file.append(replace(a_group(1), reasons=["é\nof", "", "b"], records=[{"turns": []}] * 3))
     file.close()
@@ -186,7 +186,7 @@ def test_a_group_without_a_column_is_drawn_again(
         del columns["tokens"], columns["turns"]
         return save(columns)
 
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     with monkeypatch.context() as patched:
         patched.setattr(RolloutGroup, "save", without_tokens)
         file.append(a_group(0))
@@ -195,7 +195,7 @@ def test_a_group_without_a_column_is_drawn_again(
     assert read_groups(path).keys() == {1}
     with pytest.raises(DataError, match="since it was written: group 0 lacks tokens, turns"):
         read_groups(path, {0, 1})
-    assert DrawFile(path, REQUEST).finished == {1}
+    assert RequestFile(path, REQUEST).finished == {1}
     assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 0\n"
 
 
@@ -224,7 +224,7 @@ def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
     content: bytes,
 ) -> None:
     path = tmp_path / "a.groups"
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     file.append(a_group(0))
     with monkeypatch.context() as patched:
         patched.setattr(RolloutGroup, "save", lambda _: content)
@@ -237,7 +237,7 @@ def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
     ):
         read_groups(path, {1, 2})
     assert_holds(path, 0, 2)
-    file = DrawFile(path, REQUEST)
+    file = RequestFile(path, REQUEST)
     assert file.finished == {0, 2}
     assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
     file.append(a_group(1))

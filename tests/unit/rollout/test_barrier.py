@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.environments.episode import Asked, Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import (
+    Client,
+    EpisodeLimits,
+    EpisodeRunner,
+    Trajectory,
+    TurnRequest,
+)
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron.barrier import Barrier, BatchedEpisodes, Turn, _turns_of
+from gspo_megatron.rollout.megatron.barrier import Barrier, MegatronTurn, turns_of
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.environments.characters import character_tokenizer
 
 
-def turns(number: int, *ids: list[int]) -> list[Turn]:
+def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
     """A call of the engine: a prompt of one token and a turn for each."""
     count = torch.arange(len(ids))
     batch = RolloutBatch(
@@ -29,23 +36,25 @@ def turns(number: int, *ids: list[int]) -> list[Turn]:
         sample_index=count,
         group_index=count,
     )
-    return _turns_of(batch, number)
+    return turns_of(batch, number)
 
 
 def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
     """Its client is gone, and asks for something else later."""
 
     async def plain(barrier: Barrier) -> Any:
-        return [turn for n in range(2) for turn in await barrier.generate(Asked((1,), n, 4), [1])]
+        return [
+            turn for n in range(2) for turn in await barrier.generate(TurnRequest((1,), n, 4), [1])
+        ]
 
     async def impatient(barrier: Barrier) -> Any:
-        given_up = asyncio.create_task(barrier.generate(Asked((2,), 0, 4), [0]))
+        given_up = asyncio.create_task(barrier.generate(TurnRequest((2,), 0, 4), [0]))
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.sleep(0.05)
-        return await barrier.generate(Asked((3,), 0, 4), [0])
+        return await barrier.generate(TurnRequest((3,), 0, 4), [0])
 
-    async def run() -> list[list[Turn]]:
+    async def run() -> list[list[MegatronTurn]]:
         barrier = Barrier()
         plays = enumerate((impatient, plain))
         running: Any = {n: asyncio.create_task(play(barrier)) for n, play in plays}
@@ -67,7 +76,7 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
 def test_all_responses_to_a_prompt_wait_together() -> None:
     async def run() -> Any:
         barrier = Barrier()
-        ask = Asked((1,), 0, 4)
+        ask = TurnRequest((1,), 0, 4)
         calls = {n: asyncio.create_task(barrier.generate(ask, [n, n + 1])) for n in (2, 0)}
         await barrier.until_all_wait(calls)
         barrier.answer(turns(0, [3], [4], [5], [6]))
@@ -113,10 +122,10 @@ class Engine:
 def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     engine: Any = Engine()
     tokenizer = character_tokenizer(tmp_path)
-    runner = EpisodeRunner(Twice(), tokenizer, Limits(turns=3, response_tokens=9))
-    episodes = BatchedEpisodes(engine, runner, torch.device("cpu"))
+    runner = EpisodeRunner(Twice(), tokenizer, EpisodeLimits(turns=3, response_tokens=9))
+    episodes = MegatronRollouts(engine, runner, torch.device("cpu"))
     task = Prompt("a", None, "f:1", token_ids=(9,))
-    generated = episodes.run([task], [0], 2, Sampling(9), seed=7)
+    generated = episodes.generate({0: task}, 2, Sampling(9), seed=7)
     assert generated.group is not None
     assert generated.group.response_lengths.tolist() == [3, 3]  # two turns, and a token between
     assert engine.seeds[0] == 7 and len(set(engine.seeds)) == 2

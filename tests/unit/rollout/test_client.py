@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 FACTS = ModelFacts(10, 1, 0, 1, ())
@@ -30,7 +30,7 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request()
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server, connected_session() as session:
-            client, tokens = Client(url, session), []
+            client, tokens = ServerClient(url, session), []
             for _ in range(3):
                 response = await client.generate([1, 2], {}, FACTS, seconds=10, routes=False)
                 tokens += response.token_ids.tolist()

@@ -15,17 +15,17 @@ import pytest
 from gspo_megatron.environments.episode import (
     Client,
     Episode,
+    EpisodeLimits,
     EpisodeRunner,
     LimitReached,
-    Limits,
     Trajectory,
 )
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.episodes import Draws
+from gspo_megatron.rollout.vllm.episodes import ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
@@ -35,7 +35,7 @@ LONGEST = 20  # tokens of a sequence, by the servers
 EOS = 2
 ROWS = 8  # prompts of the file; prompt n has n + 1 tokens 10 + n
 GROUP = 3
-DRAW = Draw(
+DRAW = RolloutRequest(
     name="step_00000001_0",
     key="data.prompts",
     rows=[4, 0, 2],
@@ -121,21 +121,21 @@ class Unscored:
 def drawn(
     folder: Path,
     pool: Recorder,
-    *draws: Draw,
+    *draws: RolloutRequest,
     environment: Any = None,
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
     """The groups of these draws, by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
         tokenizer: Any = Tokenizer()
-        runner = EpisodeRunner(environment, tokenizer, limits or Limits(9, 12))
+        runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(9, 12))
     scorers: Any = Unscored()
     recorder: Any = pool
 
     async def run() -> None:
-        all_draws = Draws(
+        all_draws = ServedRequests(
             recorder, scorers, {DRAW.key: prompts}, {"stop_token_ids": [EOS]}, folder, "o", runner
         )
         for draw in draws:
@@ -241,7 +241,7 @@ def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
 
     pool = Recorder(length=9)
     draw = replace(DRAW, rows=[3])
-    drawn(tmp_path, pool, draw, environment=Long(), limits=Limits(9, 50))
+    drawn(tmp_path, pool, draw, environment=Long(), limits=EpisodeLimits(9, 50))
     sizes = {(len(each["prompt"]), each["sampling"]["max_tokens"]) for each in pool.requests}
     assert sizes == {(4, 16), (4 + 9 + 5, 2)}
 
@@ -325,7 +325,7 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
 
     async def run() -> dict[str, Any]:
-        draws = Draws(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        draws = ServedRequests(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
         running = draws.begin(DRAW)
         assert draws.begin(DRAW) is running and not running.status()["done"]
         assert running.task is not None
@@ -355,9 +355,9 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
 
     async def run() -> None:
         pool: Any = recorder
-        draws = Draws(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        draws = ServedRequests(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
 
-        async def ended(draw: Draw) -> dict[str, Any]:
+        async def ended(draw: RolloutRequest) -> dict[str, Any]:
             running = draws.begin(draw)
             assert running.task is not None
             await running.task

@@ -21,20 +21,20 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.environments.episode import EpisodeRunner, Limits
+from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
-DRAW = Draw(
+DRAW = RolloutRequest(
     name="step_00000001_0",
     key="data.prompts",
     rows=[3, 0, 5],
@@ -65,7 +65,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def draw(
-    config: Config, folder: Path, wanted: Draw = DRAW, asked: list[Any] | None = None
+    config: Config, folder: Path, wanted: RolloutRequest = DRAW, asked: list[Any] | None = None
 ) -> tuple[int, dict[int, RolloutGroup]]:
     """Have the draw as a service that is started now; returns how many responses the server gave,
     and the groups. asked: gets the sampling of each request."""
@@ -77,12 +77,14 @@ def draw(
             settings = FleetSettings(
                 facts=FACTS, needs=needs, restarts=0, update_seconds=30, silence_seconds=30
             )
-            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             folder.mkdir(exist_ok=True)
             try:
                 await pool.update(weights(folder, 0))
                 origin = origin_of_rollouts(config)
-                draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
+                draws = ServedRequests(
+                    pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin
+                )
                 before = double.calls["/inference/v1/generate"]
                 if asked is not None:
                     double.faults["/inference/v1/generate"] = partial(listen, asked)
@@ -209,12 +211,12 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
 
     config = configured()
     inputs = read_inputs(config)
-    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, Limits(1, 4))
+    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, EpisodeLimits(1, 4))
     scorers = Scorers(config, inputs)
 
     async def run() -> dict[str, Any]:
         pool = ScheduledFleet([], FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
-        draws = Draws(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
+        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
         running = draws.begin(DRAW)
         assert running.task is not None
         await asyncio.wait([running.task])
@@ -286,7 +288,7 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
 
     async def steps(pool: ScheduledFleet) -> None:
         origin = origin_of_rollouts(config)
-        draws = Draws(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
+        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
         loader = PromptLoader(ROWS, BATCH, seed=1)
         for step in range(1, STEPS + 1):
             await pool.update(weights(folder, step - 1))
@@ -311,7 +313,7 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
         async with Double().serve() as double, connected_session() as session:
             needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
             settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
-            pool = ScheduledFleet([Server("server", Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             double.faults["/inference/v1/generate"] = Slow(double)
             folder.mkdir()
             try:

@@ -24,7 +24,7 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import Client, OutOfFilesError, connected_session
+from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerClient, connected_session
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
@@ -92,7 +92,9 @@ def pooled(
         async with contextlib.AsyncExitStack() as stack:
             doubles = [await stack.enter_async_context(Double().serve()) for _ in range(count)]
             session = await stack.enter_async_context(connected_session())
-            servers = [Server(f"server {n}", Client(d.url, session)) for n, d in enumerate(doubles)]
+            servers = [
+                Server(f"server {n}", ServerClient(d.url, session)) for n, d in enumerate(doubles)
+            ]
             settings = FleetSettings(
                 facts=FACTS,
                 needs=Needs(max_model_len=LENGTH, dtype="float32", with_routes=True),

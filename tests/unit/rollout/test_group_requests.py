@@ -16,7 +16,7 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm.server import Server, Window
+from gspo_megatron.rollout.vllm.server import RequestWindow, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
@@ -231,7 +231,7 @@ async def until(condition: Any) -> None:
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
-        fleet.servers[1].window = Window(0)  # all of it goes to the other
+        fleet.servers[1].window = RequestWindow(0)  # all of it goes to the other
         doubles[0].faults[GENERATE] = Held(2, 3, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: len(fleet.servers[0].in_flight) == 3)
@@ -242,7 +242,7 @@ def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_pat
             return await plain(request, answer)
 
         doubles[1].faults[GENERATE] = listens
-        fleet.servers[1].window = Window(99)
+        fleet.servers[1].window = RequestWindow(99)
         doubles[0].hang_up()
         for each in await drawing:
             assert_is_right(each, 0)
@@ -350,7 +350,7 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
         for each in doubles:
             each.counts = {}
         await fleet.update(weights(tmp_path, 0))
-        fleet.servers[1].window = Window(0)
+        fleet.servers[1].window = RequestWindow(0)
         double = doubles[0]
         double.faults[GENERATE] = held = Held(6, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
@@ -365,7 +365,7 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
 
         double.faults["/weight_info"] = another
         await fleet.update(weights(tmp_path, 1))
-        fleet.servers[1].window = Window(99)
+        fleet.servers[1].window = RequestWindow(99)
         fleet.scheduler._admit_soon()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0] * 6] * 6 + [[1] * 6] * 2
@@ -381,7 +381,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
     """A fleet of servers that nobody talks to, with so many places."""
     servers = [Server(f"server {n}", client=None, version=0) for n in range(len(sizes))]
     for server, size in zip(servers, sizes, strict=True):
-        server.window = Window(size)
+        server.window = RequestWindow(size)
         server.abilities = replace(server.abilities, gives_parts=gives_parts)
     return ScheduledFleet(servers, settings=None), servers
 

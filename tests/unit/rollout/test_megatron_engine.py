@@ -318,7 +318,7 @@ def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(
     def decode(ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != 1).decode(errors="replace")
 
-    monkeypatch.setattr(MegatronEngine, "_draw", draw)
+    monkeypatch.setattr(MegatronEngine, "_sample_tokens", draw)
     monkeypatch.setattr(MegatronEngine, "_forward", lambda self, ids, *args: (ids[..., None], None))
     options = {"max_tokens": len(content), "stop": ("no such text", stop), "decode": decode}
     for response in responses_of(generate(policy, special_tokens={"<end>": 1}, **options)):

@@ -20,7 +20,7 @@ from gspo_megatron.rollout.megatron.sampling import (
     BLOCK,
     RouterRandomness,
     StopStrings,
-    draw,
+    sample_tokens,
     uniforms,
     with_special_tokens,
 )
@@ -141,7 +141,7 @@ def kept(probabilities: list[float], top_k: int = 0, top_p: float = 1.0, **_: An
 
 def draw_many(sampling: Sampling, seed: int = 1) -> tuple[Tensor, Tensor]:
     uniform = uniforms(seed, torch.arange(DRAWS), 1)[:, 0]
-    return draw(torch.tensor([LOGITS]).expand(DRAWS, -1), sampling, uniform)
+    return sample_tokens(torch.tensor([LOGITS]).expand(DRAWS, -1), sampling, uniform)
 
 
 CASES: list[dict[str, Any]] = [
@@ -158,7 +158,7 @@ CASES: list[dict[str, Any]] = [
 
 def test_top_p_ends_with_the_token_that_reaches_it() -> None:
     uniforms = torch.arange(1, 100, dtype=torch.float64)[:, None] / 100
-    tokens, _ = draw(torch.zeros(99, 2), Sampling(1, top_p=0.5), uniforms[:, 0])
+    tokens, _ = sample_tokens(torch.zeros(99, 2), Sampling(1, top_p=0.5), uniforms[:, 0])
     assert len(tokens.unique()) == 1  # of two tokens with a half each
 
 
@@ -184,7 +184,7 @@ def test_tokens_invert_the_cumulative_distribution(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = 2.0 * torch.randn(40, size, generator=generator)
     uniform = torch.rand(40, generator=generator, dtype=torch.float64)
-    tokens, logprobs = draw(logits, Sampling(1, temperature=0.9), uniform)
+    tokens, logprobs = sample_tokens(logits, Sampling(1, temperature=0.9), uniform)
     compared = 0
     for row, u, token, logprob in zip(logits.tolist(), uniform.tolist(), tokens, logprobs):
         probabilities = softmax(row, 0.9)
@@ -201,7 +201,7 @@ def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> 
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(12, 31, generator=generator)
     uniform = torch.rand(12, generator=generator, dtype=torch.float64)
-    tokens, logprobs = draw(logits, Sampling(1, temperature=0.0), uniform)
+    tokens, logprobs = sample_tokens(logits, Sampling(1, temperature=0.0), uniform)
     assert torch.equal(tokens, logits.argmax(-1))
     expected = torch.log_softmax(logits.double(), -1).amax(-1)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-6, rtol=0.0)
@@ -213,7 +213,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     for u, expected in ((2.0**-54, 1), (0.25, 1), (0.75, 3), (1.0 - 2.0**-53, 3)):
         uniform = torch.tensor([u], dtype=torch.float64)
         for values in ({}, {"top_k": 3}, {"top_p": 0.999}):
-            tokens, _ = draw(logits, Sampling(1, **values), uniform)
+            tokens, _ = sample_tokens(logits, Sampling(1, **values), uniform)
             assert tokens.tolist() == [expected]
 
 
@@ -229,14 +229,16 @@ def test_few_tokens_with_probability_are_found_in_any_block(seed: int, size: int
     for u in (2.0**-54, *around, 1.0 - 2.0**-53):
         if 0.0 < u < 1.0:
             uniform = torch.tensor([u], dtype=torch.float64)
-            assert int(draw(logits, Sampling(1), uniform)[0]) in possible.tolist()
+            assert int(sample_tokens(logits, Sampling(1), uniform)[0]) in possible.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 5, 3 * BLOCK, 3 * BLOCK - 7, 90 * BLOCK + 1])
 def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
     """The log-prob tells; the loss stops at it."""
     logits = torch.full((2, size), math.nan)
-    tokens, logprobs = draw(logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64))
+    tokens, logprobs = sample_tokens(
+        logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64)
+    )
     assert logprobs.isnan().all() and tokens.max() < size
 
 
@@ -255,7 +257,9 @@ def test_no_token_without_weight_is_drawn_at_the_edge_of_a_block(seed: int) -> N
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.tensor([LOGITS])
     before = logits.clone()
-    draw(logits, Sampling(1, temperature=0.5, top_k=2, top_p=0.5), torch.tensor([0.3]).double())
+    sample_tokens(
+        logits, Sampling(1, temperature=0.5, top_k=2, top_p=0.5), torch.tensor([0.3]).double()
+    )
     assert torch.equal(logits, before)
 
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.scheduler import RequestQueue
-from gspo_megatron.rollout.vllm.server import Clock, FleetSettings, Server, Window
+from gspo_megatron.rollout.vllm.server import Clock, FleetSettings, RequestWindow, Server
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
@@ -109,14 +109,14 @@ def test_those_who_wait_learn_that_no_server_is_left() -> None:
     assert [str(each) for each in asyncio.run(run())] == ["no server is left"] * 2
 
 
-def look(window: Window, in_flight: int, usage: float, preemptions: int) -> int:
+def look(window: RequestWindow, in_flight: int, usage: float, preemptions: int) -> int:
     told = {"kv_cache_usage_perc": usage, "num_preemptions_total": float(preemptions)}
     window.adjust(told, in_flight)
     return window.size
 
 
 def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
-    window = Window(128)
+    window = RequestWindow(128)
     assert look(window, 128, 0.9, 0) == 128
     assert look(window, 128, 0.9, 3) == 96
     assert look(window, 120, 0.9, 5) == 96  # it has not got down to that yet
@@ -130,11 +130,11 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
     for count in range(6, 40):
         look(window, window.size, 0.9, count)
     assert window.size == 8
-    assert look(Window(3), 3, 1.0, 9) == 3
+    assert look(RequestWindow(3), 3, 1.0, 9) == 3
 
 
 def test_requests_that_new_weights_preempt_change_nothing() -> None:
-    window = Window(128)
+    window = RequestWindow(128)
     assert [look(window, 100, 0.3, count) for count in (50, 100, 150)] == [128] * 3
 
 
@@ -193,7 +193,7 @@ def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
             for double in doubles:
                 double.sequences, double.faults = 3, {"/inference/v1/generate": hold}
             async with ScheduledFleet(
-                [Server(d.url, Client(d.url, session)) for d in doubles], settings
+                [Server(d.url, ServerClient(d.url, session)) for d in doubles], settings
             ) as fleet:
                 await fleet.update(weights(tmp_path, 0))
                 sampling = {"temperature": 1.0, "max_tokens": 4}

@@ -18,7 +18,7 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import fleet as fleet_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client, ServerGone, connected_session
+from gspo_megatron.rollout.vllm.client import ServerClient, ServerGone, connected_session
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
@@ -143,7 +143,7 @@ class Started:
 async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
     """A fleet of one server, which we seem to have started there."""
     async with connected_session() as session:
-        client = Client("", session)
+        client = ServerClient("", session)
 
         def start(_: str) -> Any:
             client.begin(TOKEN)
@@ -237,7 +237,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
 ) -> None:
     async def run() -> None:
         async with site(guarded(monkeypatch)) as url, connected_session() as session:
-            client = Client(url, session)
+            client = ServerClient(url, session)
             client.begin("the token of an earlier start")
             assert "another program" in str(await client.why_not_proven(seconds=5))
             client.begin(TOKEN)
@@ -267,7 +267,7 @@ def test_a_program_cannot_send_us_to_the_server_for_the_proof(
                 raise web.HTTPTemporaryRedirect(url + request.raw_path)
 
             async with site(elsewhere) as liar:
-                client = Client(liar, session)
+                client = ServerClient(liar, session)
                 client.begin(TOKEN)
                 assert await client.why_not_proven(seconds=5) is not None
                 with pytest.raises(ServerGone, match="before the server has proven itself"):
@@ -285,7 +285,7 @@ def test_health_is_asked_for_without_a_token() -> None:
 
     async def run() -> None:
         async with site(note) as url, connected_session() as session:
-            client = Client(url, session, TOKEN)  # a server that the user names
+            client = ServerClient(url, session, TOKEN)  # a server that the user names
             assert await client.why_not_healthy(seconds=5) is None
             assert await client.weight_version(seconds=5) == "1"
 

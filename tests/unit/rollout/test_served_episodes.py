@@ -16,21 +16,22 @@ import yaml
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.environments.episode import Client, EpisodeRunner, Limits, Trajectory
+from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
 from gspo_megatron.errors import UserError, error_of
-from gspo_megatron.rollout.engine import Draw, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import Client as Server_Client
-from gspo_megatron.rollout.vllm.client import connected_session
-from gspo_megatron.rollout.vllm.episodes import Draws, Scorers
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
 
-DRAW = Draw("step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0)
+DRAW = RolloutRequest(
+    "step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0
+)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def served(
-    config: Config, folder: Path, environment: Any, limits: Limits
+    config: Config, folder: Path, environment: Any, limits: EpisodeLimits
 ) -> tuple[dict[int, RolloutGroup], UserError | None]:
     """The groups of a draw, and its error as rank 0 gets it."""
     inputs = read_inputs(config)
@@ -58,10 +59,10 @@ def served(
     async def run() -> None:
         async with Double().serve() as double, connected_session() as session:
             settings = FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
-            pool = ScheduledFleet([Server("server", Server_Client(double.url, session))], settings)
+            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
             try:
                 await pool.update(weights(folder, 0))
-                draws = Draws(
+                draws = ServedRequests(
                     pool.scheduler, scorers, inputs.files, {}, folder / "bank", "", runner
                 )
                 running = draws.begin(DRAW)
@@ -113,7 +114,7 @@ class Counting:
 def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_group(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    limits = Limits(3, 8)
+    limits = EpisodeLimits(3, 8)
     groups, error = served(configured(), tmp_path, Endless(), limits)
     assert not groups and "rollout has to catch LimitReached" in str(error)
     assert error is not None and error.resume_when == "the environment works"
@@ -130,7 +131,9 @@ def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_grou
 def test_turns_and_their_rewards_are_kept(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    groups, error = served(configured("reward.scale=0.5"), tmp_path, Counting(), Limits(3, 8))
+    groups, error = served(
+        configured("reward.scale=0.5"), tmp_path, Counting(), EpisodeLimits(3, 8)
+    )
     assert error is None
     joined = RolloutGroup.join([groups[0], groups[1]])
     assert joined.rewards.tolist() == [1.25] * 4, "each episode has a row of its own"

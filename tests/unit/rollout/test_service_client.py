@@ -21,8 +21,8 @@ import pytest
 from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.engine import Draw, Sampling
-from gspo_megatron.rollout.vllm.episodes import draw_to_json
+from gspo_megatron.rollout.engine import RolloutRequest, Sampling
+from gspo_megatron.rollout.vllm.episodes import request_to_json
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from tests.programs import command_environment, wait_until
 
@@ -140,8 +140,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceC
 def test_a_defect_of_the_service_is_no_mistake_of_the_user(
     service: tuple[ServiceClient, Path],
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"GET /draws/unknown: HTTP Error 500"):
-        service[0].draw_status("unknown")
+    with pytest.raises(RuntimeError, match=r"GET /requests/unknown: HTTP Error 500"):
+        service[0].request_status("unknown")
 
 
 def test_a_service_that_lives_and_does_not_answer_is_started_again(
@@ -237,7 +237,9 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
 ) -> None:
     waiting = {"import_path": f"{__name__}:Waiting"}
     client = ServiceClient(settings(tmp_path, environment=waiting), restarts=0)
-    draw = Draw("step_00000001_0", "data.prompts", [0, 1], 0, 2, Sampling(4), seed=1, version=0)
+    draw = RolloutRequest(
+        "step_00000001_0", "data.prompts", [0, 1], 0, 2, Sampling(4), seed=1, version=0
+    )
     told = ""
 
     def all_have_begun() -> bool:
@@ -245,7 +247,7 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
         told += capfd.readouterr().err
         return told.count("an episode has begun") == 4
 
-    client.begin_draw(draw_to_json(draw))
+    client.begin_request(request_to_json(draw))
     assert wait_until(all_have_begun, client._process, seconds=60)
     client.close()
     lines = (told + capfd.readouterr().err).splitlines()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.rollout import store as bank
-from gspo_megatron.rollout.store import DrawFile
+from gspo_megatron.rollout.store import RequestFile
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
@@ -188,7 +188,7 @@ def test_a_group_is_on_the_disk_before_anyone_is_told_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "a.groups"
-    file = DrawFile(path, {"rows": [1, 2]})
+    file = RequestFile(path, {"rows": [1, 2]})
     assert disk.sizes(path) == [path.stat().st_size] and disk.folders == [tmp_path]
     for number in (1, 0):
         assert number not in file.finished

@@ -125,8 +125,8 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
     loop = loop_of(configuration(size, steps, folder), WORKLOADS[size], SHAPES[size]["vocab_size"])
     if WORKLOADS[size].median is not None:
-        episodes = loop.collector.source.episodes
-        episodes.engine = PlannedLengths(episodes.engine, WORKLOADS[size])
+        source = loop.collector.source
+        source.engine = PlannedLengths(source.engine, WORKLOADS[size])
     return loop
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.data.toy import train_toy_tokenizer
-from gspo_megatron.environments.single_turn import SingleTurn
+from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
 
 MESSAGES = ({"role": "user", "content": "ab>"},)
@@ -20,8 +21,29 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(train_toy_tokenizer(tmp_path_factory.mktemp("toy") / "tokenizer"))
 
 
-@pytest.mark.parametrize("kind", [list, np.array])
-def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
+def samples_of(
+    tokenizer: Any, prompts: list[Prompt], first: int = 0, **columns: Any
+) -> list[Sample]:
+    """columns: those that the samples are made of."""
+    count = len(columns["truncated"])
+    responses = sum(columns["response_lengths"])
+    group = RolloutGroup.of_columns(
+        {
+            **{name: np.asarray(values) for name, values in columns.items()},
+            "rollout_logprobs": np.zeros(responses),
+            "sample_index": np.arange(count),
+            "rewards": np.zeros(count),
+            "shaped": np.zeros(count),
+            "turns": np.zeros(count, int),
+            "turn_rewards": np.zeros(0),
+            "turn_tokens": np.zeros(0, int),
+        }
+    )
+    unused: Any = None
+    return GroupScorer(unused, unused, tokenizer).samples(group, dict(enumerate(prompts, first)))
+
+
+def test_responses_become_samples(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_id
     prompts = [
         Prompt("ab>", "ba", "p:1", {"task": "reversal"}, (), MESSAGES, "p:1"),
@@ -32,14 +54,15 @@ def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
     texts = [("ab>", [*tokenizer.encode("ba"), eos]), ("ab>", [eos]), ("abc>", [])]
     texts.append(("abc>", tokenizer.encode("cbab")))
     ids = [(tokenizer.encode(text), response) for text, response in texts]
-    samples = SingleTurn(tokenizer).samples(
-        tokens=kind([n for prompt, response in ids for n in prompt + response]),
-        prompt_lengths=kind([len(prompt) for prompt, _ in ids]),
-        response_lengths=kind([len(response) for _, response in ids]),
-        truncated=kind([False, False, True, True]),
-        group_index=kind([7, 7, 9, 9]),
-        prompts=prompts,
+    samples = samples_of(
+        tokenizer,
+        prompts,
         first=7,
+        tokens=[n for prompt, response in ids for n in prompt + response],
+        prompt_lengths=[len(prompt) for prompt, _ in ids],
+        response_lengths=[len(response) for _, response in ids],
+        truncated=[False, False, True, True],
+        group_index=[7, 7, 9, 9],
     )
     fields = {"task": "reversal"}
     assert samples == [
@@ -49,7 +72,10 @@ def test_responses_become_samples(tokenizer: Tokenizer, kind: Callable) -> None:
         Sample("abc>", "cba", "cbab", True, {}, 4, num_prompt_tokens=4),
     ]
     assert [type(sample.truncated) for sample in samples] == [bool] * 4
-    assert SingleTurn(tokenizer).samples([], [], [], [], [], []) == []
+    nothing = np.zeros(0, int)
+    names = ("tokens", "prompt_lengths", "response_lengths", "group_index")
+    empty = dict.fromkeys(names, nothing) | {"truncated": nothing.astype(bool)}
+    assert samples_of(tokenizer, [], **empty) == []
 
 
 def test_of_an_episode_the_last_turn_is_scored() -> None:
@@ -59,17 +85,18 @@ def test_of_an_episode_the_last_turn_is_scored() -> None:
         def decode(self, token_ids: list[int]) -> str:
             return "".join(map(chr, token_ids))
 
-    environment, prompts = SingleTurn(Shown()), [Prompt("p", "a", "s")]  # type: ignore[arg-type]
+    prompts = [Prompt("p", "a", "s")]
     # capitals: what the policy wrote; digits: what is no response
     texts = ["12AB", "12ABcdEF", "1AB234CdEF", "1AB23CD", "1A"]
     kinds = [np.array([not each.isdigit() for each in text]) for text in texts]
-    found = environment.samples(
-        [ord(each.upper()) for text in texts for each in text],
-        [int((~kind).sum()) for kind in kinds],
-        [int(kind.sum()) for kind in kinds],
-        [False] * len(texts),
-        [0] * len(texts),
+    found = samples_of(
+        Shown(),
         prompts,
+        tokens=[ord(each.upper()) for text in texts for each in text],
+        prompt_lengths=[int((~kind).sum()) for kind in kinds],
+        response_lengths=[int(kind.sum()) for kind in kinds],
+        truncated=[False] * len(texts),
+        group_index=[0] * len(texts),
         sampled=[each.isupper() for text in texts for each in text if not each.isdigit()],
         in_response=np.concatenate(kinds),
     )
@@ -86,7 +113,14 @@ def test_only_the_last_end_of_sequence_token_is_removed() -> None:
         def decode(self, token_ids: list[int]) -> str:
             return str(token_ids)
 
-    environment, prompts = SingleTurn(Shown()), [Prompt("p", "a", "s")]  # type: ignore[arg-type]
     for last in (2, 9):
-        (sample,) = environment.samples([5, 2, 7, 2, last], [1], [4], [False], [0], prompts)
+        (sample,) = samples_of(
+            Shown(),
+            [Prompt("p", "a", "s")],
+            tokens=[5, 2, 7, 2, last],
+            prompt_lengths=[1],
+            response_lengths=[4],
+            truncated=[False],
+            group_index=[0],
+        )
         assert sample.response == "[2, 7, 2]" and sample.num_tokens == 4

@@ -1,0 +1,130 @@
+"""Episodes for people: who said what, turn by turn, with the rewards of the turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.environments.episode import Episode
+from gspo_megatron.environments.transcript import Transcript
+from gspo_megatron.rewards.values import Score
+from gspo_megatron.types import Message
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Tokenizer
+
+POLICY = "assistant"  # the role of what the policy wrote
+
+
+def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
+    """What samples.jsonl has of an episode beside its texts: `turns`, and `error`, why it failed.
+
+    A turn of the policy has its tokens as text, special ones included, so that nothing it writes
+    looks like the end of a turn or like somebody else. What stands between is the messages that the
+    environment gave, or its text. score: None where no reward is known.
+    """
+    rewards = _rewards_of_turns(episode.transcript, score)
+    error = None if episode.error is None else str(episode.error)
+    return {"turns": [*_turns(episode, rewards)], "error": error}
+
+
+def records_of(
+    episodes: Sequence[Episode], scores: Sequence[Score | None]
+) -> Sequence[dict[str, Any]]:
+    """The same for several; nothing of single turns. A record is made when it is asked for: a step
+    writes those of `logging.samples_per_step` episodes only."""
+    return _Records([*zip(episodes, scores, strict=True)]) if episodes else []
+
+
+class _Records(Sequence[Any]):
+    def __init__(self, pairs: list[tuple[Episode, Score | None]]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [record_of(*pair) for pair in self._pairs[index]]
+        return record_of(*self._pairs[index])
+
+
+def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of tokens, with the names of special ones."""
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    runs = itertools.groupby(map(int, token_ids), key=lambda n: n in names)
+    return "".join(
+        "".join(names[n] for n in run) if is_special else tokenizer.decode([*run])
+        for is_special, run in runs
+    )
+
+
+def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[str, Any]]:
+    transcript, tokenizer = episode.transcript, episode.client.tokenizer
+    for branch, part in enumerate(transcript.branches()):
+        for number in part.turns:
+            said, between = episode.client.conversation.added[number], transcript.between[number]
+            for message in said:
+                yield {**_of_message(message), "branch": branch, "trained": False}
+            if not said and (number == 0 or between):  # there are no messages
+                ids = between if number else part.prompt
+                role, text = "environment" if number else "prompt", visible(tokenizer, ids)
+                yield {"role": role, "text": text, "branch": branch, "trained": False}
+            turn = transcript.turns[number]
+            if turn.source is None and episode.error is not None:
+                continue  # the episode failed before its first turn
+            yield {
+                "role": POLICY,
+                "text": visible(tokenizer, turn.token_ids),
+                "branch": branch,
+                "trained": episode.error is None,
+                "truncated": turn.truncated,
+                "reward": None if rewards is None else rewards[number],
+            }
+
+
+def _of_message(message: Message) -> Mapping[str, Any]:
+    """An environment may put anything into a message that its chat template can write."""
+    keys = ("role", "content", "tool_calls")
+    role, content, calls = (_shown(_field(message, key)) for key in keys)
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return {
+        "role": "" if role is None else str(role),
+        "text": "" if content is None else text,
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _field(message: Any, key: str) -> Any:
+    return message.get(key) if isinstance(message, Mapping) else getattr(message, key, None)
+
+
+def _shown(value: Any) -> Any:
+    """A value as JSON; the name of its type where it refuses to be written."""
+    try:
+        return _plain(value)
+    except Exception:  # noqa: BLE001 (code of the value's own class, or a list that holds itself)
+        return f"({type(value).__name__})"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON, with the text of what JSON lacks."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "tolist"):  # numpy and tensors, without importing either library
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _rewards_of_turns(transcript: Transcript, score: Score | None) -> list[float] | None:
+    """None where the reward is one of the whole episode, or of other parts than the turns."""
+    if score is None or score.ends is None:
+        return None
+    ends = [int(end) for end in transcript.turn_ends()]
+    return [float(r) for r in score.rewards] if [int(e) for e in score.ends] == ends else None

@@ -1,0 +1,114 @@
+"""Metrics of the responses of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_megatron.batching.redistribute import branch_starts
+from gspo_megatron.errors import EpisodeError, RewardError
+from gspo_megatron.objectives.advantages import zero_spread_groups
+from gspo_megatron.platform.collectives import all_gather_columns
+from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
+from gspo_megatron.rewards.scoring import FailedCalls
+from gspo_megatron.rl.rollouts import Collector
+from gspo_megatron.rollout.engine import RolloutShare
+from gspo_megatron.rollout.types import to_tensor
+from gspo_megatron.types import RolloutBatch
+
+
+class RolloutMetrics:
+    """Metrics of a step's responses, over all ranks and over all requests of the step."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector, self._metrics = collector, StepMetrics(collector.device)
+        self._lengths: list[np.ndarray] = []  # response lengths [num_sequences] of each request
+        self.failed: list[FailedCalls] = []  # of each request
+        self.reward_seconds = 0.0
+        self.has_turns = False  # the reward function rewards turns; known after `reduce`
+
+    def add(self, share: RolloutShare) -> None:
+        """One more request of the step."""
+        group = dataclasses.replace(share.group, routes=None)  # they are large, and not counted
+        device = self.collector.device
+        batch, scores = group.to_batch(device), group.to_scores(device)
+        scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
+        rewards, shaped = scores.rewards[scored], scores.shaped[whole]
+        means = {
+            "reward/mean": mean_pair(rewards),
+            "reward/squared": mean_pair(rewards**2),
+            # of the shaped rewards: groups without a spread of these have no gradient
+            "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
+            "response/length_mean": mean_pair(batch.response_lengths),
+            "response/truncated": mean_pair(batch.truncated),
+            "turns": mean_pair(scores.turns[scored] > 0),
+        }
+        if self.collector.scorer.shaping.is_on:
+            means["reward/shaped_mean"] = mean_pair(shaped)
+        for number, name in enumerate(group.part_names or ()):
+            assert group.parts is not None, "its names are there"
+            part = to_tensor(group.parts[:, number].copy(), device)
+            means[f"reward/{name}"] = mean_pair(part[scored])
+        if share.staleness is not None:
+            ages = to_tensor(share.staleness, device)
+            means["staleness/mean"] = mean_pair(ages)
+            means["staleness/tokens_older_than_1"] = mean_pair(ages > 1)
+            self._metrics.add_maximum("staleness/max", ages.max() if len(ages) else ages.sum())
+            bound = self.collector.config.objective.max_token_staleness
+            if bound is not None:
+                means["staleness/masked"] = mean_pair(ages > bound)
+        if group.sampled is not None:
+            sampled = to_tensor(group.sampled, device)
+            turns, branches = turns_and_branches(batch, sampled)
+            means["environment/turns"] = mean_pair(turns)
+            means["environment/branches"] = mean_pair(branches)
+            means["environment/sampled_share"] = mean_pair(sampled)
+        self._metrics.add_means(means)
+        self._lengths.append(group.response_lengths)
+        self.failed.append(share.failed_calls)
+        self.reward_seconds += share.reward_seconds
+
+    def reduce(self) -> dict[str, float]:
+        """The metrics, the same on all ranks. Raises RewardError, on all ranks, where the reward
+        function rewards turns of some of the responses only."""
+        collector = self.collector
+        reduced = self._metrics.reduce(collector.data_group)
+        squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
+        reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
+        if 0 < turns_share < 1:
+            of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
+            if collector.has_episodes:  # who has given them is not known any more
+                raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
+            name = collector.scorer.reward.name
+            raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
+        self.has_turns = turns_share == 1
+        reduced |= self._length_percentiles()
+        reduced["reward/errors"] = float(sum(each.errors for each in self.failed))
+        reduced["reward/timeouts"] = float(sum(each.timeouts for each in self.failed))
+        if collector.has_episodes:
+            reduced["environment/errors"] = float(sum(each.episodes for each in self.failed))
+        return reduced
+
+    def _length_percentiles(self) -> dict[str, float]:
+        mine = to_tensor(np.concatenate(self._lengths), self.collector.device)
+        lengths = torch.cat(all_gather_columns(mine, self.collector.data_group))
+        levels = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+        values = np.percentile(lengths.double().cpu().numpy(), list(levels.values())).tolist()
+        return {f"response/length_{name}": v for name, v in zip(levels, values, strict=True)}
+
+
+def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
+    """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
+    starts, is_response = branch_starts(batch), batch.in_response
+    assert is_response is not None
+    # whether the policy wrote a token and not the one before it, of all tokens
+    written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
+    turns = written & ~written.roll(1)
+    lengths = batch.prompt_lengths + batch.response_lengths
+    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    counts = torch.zeros((2, len(lengths)), dtype=torch.long, device=lengths.device)
+    return counts.index_add_(1, sequences, torch.stack([turns, starts]).long())
