@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -41,3 +42,30 @@ class Shaping:
             share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
             rewards[-1] -= self.section.overlong_penalty * share
         return rewards
+
+
+# Parts that differ by float32 rounding alone have no spread, as in objectives/advantages.py.
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+
+
+def sum_of_normalized_parts(
+    parts: np.ndarray, groups: np.ndarray, std: Literal["sample", "population"]
+) -> np.ndarray:
+    """GDPO (arXiv 2601.05242): each part of a reward, weighted, minus its mean in the group and
+    divided by its standard deviation there; then their sum.
+
+    parts: [parts, num_sequences] float64, NaN in groups of failed calls; groups: [num_sequences];
+    the result: [num_sequences] float64, NaN in these groups. A part without spread in a group adds
+    exactly 0.
+    """
+    total = np.zeros(len(groups))
+    for number in np.unique(groups):
+        rows = groups == number
+        own = parts[:, rows]
+        differs = np.ptp(own, axis=1) > _ROUNDING * np.abs(own).max(axis=1)
+        centred = own - own.mean(axis=1, keepdims=True)
+        degrees = max(own.shape[1] - (std == "sample"), 1)
+        deviation = np.sqrt(np.square(centred).sum(axis=1) / degrees)
+        scaled = centred[differs] / deviation[differs, None]
+        total[rows] = np.nan if np.isnan(own).any() else scaled.sum(axis=0)
+    return total

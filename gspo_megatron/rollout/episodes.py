@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.objectives import ObjectiveSection, learns_from_parts
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.environments.episode import (
     Asked,
@@ -34,7 +35,7 @@ from gspo_megatron.rewards.scoring import (
     describe,
     reward_columns,
 )
-from gspo_megatron.rewards.shaping import Shaping
+from gspo_megatron.rewards.shaping import Shaping, sum_of_normalized_parts
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
@@ -202,18 +203,33 @@ def _joined(values: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 class GroupScorer:
     """Scores groups by one reward: that of a run, or of an evaluation suite."""
 
-    def __init__(self, scorer: Scorer, shaping: Shaping, texts: SingleTurn) -> None:
-        self.scorer, self.shaping, self.texts = scorer, shaping, texts
+    def __init__(
+        self,
+        scorer: Scorer,
+        shaping: Shaping,
+        texts: SingleTurn,
+        by_part: ObjectiveSection | None = None,
+    ) -> None:
+        """by_part: an objective whose advantage is that of the reward's parts (gdpo)."""
+        self.scorer, self.shaping, self.texts, self.by_part = scorer, shaping, texts, by_part
         # names of the reward's parts that all ranks know; None: nothing has been scored yet
         self.part_names: PartNames | None = None
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Tokenizer, reward: Reward, section: RewardSection
+        cls,
+        config: Config,
+        tokenizer: Tokenizer,
+        reward: Reward,
+        section: RewardSection,
+        *,
+        is_learnt: bool = False,
     ) -> GroupScorer:
-        """section: how the reward is called. Rewards of suites are shaped as those of the run."""
+        """section: how the reward is called; is_learnt: it is that of the run, not of a suite.
+        Rewards of suites are shaped as those of the run."""
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
-        return cls(Scorer(reward, section), shaping, SingleTurn(tokenizer))
+        by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
+        return cls(Scorer(reward, section), shaping, SingleTurn(tokenizer), by_part)
 
     @property
     def reward(self) -> Reward:
@@ -249,12 +265,27 @@ class GroupScorer:
         group.rewards, group.shaped = columns[0].copy(), columns[1].copy()
         group.turns = columns[2].astype(np.int64)
         group.parts, group.part_names = columns[3:].T.copy(), names
+        if self.by_part is not None and names is not None:
+            group.shaped = self._of_parts(group, self.by_part.advantage_std)
         group.turn_rewards, group.turn_tokens = turns[0].copy(), turns[1].astype(np.int64)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
             group.records = records_of(episodes, scores)
         group.failed_calls = np.array(failed, np.int64)
         group.reward_seconds = np.array([seconds])
+
+    def _of_parts(self, group: RolloutGroup, std: Literal["sample", "population"]) -> np.ndarray:
+        """What takes the place of the shaped rewards. The penalty of an overlong response is one
+        more part. Raises RewardError where the reward has no parts."""
+        if not group.part_names or group.parts is None:
+            raise RewardError(
+                f"reward {self.reward.name!r} returned no parts, and objective.advantage = gdpo "
+                "normalises each part by itself; return named parts, or set another advantage"
+            )
+        weights = self.scorer.section.weights
+        weighted = group.parts * [weights.get(name, 1.0) for name in group.part_names]
+        columns = np.stack([*weighted.T, group.shaped - group.rewards])
+        return sum_of_normalized_parts(columns, group.group_index, std)
 
     def adopt(self, names: PartNames) -> None:
         """The parts of the rewards of a group. Raises RewardError where they change in a run."""
