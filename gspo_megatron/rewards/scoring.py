@@ -50,8 +50,11 @@ class FailedCalls(NamedTuple):
 class Scorer:
     """A reward function as `reward` of the configuration wants it called."""
 
-    def __init__(self, reward: Reward, section: RewardSection) -> None:
-        self.reward, self.section = reward, section
+    def __init__(
+        self, reward: Reward, section: RewardSection, *, needs_parts: bool = False
+    ) -> None:
+        """needs_parts: a reward without named parts is an error."""
+        self.reward, self.section, self.needs_parts = reward, section, needs_parts
         # Of the run. None until a response was scored, on this rank or another one.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
@@ -127,9 +130,14 @@ class Scorer:
 
     def adopt(self, names: PartNames) -> None:
         """The parts that a response of this run has. Raises RewardError where `reward.weights` do
-        not fit them."""
+        not fit them, or where there are none and the advantage is that of each part."""
         weights, name = self.section.weights, self.reward.name
         self.part_names = names
+        if self.needs_parts and not names:
+            raise RewardError(
+                f"reward {name!r} returned no parts, and objective.advantage = gdpo normalises "
+                "each part by itself; return named parts, or set another advantage"
+            )
         for part in weights:
             if part not in names:
                 raise RewardError(

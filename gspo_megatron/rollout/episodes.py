@@ -229,7 +229,8 @@ class GroupScorer:
         Rewards of suites are shaped as those of the run."""
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
-        return cls(Scorer(reward, section), shaping, SingleTurn(tokenizer), by_part)
+        scorer = Scorer(reward, section, needs_parts=by_part is not None)
+        return cls(scorer, shaping, SingleTurn(tokenizer), by_part)
 
     @property
     def reward(self) -> Reward:
@@ -265,8 +266,8 @@ class GroupScorer:
         group.rewards, group.shaped = columns[0].copy(), columns[1].copy()
         group.turns = columns[2].astype(np.int64)
         group.parts, group.part_names = columns[3:].T.copy(), names
-        if self.by_part is not None and names is not None:
-            group.shaped = self._of_parts(group, self.by_part.advantage_std)
+        if self.by_part is not None and names:
+            group.shaped = self._of_parts(group, names, self.by_part.advantage_std)
         group.turn_rewards, group.turn_tokens = turns[0].copy(), turns[1].astype(np.int64)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
@@ -274,16 +275,14 @@ class GroupScorer:
         group.failed_calls = np.array(failed, np.int64)
         group.reward_seconds = np.array([seconds])
 
-    def _of_parts(self, group: RolloutGroup, std: Literal["sample", "population"]) -> np.ndarray:
+    def _of_parts(
+        self, group: RolloutGroup, names: PartNames, std: Literal["sample", "population"]
+    ) -> np.ndarray:
         """What takes the place of the shaped rewards. The penalty of an overlong response is one
-        more part. Raises RewardError where the reward has no parts."""
-        if not group.part_names or group.parts is None:
-            raise RewardError(
-                f"reward {self.reward.name!r} returned no parts, and objective.advantage = gdpo "
-                "normalises each part by itself; return named parts, or set another advantage"
-            )
+        more part."""
+        assert group.parts is not None, "its names are there"
         weights = self.scorer.section.weights
-        weighted = group.parts * [weights.get(name, 1.0) for name in group.part_names]
+        weighted = group.parts * [weights.get(name, 1.0) for name in names]
         columns = np.stack([*weighted.T, group.shaped - group.rewards])
         return sum_of_normalized_parts(columns, group.group_index, std)
 
