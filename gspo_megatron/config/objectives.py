@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gspo_megatron.config.section import ImportPath, Positive, Section, harmless, key, shapes
+from gspo_megatron.config.section import (
+    ImportPath,
+    Positive,
+    Section,
+    Text,
+    harmless,
+    key,
+    shapes,
+)
 from gspo_megatron.errors import format_value, problem
 
 
@@ -188,6 +197,17 @@ _CorrectionName = Literal[tuple(CORRECTIONS)]  # ty: ignore[invalid-type-form]
 _Bound = Annotated[float, Field(gt=0)]
 
 
+class DistillationSection(Section):
+    """A teacher whose opinion of each token of the responses is added to the advantages."""
+
+    teacher: Text | None = shapes(
+        None,
+        "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
+        "ranks compute its log-probs; null: none",
+    )
+    coefficient: float = shapes(1.0, "weight beside the rewards' advantages", gt=0)
+
+
 # A part or a number that is null is that of the objective named.
 class ObjectiveSection(Section):
     """What is maximised: an objective by name, each part and number of which can be replaced."""
@@ -286,7 +306,10 @@ class ObjectiveSection(Section):
         "loss",
         "where the KL divergence goes: into each token's loss, or subtracted from the reward",
     )
-    reference_offload: bool = harmless(False, "keep the idle reference weights in host memory")
+    reference_offload: bool = harmless(
+        False, "keep idle weights of a reference or a teacher in host memory"
+    )
+    distillation: DistillationSection = Field(default_factory=DistillationSection)
     entropy_coefficient: float = shapes(
         0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
     )
@@ -343,9 +366,9 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
-    for rule in (*rules, _advantage, _regularisation):
+    for rule in (*rules, _advantage, _regularisation, _distillation):
         for name, wrong in rule(section, recipe):
-            value = getattr(section, name)
+            value = attrgetter(name)(section)
             if value is None:  # it comes from the recipe
                 value = recipe.parameters.get(name, getattr(recipe, name, None))
             yield problem(f"objective.{name}", value, wrong)
@@ -486,10 +509,18 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield from _unread(section, ["advantage_std"], f"{reader} does not read it")
 
 
+def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
+    given = section.distillation
+    if given.teacher is None and given.coefficient != 1.0:
+        wrong = "nothing reads it without objective.distillation.teacher"
+        yield "distillation.coefficient", f"{wrong}; legal: 1.0"
+
+
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
-        # a custom objective may ask for a reference policy
-        names = ["reference_offload"] if section.import_path is None else []
+        # a custom objective may ask for a reference policy, and a teacher is kept with it
+        reads = section.import_path is not None or section.distillation.teacher is not None
+        names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"
         yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
     elif section.kl_coefficient is None:

@@ -320,6 +320,13 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; legal: null, or below {longest}"
+    if reward.name == "none" and reward.import_path is None:
+        if plan.config.objective.distillation.teacher is None:
+            wrong = "there is nothing to learn from without objective.distillation.teacher"
+            yield "reward.name", f"{wrong}; legal: another reward"
+        if plan.config.rollout.dynamic_sampling:
+            wrong = "with reward none no group of responses has different rewards; legal: false"
+            yield "rollout.dynamic_sampling", wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
             if getattr(reward, name) != unset:

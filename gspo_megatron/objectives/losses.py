@@ -270,6 +270,7 @@ class Objective:
     complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
     needs_reference: bool
     needs_entropy_gradient: bool
+    of_tokens: bool  # it may read an advantage for each token
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return self.function(inputs)
@@ -288,6 +289,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             # a divergence in the reward needs one, whatever the function declares
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+            of_tokens=True,
         )
     loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
     return Objective(
@@ -297,4 +299,5 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         complete=loss.complete,
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
+        of_tokens=loss.recipe.terms == "token",
     )
