@@ -415,14 +415,14 @@ def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
             yield "correction", f"{name} {wrong}" if len(names) > 1 else wrong
     weights = [name for name in names if CORRECTIONS[name].kind == "weight"]
     if len(set(names)) < len(names):
-        yield "correction", "a name stands there twice; legal: each once"
+        yield "correction", "a name stands there twice; allowed: each once"
     elif len(weights) > 1:
         wrong = f"{' and '.join(weights)} weight twice by the same ratio"
         masks = ", ".join(name for name, each in CORRECTIONS.items() if each.kind == "mask")
-        yield "correction", f"{wrong}; legal: one of them, with any of {masks}"
+        yield "correction", f"{wrong}; allowed: one of them, with any of {masks}"
     if names and section.old_logprobs == "rollout":
         wrong = "corrects for old log-probs that differ from the rollout's"
-        yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; legal: none"
+        yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; allowed: none"
 
 
 def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
@@ -432,15 +432,15 @@ def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
     if correction.level == "token" and recipe.ratio != "token":
         wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
         legal = ", ".join(each for each in of_sequences if "product" not in each)
-        yield f"{wrong}; legal: {legal}"
+        yield f"{wrong}; allowed: {legal}"
     if name == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
         wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
         wrong += "over them it scales the update down many times"
-        yield f"{wrong}; legal: sequence_tis"
+        yield f"{wrong}; allowed: sequence_tis"
     if recipe.rule == "masked" and correction.kind == "weight":
         wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
         masks = (other for other, each in CORRECTIONS.items() if each.kind == "mask")
-        yield f"{wrong}; legal: {', '.join(['none', *masks])}"
+        yield f"{wrong}; allowed: {', '.join(['none', *masks])}"
 
 
 def _bounds_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -452,17 +452,17 @@ def _bounds_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
             continue
         if not those:
             what = f"correction {' and '.join(names) or 'none'}"
-            yield side, f"nothing reads it with {what}; legal: null"
+            yield side, f"nothing reads it with {what}; allowed: null"
         elif isinstance(given, dict):
             for name in sorted(given.keys() - set(those)):
-                yield side, f"nothing reads {name} there; legal: {', '.join(those)}"
+                yield side, f"nothing reads {name} there; allowed: {', '.join(those)}"
         elif len(names) > 1:
             example = "{" + ", ".join(f"{name}: NUMBER" for name in those) + "}"
-            yield side, f"one number for several corrections; legal: {example}"
+            yield side, f"one number for several corrections; allowed: {example}"
     for bounds in recipe.corrections.values():
         low, high = (bounds.get(side) for side in BOUNDS)
         if low is not None and high is not None and low >= high:
-            wrong = "every response would be dropped; legal: "
+            wrong = "every response would be dropped; allowed: "
             if section.correction_high is None:
                 yield "correction_low", f"{wrong}below correction_high = {high}"
             else:
@@ -513,7 +513,7 @@ def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
     given = section.distillation
     if given.teacher is None and given.coefficient != 1.0:
         wrong = "nothing reads it without objective.distillation.teacher"
-        yield "distillation.coefficient", f"{wrong}; legal: 1.0"
+        yield "distillation.coefficient", f"{wrong}; allowed: 1.0"
 
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -527,7 +527,7 @@ def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield "kl_coefficient", f"needed with kl = {section.kl}; legal: above 0"
     if recipe.advantage == "gdpo" and section.kl_in == "reward":
         wrong = "with advantage gdpo there is no single reward to take the divergence from"
-        yield "kl_in", f"{wrong}; legal: loss"
+        yield "kl_in", f"{wrong}; allowed: loss"
     if section.kl == "k3_unbiased" and section.kl_in == "reward":
-        wrong = "its ratio of new to old policy is 1 where the reward is computed; legal: k3"
+        wrong = "its ratio of new to old policy is 1 where the reward is computed; allowed: k3"
         yield "kl", f"{wrong}, or objective.kl_in = loss"

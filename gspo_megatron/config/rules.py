@@ -323,15 +323,15 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     if reward.name == "none" and reward.import_path is None:
         if plan.config.objective.distillation.teacher is None:
             wrong = "there is nothing to learn from without objective.distillation.teacher"
-            yield "reward.name", f"{wrong}; legal: another reward"
+            yield "reward.name", f"{wrong}; allowed: another reward"
         if plan.config.rollout.dynamic_sampling:
-            wrong = "with reward none no group of responses has different rewards; legal: false"
+            wrong = "with reward none no group of responses has different rewards; allowed: false"
             yield "rollout.dynamic_sampling", wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
             if getattr(reward, name) != unset:
                 wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
-                yield f"reward.{name}", f"{wrong}; legal: {format_value(unset)}"
+                yield f"reward.{name}", f"{wrong}; allowed: {format_value(unset)}"
 
 
 # What changes or watches the routers' choice of experts, with the value that turns it off.
