@@ -39,6 +39,7 @@ class MicroBatch:
     rollout_logprobs: Tensor | None = None  # of the rollout engine
     old_logprobs: Tensor | None = None  # None: those of the training pass itself
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None  # of a distillation's teacher
     token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on those to learn from; None: all
     masked_lengths: Tensor | None = None  # [sequences], tokens to learn from, whole; None: all

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
+    from gspo_megatron.data.tokenizers import Tokenizer
     from gspo_megatron.rewards.registry import Reward
 
     AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
@@ -192,6 +193,7 @@ def _check_start(
 ) -> Start | None:
     """What the run resumes from. Without inputs, only what can be known beside other problems."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
+    from gspo_megatron.config import Config
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
@@ -217,6 +219,9 @@ def _check_start(
 
             with gathered_in(problems):
                 checked_folder(model.hf_path, config.resolved_model(), vocab_size)
+    if isinstance(config, Config) and config.objective.distillation.teacher is not None:
+        with gathered_in(problems):
+            check_teacher(config, inputs.tokenizer)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -226,6 +231,28 @@ def _check_start(
                 check_destination(path)
     _raise(problems)
     return start
+
+
+_PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
+
+
+def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise DataError with all that makes `objective.distillation.teacher` no teacher of the
+    policy: damage, another shape, another tokenizer."""
+    from gspo_megatron.data.inputs import model_vocab_size
+    from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.hf.files import checked_folder
+
+    given = config.objective.distillation.teacher
+    assert given is not None
+    checked_folder(given, config.resolved_model(), model_vocab_size(config, tokenizer))
+    is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
+    theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
+    if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+        raise DataError(
+            f"objective.distillation.teacher = {given}: its tokenizer makes other tokens of a text "
+            f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
+        )
 
 
 def _raise(problems: list[str]) -> None:

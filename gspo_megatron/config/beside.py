@@ -40,6 +40,11 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
                 for key, value in given.items()
             }
             _find_modules(section, given, file)
+    objective = found.get("objective")
+    inner = objective.get("distillation") if isinstance(objective, Mapping) else None
+    if isinstance(inner, Mapping) and "teacher" in inner:
+        teacher = _of_key("objective.distillation.teacher", inner["teacher"], file)
+        found["objective"] = {**found["objective"], "distillation": {**inner, "teacher": teacher}}
     evaluation = found.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
         suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")

@@ -97,4 +97,4 @@ def _legal(node: dict[str, Any]) -> list[str]:
         found.append("package.module:function")
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
         found += _legal(inner)
-    return found
+    return list(dict.fromkeys(found))

@@ -9,9 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
-from gspo_megatron.config.section import ImportPath, Positive, Section, harmless, key, shapes
+from pydantic import Field
+
+from gspo_megatron.config.section import (
+    ImportPath,
+    Positive,
+    Section,
+    Text,
+    harmless,
+    key,
+    shapes,
+)
 from gspo_megatron.errors import format_value, problem
 
 
@@ -24,7 +35,8 @@ class Recipe:
     aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
     parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
-    correction: str = "none"
+    # Bounds of each correction, names of CORRECTIONS: their weights are multiplied.
+    corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     source: str = ""
 
     @property
@@ -34,9 +46,14 @@ class Recipe:
         return of_sequences and self.rule in ("min_clip", "dual_clip")
 
     @property
+    def corrects_tokens(self) -> bool:
+        """Whether the weights of the corrections differ between tokens of a sequence."""
+        return any(CORRECTIONS[name].level == "token" for name in self.corrections)
+
+    @property
     def terms(self) -> Literal["token", "sequence"]:
         """Whether the surrogate has a term for each `sequence` or for each `token`."""
-        return "token" if self.ratio in ("token", "sequence_token") else "sequence"
+        return "sequence" if self.ratio in ("sequence", "sequence_product") else "token"
 
 
 def _recipe(
@@ -55,6 +72,15 @@ _DAPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 _CISPO_CAP = {"clip_high": 4.0}  # a weight of at most 5
 _SAPO_GATE = {"tau_positive": 1.0, "tau_negative": 1.05}
 _GMPO_CLIP = {"log_clip": 0.4}
+_TOTAL_VARIATION = {"max_divergence": 0.15}
+_BINARY_KL = {"max_divergence": 0.05}
+_IPO_BOUND = {"max_divergence": 0.1, "log_ratio_penalty": 1e-3}
+_VESPO_GAMMA = {
+    "k_positive": 2.0,
+    "lambda_positive": 3.0,
+    "k_negative": 3.0,
+    "lambda_negative": 2.0,
+}
 RECIPES: dict[str, Recipe] = {
     "gspo": _recipe("sequence min_clip sequence_mean", "2507.18071, eqs. 5-7", _SEQUENCE_CLIP),
     "gspo_token": _recipe(
@@ -83,10 +109,18 @@ RECIPES: dict[str, Recipe] = {
     "reinforce_leave_one_out": _recipe(
         "sequence_product min_clip sequence_mean", "2402.14740", _PPO_CLIP, "leave_one_out"
     ),
+    "dppo_tv": _recipe("token total_variation_mask token_mean", "2602.04879", _TOTAL_VARIATION),
+    "dppo_kl": _recipe("token binary_kl_mask token_mean", "2602.04879", _BINARY_KL),
+    "ipo": Recipe(
+        *("token", "two_sided_mask", "token_mean", "group_mean"),
+        parameters=_IPO_BOUND,
+        source="prime-rl, its default loss since August 2026",
+    ),
+    "vespo": _recipe("sequence_product_token gamma_weight token_mean", "2602.10693", _VESPO_GAMMA),
 }
 
-RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
-ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out")
+RATIOS = ("token", "sequence", "sequence_token", "sequence_product", "sequence_product_token")
+ADVANTAGES = ("group_mean_std", "group_mean", "batch_std", "leave_one_out", "max_rl", "gdpo")
 AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
 
 
@@ -104,14 +138,19 @@ class Rule:
         return "clip_low" in self.defaults
 
 
+_CLIPPED_RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
 # Dual clip's bound: arXiv 1912.09729.
 RULES: dict[str, Rule] = {
-    "min_clip": Rule("min_clip", RATIOS, _TOKEN_CLIP),
-    "dual_clip": Rule("dual_clip", RATIOS, {**_TOKEN_CLIP, "dual_clip": 3.0}),
+    "min_clip": Rule("min_clip", _CLIPPED_RATIOS, _TOKEN_CLIP),
+    "dual_clip": Rule("dual_clip", _CLIPPED_RATIOS, {**_TOKEN_CLIP, "dual_clip": 3.0}),
     "capped": Rule("cispo_cap", ("token",), _CISPO_CAP),
     "soft_gate": Rule("sapo_gate", ("token", "sequence", "sequence_token"), _SAPO_GATE),
     "masked": Rule("policy_gradient_mask", ("token",), _TOKEN_CLIP),
     "geometric_clip": Rule("geometric_clip", ("sequence",), _GMPO_CLIP),
+    "total_variation_mask": Rule("total_variation_mask", ("token",), _TOTAL_VARIATION),
+    "binary_kl_mask": Rule("binary_kl_mask", ("token",), _BINARY_KL),
+    "two_sided_mask": Rule("two_sided_mask", ("token",), _IPO_BOUND),
+    "gamma_weight": Rule("gamma_weight", ("sequence_product_token",), _VESPO_GAMMA),
 }
 
 
@@ -121,31 +160,52 @@ class Correction:
     the name of the configuration."""
 
     level: Literal["token", "sequence"]  # a weight for each
+    # A mask has weights of 0 and 1 only. A weight scales by the ratio to what sampled, once.
+    kind: Literal["weight", "mask"]
     defaults: Mapping[str, float]  # the keys that it reads
+    # What is summed over a sequence: a function of log k in objectives/parts.py; "": log k itself.
+    summed: Literal["", "k3", "is_outside"] = ""
 
 
+# A geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3.
+_GEOMETRIC = {"correction_low": 0.99, "correction_high": 1.01}
 CORRECTIONS: dict[str, Correction] = {
-    "none": Correction("sequence", {}),
-    "token_tis": Correction("token", {"correction_high": 2.0}),
-    "icepop": Correction("token", {"correction_low": 0.5, "correction_high": 5.0}),
-    "sequence_tis": Correction("sequence", {"correction_high": 2.0}),
-    # a geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3
-    "sequence_mask": Correction("sequence", {"correction_low": 0.99, "correction_high": 1.01}),
-    "sequence_product_tis": Correction("sequence", {"correction_high": 2.0}),
-    "k3_mask": Correction("sequence", {"correction_high": 1e-3}),
+    "token_tis": Correction("token", "weight", {"correction_high": 2.0}),
+    "icepop": Correction("token", "weight", {"correction_low": 0.5, "correction_high": 5.0}),
+    "kpop": Correction("token", "weight", {"correction_high": 0.1}),
+    "token_k1_mask": Correction("token", "mask", {"correction_low": 0.5, "correction_high": 2.0}),
+    "token_k2_mask": Correction("token", "mask", {"correction_high": 0.25}),
+    "token_k3_mask": Correction("token", "mask", {"correction_high": 0.25}),
+    "sequence_tis": Correction("sequence", "weight", {"correction_high": 2.0}),
+    "sequence_mask": Correction("sequence", "mask", _GEOMETRIC),
+    "sequence_product_tis": Correction("sequence", "weight", {"correction_high": 2.0}),
+    "k3_mask": Correction("sequence", "mask", {"correction_high": 1e-3}, "k3"),
+    "worst_token_mask": Correction(
+        "sequence", "mask", {"correction_low": 0.1, "correction_high": 10.0}, "is_outside"
+    ),
 }
 
 # A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
 # clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
 WIDE_CLIP = 0.05
 
-_PARTS = ("ratio", "rule", "aggregation", "advantage", "correction")
-# The keys of numbers that some rule or correction reads.
-NUMBERS = tuple(
-    dict.fromkeys(
-        name for part in (*RULES.values(), *CORRECTIONS.values()) for name in part.defaults
+_PARTS = ("ratio", "rule", "aggregation", "advantage")
+# The keys of numbers that some rule reads, and those of corrections.
+NUMBERS = tuple(dict.fromkeys(name for rule in RULES.values() for name in rule.defaults))
+BOUNDS = ("correction_low", "correction_high")
+_CorrectionName = Literal[tuple(CORRECTIONS)]  # ty: ignore[invalid-type-form]
+_Bound = Annotated[float, Field(gt=0)]
+
+
+class DistillationSection(Section):
+    """A teacher whose opinion of each token of the responses is added to the advantages."""
+
+    teacher: Text | None = shapes(
+        None,
+        "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
+        "ranks compute its log-probs; null: none",
     )
-)
+    coefficient: float = shapes(1.0, "weight beside the rewards' advantages", gt=0)
 
 
 # A part or a number that is null is that of the objective named.
@@ -172,12 +232,14 @@ class ObjectiveSection(Section):
     )
     advantage: Literal[ADVANTAGES] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "the reward minus the mean of the group, divided by the standard deviation of the group, "
-        "by nothing, or by the standard deviation of the step; leave_one_out: the reward minus the "
-        "mean of the others in the group",
+        "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
+        "std; leave_one_out: minus the mean of the others in the group; max_rl: divided by the "
+        "group's mean; gdpo: the sum of group_mean_std of each part of the reward",
     )
-    correction: Literal[tuple(CORRECTIONS)] | None = shapes(  # ty: ignore[invalid-type-form]
-        None, "weights that correct the difference between old policy and rollout engine"
+    correction: Literal[("none", *CORRECTIONS)] | list[_CorrectionName] | None = shapes(  # ty: ignore[invalid-type-form]
+        None,
+        "weights for old log-probs that differ from the rollout engine's; of a list the weights "
+        "are multiplied",
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
@@ -190,13 +252,29 @@ class ObjectiveSection(Section):
     )
     tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
-    correction_low: float | None = shapes(
-        None, "smallest ratio of old policy to rollout that counts: the bound of a mask", gt=0
-    )
-    correction_high: float | None = shapes(
+    max_divergence: float | None = shapes(
         None,
-        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask",
+        "largest divergence of a token's probability from the old policy's that is learnt from: "
+        "the difference, or the binary KL divergence with rule binary_kl_mask",
         gt=0,
+    )
+    log_ratio_penalty: float | None = shapes(
+        None, "weight of the squared log-ratio that is subtracted from each token's term", ge=0
+    )
+    k_positive: float | None = shapes(
+        None, "of the weight W^k exp(lambda (1 - W)) for advantages of 0 and above: k", gt=0
+    )
+    lambda_positive: float | None = shapes(None, "the same: lambda", gt=0)
+    k_negative: float | None = shapes(None, "the same for negative advantages: k", gt=0)
+    lambda_negative: float | None = shapes(None, "the same for negative advantages: lambda", gt=0)
+    correction_low: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
+        None,
+        "smallest old policy / rollout that counts; of several corrections {name: number}",
+    )
+    correction_high: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
+        None,
+        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask; of "
+        "several corrections {name: number}",
     )
     off_policy_mask: float | None = shapes(
         None,
@@ -227,8 +305,8 @@ class ObjectiveSection(Section):
     advantage_import_path: ImportPath | None = key(
         "code", None, "a custom advantage function, package.module:function; replaces advantage"
     )
-    kl: Literal["none", "k1", "k2", "k3"] = shapes(
-        "none", "estimator of the KL divergence from the reference policy, with which RL started"
+    kl: Literal["none", "k1", "k2", "k3", "k3_unbiased"] = shapes(
+        "none", "estimator of the KL divergence to the policy that RL started from"
     )
     kl_coefficient: float | None = shapes(None, "weight of the KL divergence", gt=0)
     kl_in: Literal["loss", "reward"] = shapes(
@@ -236,8 +314,9 @@ class ObjectiveSection(Section):
         "where the KL divergence goes: into each token's loss, or subtracted from the reward",
     )
     reference_offload: bool = harmless(
-        False, "keep the weights of the reference policy in host memory while they are not used"
+        False, "keep idle weights of a reference or a teacher in host memory"
     )
+    distillation: DistillationSection = Field(default_factory=DistillationSection)
     entropy_coefficient: float = shapes(
         0.0, "weight of a bonus on the mean entropy of the response tokens", ge=0
     )
@@ -248,10 +327,32 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
-    parameters = _rule_numbers(named, recipe) | dict(CORRECTIONS[recipe.correction].defaults)
+    parameters = _rule_numbers(named, recipe)
     given = {name: getattr(section, name) for name in parameters}
     parameters |= {name: value for name, value in given.items() if value is not None}
-    return replace(recipe, parameters=parameters)
+    corrections = {name: _bounds(section, name) for name in _corrections_of(section)}
+    return replace(recipe, parameters=parameters, corrections=corrections)
+
+
+def learns_from_parts(section: ObjectiveSection) -> bool:
+    """Whether the advantage is that of each part of a reward, in place of that of their sum."""
+    own = section.advantage_import_path is not None
+    return not own and resolve_objective(section).advantage == "gdpo"
+
+
+def _corrections_of(section: ObjectiveSection) -> list[str]:
+    given = section.correction
+    return given if isinstance(given, list) else [] if given in (None, "none") else [given]
+
+
+def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
+    """The bounds of a correction: one number is of the only correction."""
+    bounds = dict(CORRECTIONS[name].defaults)
+    for side in bounds:
+        given = getattr(section, side)
+        value = given.get(name) if isinstance(given, dict) else given
+        bounds[side] = bounds[side] if value is None else value
+    return bounds
 
 
 def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
@@ -272,9 +373,9 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
-    for rule in (*rules, _advantage, _regularisation):
+    for rule in (*rules, _advantage, _regularisation, _distillation):
         for name, wrong in rule(section, recipe):
-            value = getattr(section, name)
+            value = attrgetter(name)(section)
             if value is None:  # it comes from the recipe
                 value = recipe.parameters.get(name, getattr(recipe, name, None))
             yield problem(f"objective.{name}", value, wrong)
@@ -293,7 +394,7 @@ def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Probl
 
 
 def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
-    parts = ("ratio", "rule", "aggregation", "correction", *NUMBERS)
+    parts = ("ratio", "rule", "aggregation", "correction", *NUMBERS, *BOUNDS)
     others = ("off_policy_mask", "allow_wide_clip", "entropy_coefficient")
     why = "a custom objective reads only objective.options"
     yield from _unread(section, (*parts, *others), why)
@@ -314,34 +415,69 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield "aggregation", f"{wrong}; allowed: sequence_mean, or objective.name = luspo if meant"
 
 
-def _correction_mixes(section: ObjectiveSection, recipe: Recipe) -> _Problems:
-    correction = recipe.correction
-    if CORRECTIONS[correction].level == "token" and recipe.ratio != "token":
-        wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
-        yield "correction", f"{wrong}; allowed: sequence_tis, sequence_mask, k3_mask"
-    if correction == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
-        wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
-        wrong += "over them it scales the update down many times"
-        yield "correction", f"{wrong}; allowed: sequence_tis"
-    masks = ("none", "sequence_mask", "k3_mask")
-    if recipe.rule == "masked" and correction not in masks:
-        wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
-        yield "correction", f"{wrong}; allowed: {', '.join(masks)}"
-    if correction != "none" and section.old_logprobs == "rollout":
+def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    names = _corrections_of(section)
+    for name in dict.fromkeys(names):
+        for wrong in _correction_problems(name, recipe):
+            yield "correction", f"{name} {wrong}" if len(names) > 1 else wrong
+    weights = [name for name in names if CORRECTIONS[name].kind == "weight"]
+    if len(set(names)) < len(names):
+        yield "correction", "a name stands there twice; allowed: each once"
+    elif len(weights) > 1:
+        wrong = f"{' and '.join(weights)} weight twice by the same ratio"
+        masks = ", ".join(name for name, each in CORRECTIONS.items() if each.kind == "mask")
+        yield "correction", f"{wrong}; allowed: one of them, with any of {masks}"
+    if names and section.old_logprobs == "rollout":
         wrong = "corrects for old log-probs that differ from the rollout's"
         yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; allowed: none"
-    low, high = (recipe.parameters.get(f"correction_{end}") for end in ("low", "high"))
-    if low is not None and high is not None and low >= high:
-        wrong = "every response would be dropped; allowed: "
-        if section.correction_high is None:
-            yield "correction_low", f"{wrong}below correction_high = {high}"
-        else:
-            yield "correction_high", f"{wrong}above correction_low = {low}"
+
+
+def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
+    """Why a correction does not go with the recipe's ratio and rule."""
+    correction = CORRECTIONS[name]
+    of_sequences = [other for other, each in CORRECTIONS.items() if each.level == "sequence"]
+    if correction.level == "token" and recipe.ratio != "token":
+        wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
+        legal = ", ".join(each for each in of_sequences if "product" not in each)
+        yield f"{wrong}; allowed: {legal}"
+    if name == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
+        wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
+        wrong += "over them it scales the update down many times"
+        yield f"{wrong}; allowed: sequence_tis"
+    if recipe.rule == "masked" and correction.kind == "weight":
+        wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
+        masks = (other for other, each in CORRECTIONS.items() if each.kind == "mask")
+        yield f"{wrong}; allowed: {', '.join(['none', *masks])}"
+
+
+def _bounds_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
+    names = _corrections_of(section)
+    readers = {side: [n for n in names if side in CORRECTIONS[n].defaults] for side in BOUNDS}
+    for side, those in readers.items():
+        given = getattr(section, side)
+        if given is None:
+            continue
+        if not those:
+            what = f"correction {' and '.join(names) or 'none'}"
+            yield side, f"nothing reads it with {what}; allowed: null"
+        elif isinstance(given, dict):
+            for name in sorted(given.keys() - set(those)):
+                yield side, f"nothing reads {name} there; allowed: {', '.join(those)}"
+        elif len(names) > 1:
+            example = "{" + ", ".join(f"{name}: NUMBER" for name in those) + "}"
+            yield side, f"one number for several corrections; allowed: {example}"
+    for bounds in recipe.corrections.values():
+        low, high = (bounds.get(side) for side in BOUNDS)
+        if low is not None and high is not None and low >= high:
+            wrong = "every response would be dropped; allowed: "
+            if section.correction_high is None:
+                yield "correction_low", f"{wrong}below correction_high = {high}"
+            else:
+                yield "correction_high", f"{wrong}above correction_low = {low}"
 
 
 def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
-    why = f"nothing reads it with rule {recipe.rule} and correction {recipe.correction}, which "
-    why += f"read {', '.join(recipe.parameters)}"
+    why = f"nothing reads it with rule {recipe.rule}, which reads {', '.join(recipe.parameters)}"
     yield from _unread(section, [name for name in NUMBERS if name not in recipe.parameters], why)
     if section.options:
         wrong = "nothing reads it without a custom objective"
@@ -364,12 +500,18 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
             yield name, f"{wrong}; allowed: {legal}"
 
 
-_RULES_OF_RECIPES = (_parts_mix, _correction_mixes, _numbers_are_read, _clip_range_is_sane)
+_RULES_OF_RECIPES = (
+    _parts_mix,
+    _corrections_mix,
+    _bounds_are_read,
+    _numbers_are_read,
+    _clip_range_is_sane,
+)
 
 
 def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     reader = f"advantage {recipe.advantage}"
-    divides = recipe.advantage in ("group_mean_std", "batch_std")
+    divides = recipe.advantage in ("group_mean_std", "batch_std", "gdpo")
     if section.advantage_import_path is not None:
         reader, divides = "a custom advantage", False
         yield from _unread(section, ["advantage"], "objective.advantage_import_path replaces it")
@@ -377,11 +519,25 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield from _unread(section, ["advantage_std"], f"{reader} does not read it")
 
 
-def _regularisation(section: ObjectiveSection, _: Recipe) -> _Problems:
+def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
+    given = section.distillation
+    if given.teacher is None and given.coefficient != 1.0:
+        wrong = "nothing reads it without objective.distillation.teacher"
+        yield "distillation.coefficient", f"{wrong}; allowed: 1.0"
+
+
+def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
-        # a custom objective may ask for a reference policy
-        names = ["reference_offload"] if section.import_path is None else []
+        # a custom objective may ask for a reference policy, and a teacher is kept with it
+        reads = section.import_path is not None or section.distillation.teacher is not None
+        names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"
         yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
     elif section.kl_coefficient is None:
         yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: above 0"
+    if recipe.advantage == "gdpo" and section.kl_in == "reward":
+        wrong = "with advantage gdpo there is no single reward to take the divergence from"
+        yield "kl_in", f"{wrong}; allowed: loss"
+    if section.kl == "k3_unbiased" and section.kl_in == "reward":
+        wrong = "its ratio of new to old policy is 1 where the reward is computed; allowed: k3"
+        yield "kl", f"{wrong}, or objective.kl_in = loss"

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
-from gspo_megatron.config.objectives import objective_problems, resolve_objective
+from gspo_megatron.config.objectives import (
+    learns_from_parts,
+    objective_problems,
+    resolve_objective,
+)
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
@@ -327,6 +331,18 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
+    if reward.name == "none" and reward.import_path is None:
+        if plan.config.objective.distillation.teacher is None:
+            wrong = "there is nothing to learn from without objective.distillation.teacher"
+            yield "reward.name", f"{wrong}; allowed: another reward"
+        if plan.config.rollout.dynamic_sampling:
+            wrong = "with reward none no group of responses has different rewards; allowed: false"
+            yield "rollout.dynamic_sampling", wrong
+    if learns_from_parts(plan.config.objective):
+        for name, unset in (("scale", 1.0), ("clip", None)):
+            if getattr(reward, name) != unset:
+                wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
+                yield f"reward.{name}", f"{wrong}; allowed: {format_value(unset)}"
 
 
 # What changes or watches the routers' choice of experts, with the value that turns it off.
@@ -495,6 +511,6 @@ def recomputes_old_logprobs(config: Config) -> bool:
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
         and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        and resolve_objective(section).correction == "none"  # which compares the two
+        and not resolve_objective(section).corrections  # which compare the two
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

@@ -1,4 +1,5 @@
-"""The reference policy of a KL divergence: the frozen weights that RL started from."""
+"""Frozen weights that take the policy's place for a pass: the reference policy of a KL divergence,
+which RL started from, and a teacher of the policy's shape."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ class ReferencePolicy:
     def in_place(self) -> Generator[None]:
         """Inside, the policy's modules compute with the reference's weights."""
         self._policy.finish_parameter_gather()
-        self._swap()
+        self.swap()
         try:
             yield
         finally:
-            self._swap()
+            self.swap()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Exchange the weights here and those of the policy."""
         for tensor, weight in zip(self._tensors, self._weights, strict=True):
             kept = tensor.clone()
             tensor.copy_(weight)

@@ -75,6 +75,9 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
             "batch_std": partial(batch_std, std=section.advantage_std),
             "group_mean": group_mean,
             "leave_one_out": leave_one_out,
+            "max_rl": max_rl,
+            # rewards/shaping.py has normalised the parts of the reward, and added them up
+            "gdpo": lambda rewards, group_index: rewards.float(),
         }[resolve_objective(section).advantage],
     )
 
@@ -170,6 +173,15 @@ def leave_one_out(rewards: Tensor, group_index: Tensor) -> Tensor:
     groups, sizes, has_spread = _groups(rewards, group_index)
     factor = sizes / (sizes - 1).clamp_min(1)
     return (_centred(rewards, groups, sizes, has_spread) * factor[groups]).float()
+
+
+def max_rl(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """(reward - mean of the group) / mean of the group (MaxRL, arXiv 2602.02710): rare successes
+    weigh more. Exactly 0 without spread, and where the mean is not above 0."""
+    groups, sizes, has_spread = _groups(rewards, group_index)
+    means = segment_sum(rewards.double(), groups, len(sizes)) / sizes
+    scale = torch.where(means > 0, 1.0 / means.where(means > 0, 1.0), 0.0)
+    return (_centred(rewards, groups, sizes, has_spread) * scale[groups]).float()
 
 
 def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:

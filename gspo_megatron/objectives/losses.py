@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -57,16 +59,14 @@ class PolicyLoss:
 
         # Log-ratios of tokens, and all sums over whole sequences in one collective.
         log_ratio = parts.token_log_ratio(inputs)  # [tokens]
-        summed, limited, log_k = {"log_ratio": log_ratio}, None, None
+        summed, limited = {"log_ratio": log_ratio}, None
         if recipe.rule == "geometric_clip":  # limits the tokens' log-ratios before their mean
             bound = recipe.parameters["log_clip"]
             limited = parts.clip_log_ratio(log_ratio, spread_advantages, bound)
             summed["limited"] = limited.surrogate
-        if recipe.correction != "none":
-            log_k = parts.log_mismatch(inputs)  # [tokens]
-            if CORRECTIONS[recipe.correction].level == "sequence":
-                is_k3 = recipe.correction == "k3_mask"
-                summed["correction"] = parts.k3(log_k) if is_k3 else log_k
+        log_k = parts.log_mismatch(inputs) if recipe.corrections else None  # [tokens]
+        if log_k is not None:
+            summed |= self._summed_for_corrections(log_k)
         sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
         log_ratio_means = sums["log_ratio"] / inputs.sequence_lengths.clamp_min(1)
 
@@ -86,10 +86,10 @@ class PolicyLoss:
         # Weights of the terms.
         terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
         if log_k is not None:
-            weights = self._correction(inputs, log_k, sums)
-            level = CORRECTIONS[recipe.correction].level
+            level, weights, metrics_of_each = self._correction(inputs, log_k, sums)
             terms = self._weighted(terms, weights, level, inputs)
             means |= metrics.weight_metrics("correction", level, weights, inputs)
+            means |= metrics_of_each
         if section.off_policy_mask is not None:
             bound = section.off_policy_mask
             kept = parts.kept_by_off_policy_mask(log_ratio_means, inputs.advantages, bound)
@@ -123,11 +123,11 @@ class PolicyLoss:
             assert self.section.kl_coefficient is not None
             completed["loss"] += self.section.kl_coefficient * completed["kl/penalty"]
         completed["loss"] -= self.section.entropy_coefficient * completed.get("policy/entropy", 0.0)
-        for name in ("ratio", "correction"):
-            squared = completed.pop(f"{name}/squared_weight", None)
-            if squared is not None:
-                share = completed[f"{name}/weight"] ** 2 / squared if squared else 0.0
-                completed[f"{name}/effective_sample_share"] = share
+        for key in [key for key in completed if key.endswith("/squared_weight")]:
+            name = key.removesuffix("/squared_weight")
+            squared = completed.pop(key)
+            share = completed[f"{name}/weight"] ** 2 / squared if squared else 0.0
+            completed[f"{name}/effective_sample_share"] = share
         return completed
 
     def _numbers(self, names: Iterable[str]) -> dict[str, float]:
@@ -138,35 +138,66 @@ class PolicyLoss:
         kind = self.recipe.ratio
         if kind == "token":
             return parts.exponentiate(log_ratio)
-        if kind == "sequence_product":
-            return parts.exponentiate(sums["log_ratio"])
-        mean = sums.get("limited", sums["log_ratio"]) / inputs.sequence_lengths.clamp_min(1)
-        if kind == "sequence":
-            return parts.exponentiate(mean)
-        assert kind == "sequence_token", kind
-        return parts.exponentiate(parts.sequence_token_log_ratio(inputs, log_ratio, mean))
+        whole = sums.get("limited", sums["log_ratio"])  # [num_sequences]
+        if kind in ("sequence", "sequence_token"):
+            whole = whole / inputs.sequence_lengths.clamp_min(1)
+        if kind in ("sequence_token", "sequence_product_token"):
+            whole = parts.sequence_token_log_ratio(inputs, log_ratio, whole)  # [tokens]
+        return parts.exponentiate(whole)
 
-    def _correction(self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]) -> Tensor:
-        """The weights, [tokens] or [num_sequences]."""
-        name = self.recipe.correction
-        weights, bounds = getattr(parts, name), self._numbers(CORRECTIONS[name].defaults)
-        if CORRECTIONS[name].level == "token":
-            return weights(log_k, **bounds)
-        return weights(sums["correction"], inputs.sequence_lengths, **bounds)
+    def _summed_for_corrections(self, log_k: Tensor) -> dict[str, Tensor]:
+        """What the corrections of sequences have to sum, [tokens] each, by its name."""
+        summed = {}
+        for name, bounds in self.recipe.corrections.items():
+            correction = CORRECTIONS[name]
+            if correction.level == "sequence":
+                values = {"": lambda k: k, "k3": parts.k3}.get(correction.summed)
+                values = values or partial(parts.is_outside, **bounds)
+                summed[f"correction {correction.summed}"] = values(log_k)
+        return summed
+
+    def _correction(
+        self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]
+    ) -> tuple[Literal["token", "sequence"], Tensor, dict[str, Tensor]]:
+        """Level and product of all weights, [tokens] or [num_sequences]; and the metrics of each,
+        where there are several."""
+        weights: list[Tensor] = []
+        means: dict[str, Tensor] = {}
+        level = "token" if self.recipe.corrects_tokens else "sequence"
+        for name, bounds in self.recipe.corrections.items():
+            correction, function = CORRECTIONS[name], getattr(parts, name)
+            if correction.level == "token":
+                own = function(inputs, log_k, **bounds)
+            else:
+                of_sums = {} if correction.summed == "is_outside" else bounds
+                summed = sums[f"correction {correction.summed}"]
+                own = function(summed, inputs.sequence_lengths, **of_sums)
+            if len(self.recipe.corrections) > 1:
+                prefix = f"correction/{name}"
+                means |= metrics.weight_metrics(prefix, correction.level, own, inputs)
+            weights.append(own if correction.level == level else own[inputs.sequence_index])
+        product = weights[0]
+        for other in weights[1:]:
+            product = product * other
+        return level, product, means
 
     def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
-        """Terms times weights; those of a sequence hold for each of its tokens."""
-        if level == self.recipe.terms:
-            return terms * weights
-        assert level == "sequence", "token weights of a sequence"
-        return terms * weights[inputs.sequence_index]
+        """Terms times weights; those of a sequence hold for each of its tokens. A term of weight 0
+        is left out, whatever it is."""
+        if level != self.recipe.terms:
+            assert level == "sequence", "token weights of a sequence"
+            weights = weights[inputs.sequence_index]
+        return terms.where(weights != 0, 0.0) * weights
 
     def _divergence(self, inputs: LossInputs) -> Tensor:
         """[tokens]; 0 outside the mask, where a NaN would otherwise reach the gradient."""
         assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
         masked = inputs.mask > 0
         reference = inputs.reference_logprobs.where(masked, 0.0)
-        return parts.divergence(self.section.kl, inputs.logprobs.where(masked, 0.0), reference)
+        logprobs = inputs.logprobs.where(masked, 0.0)
+        if self.section.kl == "k3_unbiased":
+            return parts.k3_unbiased(inputs, logprobs, reference)
+        return parts.divergence(self.section.kl, logprobs, reference)
 
     def _aggregate_tokens(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         return aggregate_tokens(terms, inputs, self.recipe.aggregation, self.max_response_tokens)
@@ -239,6 +270,7 @@ class Objective:
     complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
     needs_reference: bool
     needs_entropy_gradient: bool
+    of_tokens: bool  # it may read an advantage for each token
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return self.function(inputs)
@@ -257,6 +289,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             # a divergence in the reward needs one, whatever the function declares
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+            of_tokens=True,
         )
     loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
     return Objective(
@@ -266,4 +299,5 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         complete=loss.complete,
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
+        of_tokens=loss.recipe.terms == "token",
     )

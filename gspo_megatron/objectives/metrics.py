@@ -73,7 +73,7 @@ def weight_metrics(
         f"{prefix}/weight": _mean(weights, chosen),
         f"{prefix}/squared_weight": _mean(weights.square(), chosen),
     }
-    if prefix == "correction":
+    if prefix.startswith("correction"):
         means[f"{prefix}/dropped"] = _mean(weights == 0, chosen)
     return means
 

@@ -7,6 +7,7 @@ values nor gradients.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,7 @@ def sequence_token_log_ratio(
     inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
 ) -> Tensor:
     """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): the value of the
-    whole sequence, the gradient of the token alone."""
+    whole sequence, a mean or a sum, with the gradient of the token alone."""
     detached = sequence_log_ratio.detach()[inputs.sequence_index]
     return detached + (log_ratio - log_ratio.detach())
 
@@ -242,6 +243,88 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Cl
     return Clipped(limited, low, high, log_ratio.detach().abs() > log_clip)
 
 
+def total_variation_mask(
+    inputs: LossInputs, ratio: Tensor, advantages: Tensor, max_divergence: float
+) -> Clipped:
+    """ratio A, and 0 where the update goes on in the direction in which the token's probability has
+    moved by more than `max_divergence` (DPPO with binary total variation, arXiv 2602.04879)."""
+    moved = _moved(inputs)
+    return _masked(ratio * advantages, advantages, moved, moved.abs() > max_divergence)
+
+
+def binary_kl_mask(
+    inputs: LossInputs, ratio: Tensor, advantages: Tensor, max_divergence: float
+) -> Clipped:
+    """The same by the binary KL(old, new) of the token against all others (DPPO with binary KL)."""
+    masked = inputs.mask > 0
+    old = inputs.old_logprobs.where(masked, 0.0)
+    far = binary_kl(old, inputs.logprobs.detach().where(masked, 0.0)) > max_divergence
+    return _masked(ratio * advantages, advantages, _moved(inputs), far)
+
+
+def two_sided_mask(
+    inputs: LossInputs,
+    ratio: Tensor,
+    advantages: Tensor,
+    max_divergence: float,
+    log_ratio_penalty: float,
+) -> Clipped:
+    """ratio A, and 0 where the token's probability has moved by more than `max_divergence` in
+    either direction; minus `log_ratio_penalty` times the squared log-ratio of every token (the
+    loss `ipo` of prime-rl)."""
+    moved = _moved(inputs)
+    outside = moved.abs() > max_divergence
+    surrogate = (ratio * advantages).where(~outside, 0.0)
+    surrogate = surrogate - log_ratio_penalty * token_log_ratio(inputs).square()
+    cut = outside & (advantages != 0)
+    return Clipped(surrogate, cut & (moved < 0), cut & (moved > 0), outside)
+
+
+def gamma_weight(
+    inputs: LossInputs,
+    ratio: Tensor,
+    advantages: Tensor,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> Clipped:
+    """sg[W^k exp(lambda (1 - W))] A log pi with W the ratio of the whole sequence (VESPO, arXiv
+    2602.10693): the weight is 1 at W = 1 and falls off to both sides. Nothing is clipped."""
+    weight, positive = ratio.detach(), advantages >= 0
+    k = torch.full_like(weight, k_negative).masked_fill(positive, k_positive)
+    fall = torch.full_like(weight, lambda_negative).masked_fill(positive, lambda_positive)
+    gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # 0 for W = 0
+    return _unclipped(gamma * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0))
+
+
+def _moved(inputs: LossInputs) -> Tensor:
+    """pi(y_t) - pi_old(y_t), [tokens], detached; 0 outside the mask."""
+    moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
+    return moved.where(inputs.mask > 0, 0.0)
+
+
+def _masked(surrogate: Tensor, advantages: Tensor, moved: Tensor, outside: Tensor) -> Clipped:
+    """The surrogate without the terms that would move the policy on in its direction."""
+    high, low = outside & (moved > 0) & (advantages > 0), outside & (moved < 0) & (advantages < 0)
+    return Clipped(surrogate.where(~(high | low), 0.0), low, high, outside)
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p, q) of two events, a token and all others: p log(p/q) + (1-p) log((1-p)/(1-q)), exact
+    near p = 0 and p = 1, infinite where q excludes what p does not."""
+    total = torch.zeros_like(log_p)
+    for mine, other in ((log_p, log_q), (_log_complement(log_p), _log_complement(log_q))):
+        share = mine.exp()
+        total = total + (share * (mine - other)).where(share > 0, 0.0)
+    return total
+
+
+def _log_complement(log_p: Tensor) -> Tensor:
+    """log(1 - p)."""
+    return torch.log(-torch.expm1(log_p.clamp(max=0.0)))
+
+
 def _unclipped(surrogate: Tensor) -> Clipped:
     nothing = torch.zeros_like(surrogate, dtype=torch.bool)
     return Clipped(surrogate, nothing, nothing, nothing)
@@ -260,18 +343,65 @@ def log_mismatch(inputs: LossInputs) -> Tensor:
     return (inputs.old_logprobs - inputs.rollout_logprobs).where(inputs.mask > 0, 0.0)
 
 
-def token_tis(log_k: Tensor, correction_high: float) -> Tensor:
+def token_tis(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
     """min(k, high), [tokens]: truncated importance sampling."""
     return exponentiate(log_k.detach()).clamp(max=correction_high)
 
 
-def icepop(log_k: Tensor, correction_low: float, correction_high: float) -> Tensor:
+# Masks look at log k, before exp: what they drop may be infinite or NaN.
+
+
+def icepop(
+    inputs: LossInputs, log_k: Tensor, correction_low: float, correction_high: float
+) -> Tensor:
     """k where low <= k <= high, else 0, [tokens] (IcePop of Ring-1T, arXiv 2510.18855)."""
-    k = exponentiate(log_k.detach())
-    return k.where((k >= correction_low) & (k <= correction_high), 0.0)
+    return _kept_ratio(log_k, _is_within(log_k.detach(), correction_low, correction_high))
 
 
-# `sums` are those of log k over whole sequences, for k3_mask those of `k3(log k)`: [num_sequences].
+def kpop(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
+    """k where the binary KL divergences of pi_old and pi_rollout, in both directions, are at most
+    high, else 0, [tokens] (KPop of the Ring team: https://ringtech.notion.site/kpop)."""
+    assert inputs.rollout_logprobs is not None
+    old, sampled = (
+        log.where(inputs.mask > 0, 0.0) for log in (inputs.old_logprobs, inputs.rollout_logprobs)
+    )
+    largest = torch.maximum(binary_kl(old, sampled), binary_kl(sampled, old))
+    return _kept_ratio(log_k, largest <= correction_high)
+
+
+def _kept_ratio(log_k: Tensor, kept: Tensor) -> Tensor:
+    return exponentiate(log_k.detach().where(kept, 0.0)).where(kept, 0.0)
+
+
+def _is_within(logs: Tensor, low: float, high: float) -> Tensor:
+    """False for NaN, too."""
+    return (logs >= math.log(low)) & (logs <= math.log(high))
+
+
+def token_k1_mask(
+    inputs: LossInputs, log_k: Tensor, correction_low: float, correction_high: float
+) -> Tensor:
+    """1 where low <= k <= high, else 0, [tokens]."""
+    return _is_within(log_k.detach(), correction_low, correction_high).to(log_k.dtype)
+
+
+def token_k2_mask(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
+    """1 where log(k)^2 / 2 is at most high, else 0, [tokens]."""
+    return (0.5 * log_k.detach().square() <= correction_high).to(log_k.dtype)
+
+
+def token_k3_mask(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
+    """1 where k - 1 - log k is at most high, else 0, [tokens]."""
+    return (k3(log_k.detach()) <= correction_high).to(log_k.dtype)
+
+
+def is_outside(log_k: Tensor, correction_low: float, correction_high: float) -> Tensor:
+    """1 where k is out of [low, high], else 0, [tokens]: for `worst_token_mask`."""
+    return (~_is_within(log_k.detach(), correction_low, correction_high)).to(log_k.dtype)
+
+
+# `sums` are those of log k over whole sequences, for k3_mask those of `k3(log k)`, for
+# worst_token_mask those of `is_outside(log k)`: [num_sequences].
 
 
 def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
@@ -288,13 +418,17 @@ def sequence_mask(
     sums: Tensor, lengths: Tensor, correction_low: float, correction_high: float
 ) -> Tensor:
     """1 where low <= g <= high with g the geometric mean of k over a sequence, else 0."""
-    g = exponentiate(_mean(sums, lengths))
-    return ((g >= correction_low) & (g <= correction_high)).to(sums.dtype)
+    return _is_within(_mean(sums, lengths), correction_low, correction_high).to(sums.dtype)
 
 
 def k3_mask(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
     """1 where the mean of k - 1 - log k over a sequence is at most high, else 0."""
     return (_mean(sums, lengths) <= correction_high).to(sums.dtype)
+
+
+def worst_token_mask(sums: Tensor, lengths: Tensor) -> Tensor:
+    """1 where no token of a sequence is outside of its bounds, else 0."""
+    return (sums.detach() == 0).to(sums.dtype)
 
 
 def _mean(sums: Tensor, lengths: Tensor) -> Tensor:
@@ -324,6 +458,13 @@ def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> 
         return 0.5 * difference.square()
     assert estimator == "k3", estimator
     return k3(difference)
+
+
+def k3_unbiased(inputs: LossInputs, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """k3 times pi / pi_old, [tokens], with the gradient of both: the divergence of the present
+    policy from samples of the old one, in value and gradient (arXiv 2512.02556)."""
+    ratio = exponentiate(token_log_ratio(inputs))
+    return ratio * k3(reference_logprobs - logprobs)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

@@ -160,6 +160,8 @@ def _length_explosion(curves: _Curves) -> Iterator[Finding]:
 
 def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
     shares = curves.of("reward/zero_spread_groups")
+    if curves.of("distill/kl"):  # the teacher gives a gradient, too
+        return
     equal = set(curves.unsolved(step for step, share in shares.items() if share >= ZERO_SPREAD))
     streaks = [list(steps) for _, steps in groupby(shares, key=equal.__contains__)]
     long = (steps for steps in streaks if steps[0] in equal and len(steps) >= ZERO_SPREAD_STEPS)

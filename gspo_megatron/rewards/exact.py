@@ -1,4 +1,4 @@
-"""A reward of 1 for the exact answer and 0 for any other."""
+"""A reward of 1 for the exact answer and 0 for any other; and no reward at all."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -
     if ignore_case:
         response, answer = response.casefold(), answer.casefold()
     return float(response == answer)
+
+
+@register("none", answers=None)
+def none(sample: Sample) -> float:
+    """0.0 for every response: the policy learns from objective.distillation alone."""
+    return 0.0

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -80,11 +80,41 @@ class Shaping:
         return rewards
 
 
+# Parts that differ by float32 rounding alone have no spread, as in objectives/advantages.py.
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+
+
+def sum_of_normalized_parts(
+    parts: np.ndarray, groups: np.ndarray, std: Literal["sample", "population"]
+) -> np.ndarray:
+    """GDPO (arXiv 2601.05242): each part of a reward, weighted, minus its mean in the group and
+    divided by its standard deviation there; then their sum.
+
+    parts: [parts, num_sequences] float64, NaN in groups of failed calls; groups: [num_sequences];
+    the result: [num_sequences] float64, NaN in these groups. A part without spread in a group adds
+    exactly 0.
+    """
+    total = np.zeros(len(groups))
+    for number in np.unique(groups):
+        rows = groups == number
+        own = parts[:, rows]
+        differs = np.ptp(own, axis=1) > _ROUNDING * np.abs(own).max(axis=1)
+        centred = own - own.mean(axis=1, keepdims=True)
+        degrees = max(own.shape[1] - (std == "sample"), 1)
+        deviation = np.sqrt(np.square(centred).sum(axis=1) / degrees)
+        scaled = centred[differs] / deviation[differs, None]
+        total[rows] = np.nan if np.isnan(own).any() else scaled.sum(axis=0)
+    return total
+
+
 class Scorer:
     """A reward function as `reward` of the configuration wants it called."""
 
-    def __init__(self, reward: Reward, section: RewardSection) -> None:
-        self.reward, self.section = reward, section
+    def __init__(
+        self, reward: Reward, section: RewardSection, *, needs_parts: bool = False
+    ) -> None:
+        """needs_parts: a reward without named parts is an error."""
+        self.reward, self.section, self.needs_parts = reward, section, needs_parts
         # Of the run. None until a response was scored, on this rank or another one.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
@@ -160,9 +190,14 @@ class Scorer:
 
     def adopt(self, names: PartNames) -> None:
         """The parts that a response of this run has. Raises RewardError where `reward.weights` do
-        not fit them."""
+        not fit them, or where there are none and the advantage is that of each part."""
         weights, name = self.section.weights, self.reward.name
         self.part_names = names
+        if self.needs_parts and not names:
+            raise RewardError(
+                f"reward {name!r} returned no parts, and objective.advantage = gdpo normalises "
+                "each part by itself; return named parts, or set another advantage"
+            )
         for part in weights:
             if part not in names:
                 raise RewardError(

@@ -30,6 +30,7 @@ from gspo_megatron.platform.reduce_metrics import (
     mismatch_metrics,
     share_with_all_stages,
 )
+from gspo_megatron.rl.distillation import add_to_advantages, divergence_metrics, teacher_of
 from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
 
@@ -58,6 +59,10 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
+        self.teacher, distillation = None, section.distillation
+        if distillation.teacher is not None:
+            offload = section.reference_offload
+            self.teacher = teacher_of(distillation.teacher, policy, offload=offload)
         self.replay = RoutingReplayOff()
         if routing is not None and (routing.modes or routing.volatility):
             self.replay = RoutingReplay(policy, routing, self.device)
@@ -97,6 +102,9 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
+        if self.teacher is not None:  # it chooses its own experts
+            with self.teacher.in_place():
+                self._record(everything, "teacher_logprobs")
 
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
@@ -152,6 +160,12 @@ class PolicyUpdater:
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 reference_logprobs=micro_batch.reference_logprobs,
             )
+            teacher = micro_batch.teacher_logprobs
+            if teacher is not None:
+                if is_first:  # the policy is still the one that sampled
+                    self._metrics.add_means(divergence_metrics(inputs, teacher))
+                coefficient = self.section.distillation.coefficient
+                inputs = add_to_advantages(inputs, teacher, self.objective, coefficient)
             outputs = self.objective(inputs)
             if is_first:
                 # The policy is still the one that sampled: what its log-probs differ by from the

@@ -121,5 +121,5 @@ def collector_of(
     config: Config, inputs: Inputs, source: RolloutSource, reward: Reward, device: torch.device
 ) -> Collector:
     """Responses of a source, scored by the run's reward."""
-    scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward)
+    scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward, is_learnt=True)
     return Collector(config, inputs.files, source, scorer, device)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from gspo_megatron.config import Config
+from gspo_megatron.config.objectives import ObjectiveSection, learns_from_parts
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.environments.episode import (
     Episode,
@@ -25,7 +26,14 @@ from gspo_megatron.environments.records import records_of
 from gspo_megatron.environments.transcript import Written, joined_routes
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import FailedCalls, PartNames, Scorer, Shaping, describe
+from gspo_megatron.rewards.scoring import (
+    FailedCalls,
+    PartNames,
+    Scorer,
+    Shaping,
+    describe,
+    sum_of_normalized_parts,
+)
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
@@ -194,18 +202,39 @@ def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
 class GroupScorer:
     """Scores groups by one reward: that of a run, or of an evaluation suite."""
 
-    def __init__(self, scorer: Scorer, shaping: Shaping, tokenizer: Tokenizer) -> None:
-        self.scorer, self.shaping, self.tokenizer = scorer, shaping, tokenizer
+    def __init__(
+        self,
+        scorer: Scorer,
+        shaping: Shaping,
+        tokenizer: Tokenizer,
+        by_part: ObjectiveSection | None = None,
+    ) -> None:
+        """by_part: an objective whose advantage is that of the reward's parts (gdpo)."""
+        self.scorer, self.shaping, self.tokenizer, self.by_part = (
+            scorer,
+            shaping,
+            tokenizer,
+            by_part,
+        )
         # names of the reward's parts that all ranks know; None: nothing has been scored yet
         self.part_names: PartNames | None = None
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Tokenizer, reward: Reward, section: RewardSection
+        cls,
+        config: Config,
+        tokenizer: Tokenizer,
+        reward: Reward,
+        section: RewardSection,
+        *,
+        is_learnt: bool = False,
     ) -> GroupScorer:
-        """section: how the reward is called. Rewards of suites are shaped as those of the run."""
+        """section: how the reward is called; is_learnt: it is that of the run, not of a suite.
+        Rewards of suites are shaped as those of the run."""
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
-        return cls(Scorer(reward, section), shaping, tokenizer)
+        by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
+        scorer = Scorer(reward, section, needs_parts=by_part is not None)
+        return cls(scorer, shaping, tokenizer, by_part)
 
     @property
     def reward(self) -> Reward:
@@ -282,11 +311,24 @@ class GroupScorer:
                 turn_tokens.append(np.diff(score.ends, prepend=0).astype(np.int64))
         group.turn_rewards = np.concatenate(turn_rewards)
         group.turn_tokens = np.concatenate(turn_tokens)
+        if self.by_part is not None and names:
+            group.shaped = self._of_parts(group, names, self.by_part.advantage_std)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
             group.records = records_of(episodes, scores)
         group.failed_calls = np.array(failed, np.int64)
         group.reward_seconds = np.array([seconds])
+
+    def _of_parts(
+        self, group: RolloutGroup, names: PartNames, std: Literal["sample", "population"]
+    ) -> np.ndarray:
+        """What takes the place of the shaped rewards. The penalty of an overlong response is one
+        more part."""
+        assert group.parts is not None, "its names are there"
+        weights = self.scorer.section.weights
+        weighted = group.parts * [weights.get(name, 1.0) for name in names]
+        columns = np.stack([*weighted.T, group.shaped - group.rewards])
+        return sum_of_normalized_parts(columns, group.group_index, std)
 
     def adopt(self, names: PartNames) -> None:
         """The parts of the rewards of a group. Raises RewardError where they change in a run."""

@@ -139,7 +139,7 @@ def run_update(
     sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
-    if resolve_objective(section).correction == "none":
+    if not resolve_objective(section).corrections:
         # Old log-probs are the rollout's. (A correction has a ratio to the rollout's of its own.)
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)

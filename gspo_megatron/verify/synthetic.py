@@ -72,7 +72,7 @@ def synthetic_batch(
         response = int(torch.randint(1, length, (), generator=generator))
         if recipe.ratio != "token":
             noise = 0.02 * torch.randn(response, generator=generator)
-            scale = 1 / response if recipe.ratio == "sequence_product" else 1.0
+            scale = 1 / response if "product" in recipe.ratio else 1.0
             log_ratios = levels[number % 4] * scale + noise - noise.mean()
         else:
             log_ratios = levels[torch.randint(0, 4, (response,), generator=generator)]

@@ -37,6 +37,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "correction": "k3_mask",
         "correction_high": 1.8e-4,
     },
+    "two corrections": {
+        "name": "dapo",
+        "correction": ["worst_token_mask", "token_tis"],
+        "correction_low": {"worst_token_mask": 0.995},
+        "correction_high": {"worst_token_mask": 1.005, "token_tis": 1.001},
+    },
+    "unbiased kl": {"name": "gspo", "kl": "k3_unbiased", "kl_coefficient": 0.3},
     "off-policy mask": {"name": "gspo", "off_policy_mask": 1e-4},
 }
 

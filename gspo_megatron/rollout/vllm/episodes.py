@@ -51,7 +51,7 @@ class Scorers:
     def __init__(self, config: Config, inputs: Inputs) -> None:
         wanted, suites = config.reward, config.evaluation.suites
         reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
-        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, wanted)
+        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, wanted, is_learnt=True)
         self._of_suites = {
             suite_key(name): GroupScorer.of(config, inputs.tokenizer, of_suite, suites[name].reward)
             for name, of_suite in suite_rewards(suites).items()

@@ -226,7 +226,8 @@ parallel: 4
         (
             "objective.name='gsop'",
             "unknown value; did you mean gspo? allowed: gspo, gspo_token, grpo, dapo, dr_grpo, "
-            "cispo, sapo, gmpo, luspo, minirl, reinforce_leave_one_out",
+            "cispo, sapo, gmpo, luspo, minirl, reinforce_leave_one_out, dppo_tv, dppo_kl, "
+            "ipo, vespo",
         ),
         (
             "training.precision='int8'",

@@ -160,6 +160,10 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; allowed: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
          "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; allowed: true"),
+        (1, ["objective.advantage=gdpo", "reward.scale=2.0"], "reward.scale = 2.0",
+         "normalises each part of the reward by itself; allowed: 1.0"),
+        (1, ["objective.advantage=gdpo", "reward.clip=1.0"], "reward.clip = 1.0",
+         "normalises each part of the reward by itself; allowed: null"),
         (1, ["reward.overlong_buffer=32"], "reward.overlong_buffer = 32",
          "leaves no response of max_response_tokens = 32 without a penalty; allowed: null, or "
          "below"),

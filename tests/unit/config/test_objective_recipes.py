@@ -17,7 +17,8 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.schema import ObjectiveSection
-from gspo_megatron.objectives import advantages, parts
+from gspo_megatron.objectives import parts
+from gspo_megatron.objectives.advantages import build_advantages
 
 OWN = {"import_path": "mine:loss"}
 
@@ -27,38 +28,45 @@ def problems(**keys: Any) -> list[str]:
 
 
 def numbers(**keys: Any) -> dict[str, float]:
-    return dict(resolve_objective(ObjectiveSection(**keys)).parameters)
+    """The numbers of the rule and of the only correction."""
+    recipe = resolve_objective(ObjectiveSection(**keys))
+    [bounds] = recipe.corrections.values() or [{}]
+    return {**recipe.parameters, **bounds}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_parts_of_a_recipe_exist_and_mix(name):
     recipe = RECIPES[name]
-    assert recipe.aggregation in AGGREGATIONS and recipe.correction in CORRECTIONS
+    assert recipe.aggregation in AGGREGATIONS and recipe.corrections == {}
     assert recipe.ratio in RULES[recipe.rule].ratios
-    assert callable(getattr(advantages, recipe.advantage))
+    assert recipe.advantage in ADVANTAGES
     assert set(recipe.parameters) == set(RULES[recipe.rule].defaults)
-    assert "arXiv" in recipe.source
+    assert "arXiv" in recipe.source or name == "ipo"
     assert problems(name=name) == []
 
 
 def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
     tensors = {"inputs", "ratio", "advantages", "log_k", "sums", "lengths"}
     declared = [(rule.function, rule.defaults) for rule in RULES.values()]
-    declared += [(name, each.defaults) for name, each in CORRECTIONS.items() if name != "none"]
+    for name, each in CORRECTIONS.items():
+        counts = each.summed == "is_outside"  # which has the bounds
+        declared += [("is_outside", each.defaults)] if counts else []
+        declared.append((name, {} if counts else each.defaults))
     for function, defaults in declared:
         arguments = inspect.signature(getattr(parts, function)).parameters.keys()
         assert arguments - tensors == defaults.keys(), function
 
 
 def test_every_advantage_exists_and_a_ratio_of_one_is_within_the_bounds():
-    assert all(callable(getattr(advantages, name)) for name in ADVANTAGES)
+    for name in ADVANTAGES:
+        assert callable(build_advantages(ObjectiveSection(advantage=name)).of_sequences)
     for correction in CORRECTIONS.values():
         bounds = correction.defaults
         if "correction_low" in bounds:
             assert bounds["correction_low"] < 1 < bounds["correction_high"]
 
 
-TOKEN_CORRECTIONS = ("token_tis", "icepop")
+TOKEN_CORRECTIONS = ("token_tis", "icepop", "kpop")
 SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "clip_high": 0.27}
 
 
@@ -137,7 +145,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         # bug 8: weights of tokens on a sequence
         *(
             ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
-             "would vary within it", "sequence_tis, sequence_mask, k3_mask")
+             "would vary within it", "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
             for name in ("gspo", "gspo_token", "luspo", "gmpo", "reinforce_leave_one_out")
             for correction in TOKEN_CORRECTIONS
         ),
@@ -151,11 +159,11 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         *(
             ({"name": "grpo", "correction": correction, "old_logprobs": "rollout"},
              f"objective.correction = '{correction}'", "they are the same", "none")
-            for correction in sorted(CORRECTIONS.keys() - {"none"})
+            for correction in sorted(CORRECTIONS)
         ),
         *(
             ({"name": "minirl", "correction": correction}, f"objective.correction = '{correction}'",
-             "once more", "none, sequence_mask, k3_mask")
+             "once more", "none, token_k1_mask")
             for correction in (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
         ),
         ({"name": "grpo", "correction": "icepop", "correction_low": 6.0},
@@ -163,7 +171,39 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"name": "gspo", "correction": "sequence_mask", "correction_low": 1.2,
           "correction_high": 1.1},
          "objective.correction_high = 1.1", "every response", "above correction_low = 1.2"),
+        # several corrections
+        ({"name": "grpo", "correction": ["token_tis", "icepop"]},
+         "objective.correction = ['token_tis', 'icepop']", "weight twice", "one of them, with any"),
+        ({"name": "grpo", "correction": ["k3_mask", "k3_mask"]},
+         "objective.correction = ['k3_mask', 'k3_mask']", "twice", "each once"),
+        ({"name": "gspo", "correction": ["sequence_mask", "token_tis"]},
+         "objective.correction = ['sequence_mask', 'token_tis']", "token_tis weights single tokens",
+         "sequence_tis, sequence_mask"),
+        ({"name": "grpo", "correction": ["sequence_mask", "token_tis"], "correction_high": 2.0},
+         "objective.correction_high = 2.0", "one number for several",
+         "{sequence_mask: NUMBER, token_tis: NUMBER}"),
+        ({"name": "grpo", "correction": "token_tis", "correction_high": {"icepop": 2.0}},
+         "objective.correction_high = {'icepop': 2.0}", "nothing reads icepop", "token_tis"),
+        ({"name": "grpo", "correction": ["k3_mask", "token_tis"],
+          "correction_low": {"token_tis": 1.0}},
+         "objective.correction_low = {'token_tis': 1.0}", "correction k3_mask and token_tis",
+         "null"),
+        ({"name": "grpo", "correction": ["sequence_mask", "token_tis"],
+          "correction_low": {"sequence_mask": 1.2}},
+         "objective.correction_low = {'sequence_mask': 1.2}", "every response",
+         "below correction_high = 1.01"),
+        ({"name": "grpo", "correction": ["k3_mask", "token_tis"], "old_logprobs": "rollout"},
+         "objective.correction = ['k3_mask', 'token_tis']", "they are the same", "none"),
+        # parts of a reward
+        ({"advantage": "gdpo", "kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
+         "objective.kl_in = 'reward'", "no single reward", "loss"),
+        ({"kl": "k3_unbiased", "kl_coefficient": 0.1, "kl_in": "reward"},
+         "objective.kl = 'k3_unbiased'", "is 1 where the reward", "k3, or objective.kl_in = loss"),
         # rules on ratios that they are not defined on
+        ({"name": "vespo", "rule": "min_clip"}, "objective.rule = 'min_clip'",
+         "not defined on ratio sequence_product_token", "gamma_weight"),
+        ({"name": "gspo", "rule": "binary_kl_mask"}, "objective.rule = 'binary_kl_mask'",
+         "not defined on ratio sequence", "min_clip"),
         ({"name": "gspo", "rule": "masked"}, "objective.rule = 'masked'",
          "not defined on ratio sequence", "min_clip, dual_clip, soft_gate, geometric_clip"),
         ({"name": "grpo", "rule": "geometric_clip"}, "objective.rule = 'geometric_clip'",
@@ -178,7 +218,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"name": "gspo", "dual_clip": 3.0}, "objective.dual_clip = 3.0", "nothing reads it",
          "null"),
         ({"name": "grpo", "correction_high": 2.0}, "objective.correction_high = 2.0",
-         "nothing reads it with rule min_clip and correction none", "null"),
+         "nothing reads it with correction none", "null"),
         ({"name": "grpo", "correction": "token_tis", "correction_low": 0.5},
          "objective.correction_low = 0.5", "correction token_tis", "null"),
         ({"options": {"beta": 1}}, "objective.options = {'beta': 1}", "nothing reads it",
@@ -236,6 +276,21 @@ def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, l
         {"name": "gspo", "correction": "sequence_tis", "correction_high": 1.01},
         {"name": "luspo", "correction": "k3_mask"},
         {"name": "minirl", "correction": "sequence_mask"},
+        {"name": "minirl", "correction": ["sequence_mask", "token_k2_mask", "worst_token_mask"]},
+        {
+            "name": "grpo",
+            "correction": ["sequence_mask", "token_tis"],
+            "correction_low": {"sequence_mask": 0.999},
+            "correction_high": {"sequence_mask": 1.001, "token_tis": 3.0},
+        },
+        {
+            "name": "reinforce_leave_one_out",
+            "correction": ["sequence_mask", "sequence_product_tis"],
+        },
+        {"name": "grpo", "correction": ["kpop"], "correction_high": 0.2},
+        {"name": "gspo", "correction": []},
+        {"name": "dapo", "advantage": "gdpo", "advantage_std": "population"},
+        {"kl": "k3_unbiased", "kl_coefficient": 0.1},
         {"name": "minirl", "old_logprobs": "rollout"},
         {"name": "dapo", "correction": "icepop", "correction_low": 0.2, "correction_high": 3.0},
         {"name": "grpo", "aggregation": "token_sum"},

@@ -56,13 +56,14 @@ def make_inputs(
     mask = (torch.rand(tokens, generator=generator) > 0.25).to(dtype)
     mask[(torch.tensor(lengths).cumsum(0) - 1)] = 1  # no sequence is empty
     old = -normal(tokens).abs() - 0.1
-    new = old + spread * (normal(tokens) + normal(sequences)[index])
+    # log-probs are below 0
+    new = (old + spread * (normal(tokens) + normal(sequences)[index])).clamp(max=-0.01)
     advantages = normal(sequences)
     advantages[sequences // 2] = 0.0
     lengths_in_mask = torch.zeros(sequences, dtype=dtype).index_add(0, index, mask)
     entropy = normal(tokens).abs().to(dtype)
     token_advantages = normal(tokens).to(dtype) if with_token_advantages else None
-    rollout = old - mismatch * (normal(tokens) + normal(sequences)[index])
+    rollout = (old - mismatch * (normal(tokens) + normal(sequences)[index])).clamp(max=-0.01)
     reference = (new + 0.3 * normal(tokens)).to(dtype) if with_reference else None
     return LossInputs(
         logprobs=new.to(dtype).requires_grad_(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,63 @@ def minirl(response: Response, clip_low: float, clip_high: float) -> list[Term]:
     return terms
 
 
+def _step(response: Response, t: int) -> tuple[float, float]:
+    """pi_old and pi of a token."""
+    return math.exp(response.old[t]), math.exp(float(response.new[t].detach()))
+
+
+def bernoulli_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def dppo(response: Response, kind: str, max_divergence: float) -> list[Term]:
+    """arXiv 2602.04879: M_it w_it A, with M_it = 0 where A > 0 and pi > pi_old, or A < 0 and pi <
+    pi_old, and their divergence, binary total variation or binary KL, exceeds the bound."""
+    terms = []
+    for t, advantage in enumerate(response.token_advantages):
+        ratio, (old, new) = response.token_ratio(t), _step(response, t)
+        far = abs(new - old) if kind == "tv" else bernoulli_kl(old, new)
+        outside = far > max_divergence
+        side = (
+            "high" if new > old and advantage > 0 else "low" if new < old and advantage < 0 else ""
+        )
+        side = side if outside else ""
+        terms.append(
+            Term(0.0 if side else ratio * advantage, float(ratio.detach()), (side, outside))
+        )
+    return terms
+
+
+def ipo(response: Response, max_divergence: float, log_ratio_penalty: float) -> list[Term]:
+    """prime-rl's loss: w_it A where |pi - pi_old| is within the bound, minus tau (log w_it)^2."""
+    terms = []
+    for t, advantage in enumerate(response.token_advantages):
+        ratio, (old, new) = response.token_ratio(t), _step(response, t)
+        outside = abs(new - old) > max_divergence
+        value = -log_ratio_penalty * torch.log(ratio) ** 2
+        value = value if outside else value + ratio * advantage
+        side = ("high" if new > old else "low") if outside and advantage != 0 else ""
+        terms.append(Term(value, float(ratio.detach()), (side, outside)))
+    return terms
+
+
+def vespo(
+    response: Response,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> list[Term]:
+    """arXiv 2602.10693: sg[W^k e^(lambda (1 - W))] A log pi(y_it), W = prod_t w_it."""
+    product = float(response.product_ratio().detach())
+    terms = []
+    for t, advantage in enumerate(response.token_advantages):
+        k, fall = (k_positive, lambda_positive) if advantage >= 0 else (k_negative, lambda_negative)
+        weight = product**k * math.exp(fall * (1 - product))
+        terms.append(Term(weight * advantage * response.new[t], product))
+    return terms
+
+
 # --- The table -----------------------------------------------------------------------------------
 
 
@@ -199,6 +257,20 @@ PAPERS: dict[str, Paper] = {
     "luspo": Paper(luspo, "token_sum", _SEQUENCES, 1e-3),
     "minirl": Paper(minirl, "token_sum", _GRPO, 0.4),
     "reinforce_leave_one_out": Paper(reinforce_leave_one_out, "sequence_mean", _PPO, 0.1),
+    "dppo_tv": Paper(partial(dppo, kind="tv"), "token_mean", {"max_divergence": 0.15}, 0.6),
+    "dppo_kl": Paper(partial(dppo, kind="kl"), "token_mean", {"max_divergence": 0.05}, 0.6),
+    "ipo": Paper(ipo, "token_mean", {"max_divergence": 0.1, "log_ratio_penalty": 1e-3}, 0.6),
+    "vespo": Paper(
+        vespo,
+        "token_mean",
+        {
+            "k_positive": 2.0,
+            "lambda_positive": 3.0,
+            "k_negative": 3.0,
+            "lambda_negative": 2.0,
+        },
+        0.1,
+    ),
 }
 LONGEST = 40  # rollout.max_response_tokens of the tests
 
@@ -214,6 +286,14 @@ def divisor(aggregation: str, length: int, inputs: LossInputs) -> float:
     }[aggregation]
 
 
+TOKEN_MASKS: dict[str, Callable[[float, float, float], bool]] = {
+    "token_k1_mask": lambda k, low, high: low <= k <= high,
+    "token_k2_mask": lambda k, low, high: math.log(k) ** 2 / 2 <= high,
+    "token_k3_mask": lambda k, low, high: k - 1 - math.log(k) <= high,
+}
+OF_TOKENS = ("token_tis", "icepop", "kpop", *TOKEN_MASKS)
+
+
 def correction_weights(
     name: str, response: Response, high: float = math.inf, low: float = 0.0
 ) -> list[float]:
@@ -225,19 +305,46 @@ def correction_weights(
         return [min(k, high) for k in ratios]
     if name == "icepop":
         return [k if low <= k <= high else 0.0 for k in ratios]
+    if name == "kpop":
+        return [
+            k if max(bernoulli_kl(p, q), bernoulli_kl(q, p)) <= high else 0.0
+            for k, p, q in zip(ratios, map(math.exp, response.old), map(math.exp, response.rollout))
+        ]
+    if name in TOKEN_MASKS:
+        return [float(TOKEN_MASKS[name](k, low, high)) for k in ratios]
     one = {
         "sequence_tis": min(mean, high),
         "sequence_mask": 1.0 if low <= mean <= high else 0.0,
         "sequence_product_tis": min(math.prod(ratios), high),
         "k3_mask": float(sum(k - 1 - math.log(k) for k in ratios) / len(logs) <= high),
+        "worst_token_mask": float(all(low <= k <= high for k in ratios)),
     }[name]
     return [one] * len(logs)
 
 
-def divergence(kind: str, new: Tensor, reference: float) -> Tensor:
-    """Schulman's estimators of KL(pi, reference) from a sample of pi."""
+def divergence(kind: str, new: Tensor, reference: float, old: float) -> Tensor:
+    """Schulman's estimators of KL(pi, reference) from a sample of pi; k3_unbiased from a sample of
+    pi_old (arXiv 2512.02556, with the ratio in front)."""
     log = reference - new
-    return {"k1": -log, "k2": log**2 / 2, "k3": torch.exp(log) - log - 1}[kind]
+    k3 = torch.exp(log) - log - 1
+    ratio = torch.exp(new) / math.exp(old)
+    return {"k1": -log, "k2": log**2 / 2, "k3": k3, "k3_unbiased": ratio * k3}[kind]
+
+
+def corrections_of(keys: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Each correction of a section with its bounds, which a section gives by name where there are
+    several."""
+    names = keys.get("correction", "none")
+    names = names if isinstance(names, list) else [] if names == "none" else [names]
+    sides = {side: keys[k] for side in ("low", "high") if (k := f"correction_{side}") in keys}
+    return {
+        name: {
+            side: bound[name] if isinstance(bound, dict) else bound
+            for side, bound in sides.items()
+            if not isinstance(bound, dict) or name in bound
+        }
+        for name in names
+    }
 
 
 # --- A whole batch -------------------------------------------------------------------------------
@@ -268,12 +375,11 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
     paper = PAPERS[name]
     numbers = paper.numbers | {k: keys[k] for k in (*paper.numbers, "dual_clip") if k in keys}
     aggregation = keys.get("aggregation", paper.aggregation)
-    correction, kl = keys.get("correction", "none"), keys.get("kl", "none")
-    bounds = {side: keys[k] for side in ("low", "high") if (k := f"correction_{side}") in keys}
+    corrections, kl = corrections_of(keys), keys.get("kl", "none")
     new = inputs.logprobs.detach().double().requires_grad_()
     entropy = inputs.entropy.detach().double().requires_grad_()
     policy = penalty = bonus = torch.zeros((), dtype=torch.float64)
-    rows: list[tuple[Response, list[Term], list[Clip], list[float], bool]] = []
+    rows: list[tuple[Response, list[Term], list[Clip], dict[str, list[float]], bool]] = []
     geometric = []
     for i in range(len(inputs.advantages)):
         response = _response(inputs, i, new, entropy)
@@ -285,9 +391,11 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
         terms = found if isinstance(found, list) else [found]
         clips = [term.clip for term in terms] if isinstance(found, list) else found.clip
         clips = clips if isinstance(clips, list) else [clips] * len(response)
-        weights = [1.0] * len(response)
-        if correction != "none":
-            weights = correction_weights(correction, response, **bounds)
+        of_each = {
+            each: correction_weights(each, response, **bounds)
+            for each, bounds in corrections.items()
+        }
+        weights = [math.prod(row) for row in zip([1.0] * len(response), *of_each.values())]
         mask = keys.get("off_policy_mask")
         dropped = mask is not None and response.advantage < 0
         dropped = dropped and -sum(response.drift()) / len(response) > mask
@@ -296,11 +404,13 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
         for term, weight in zip(terms, weights, strict=False):
             policy = policy - of_term * weight * (not dropped) * term.value
         if kl != "none":
-            for n, reference in zip(response.new, response.reference, strict=True):
+            for n, old, reference in zip(
+                response.new, response.old, response.reference, strict=True
+            ):
                 # a penalty is a token's whatever the ratio: by the objective's own divisor
-                penalty = penalty + by * divergence(kl, n, reference)
+                penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
-        rows.append((response, terms, clips, weights, dropped))
+        rows.append((response, terms, clips, of_each | {"": weights}, dropped))
     in_loss = kl != "none" and keys.get("kl_in") != "reward"
     loss = policy - keys.get("entropy_coefficient", 0.0) * bonus
     loss = loss + keys["kl_coefficient"] * penalty if in_loss else loss
@@ -338,12 +448,14 @@ def _count_metrics(expected: Expected, rows: list[Any], keys: dict[str, Any]) ->
     flags = [[outside for _, outside in clips] for _, _, clips, _, _ in rows]
     expected.count("clip/token/outside", (flag for row in flags for flag in row))
     expected.count("clip/sequence/outside", map(any, flags))
-    if keys.get("correction", "none") != "none":
-        of_tokens = keys["correction"] in ("token_tis", "icepop")
-        weights = [w for row in rows for w in (row[3] if of_tokens else row[3][:1])]
-        expected.count("correction/weight", weights)
-        expected.count("correction/squared_weight", (w * w for w in weights))
-        expected.count("correction/dropped", (w == 0 for w in weights))
+    names = list(corrections_of(keys))
+    for name in ("", *(names if len(names) > 1 else ())) if names else ():
+        of_tokens = bool({*([name] if name else names)} & {*OF_TOKENS})
+        weights = [w for row in rows for w in (row[3][name] if of_tokens else row[3][name][:1])]
+        prefix = f"correction/{name}" if name else "correction"
+        expected.count(f"{prefix}/weight", weights)
+        expected.count(f"{prefix}/squared_weight", (w * w for w in weights))
+        expected.count(f"{prefix}/dropped", (w == 0 for w in weights))
     if "off_policy_mask" in keys:
         expected.count("off_policy/dropped", (row[4] for row in rows))
 

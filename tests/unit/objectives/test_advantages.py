@@ -6,6 +6,7 @@ import random
 import statistics
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +18,10 @@ from gspo_megatron.objectives.advantages import (
     group_mean,
     group_mean_std,
     leave_one_out,
+    max_rl,
     zero_spread_groups,
 )
+from gspo_megatron.rewards.scoring import sum_of_normalized_parts
 
 ALL = {
     "mean": group_mean,
@@ -27,6 +30,7 @@ ALL = {
     "batch": batch_std,
     "batch population": partial(batch_std, std="population"),
     "leave one out": leave_one_out,
+    "max rl": max_rl,
 }
 ONE_GROUP = torch.zeros(3, dtype=torch.long)
 
@@ -54,6 +58,8 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
     expected["leave one out"] = [  # r - the mean of the others
         r - (sum(groups[i]) - r) / (len(groups[i]) - 1) for r, i in pairs
     ]
+    means = {number: statistics.mean(values) for number, values in groups.items()}
+    expected["max rl"] = [(r - means[i]) / means[i] if means[i] > 0 else 0.0 for r, i in pairs]
     tensors = torch.tensor(rewards, dtype=torch.float64), torch.tensor(index)
     assert expected.keys() == ALL.keys()
     for key, values in expected.items():
@@ -61,6 +67,7 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
         assert found.dtype == torch.float32
         # The result is rounded to float32 once.
         assert found.tolist() == pytest.approx(values, rel=1e-7, abs=1e-7), key
+    assert min(means.values()) < 0 < max(means.values()) or seed != 0  # both cases of max_rl
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7, 1e6])
@@ -99,12 +106,44 @@ def test_what_has_no_spread_within_a_group_has_no_advantage(kind):
         ({"name": "minirl"}, "mean"),
         ({"name": "reinforce_leave_one_out"}, "leave one out"),
         ({"name": "dr_grpo", "advantage": "group_mean_std"}, "sample"),
+        ({"advantage": "max_rl"}, "max rl"),
     ],
 )
 def test_the_advantage_of_a_configuration(keys, kind):
     rewards, index = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     found = build_advantages(ObjectiveSection(**keys)).of_sequences(rewards, index)
     assert torch.equal(found, ALL[kind](rewards, index))
+
+
+@pytest.mark.parametrize("std", ["sample", "population"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gdpo_normalises_each_part_in_its_group_and_adds_up(seed: int, std: str) -> None:
+    rng = random.Random(seed)
+    index = [7, 7, 7, 2, 2, 2, 2]
+    parts = {
+        "right": [float(rng.random() < 0.5) for _ in index],
+        "short": [rng.gauss(0, 100) for _ in index],
+        "constant": [0.3] * 7,  # no spread: it adds nothing, and no NaN
+    }
+    deviation = statistics.stdev if std == "sample" else statistics.pstdev
+    expected = [0.0] * len(index)
+    for values in parts.values():
+        for group in set(index):
+            rows = [row for row, number in enumerate(index) if number == group]
+            own = [values[row] for row in rows]
+            for row in rows if max(own) > min(own) else ():
+                expected[row] += (values[row] - statistics.mean(own)) / deviation(own)
+    summed = sum_of_normalized_parts(np.array(list(parts.values())), np.array(index), std)
+    section = ObjectiveSection(advantage="gdpo", advantage_std=std)
+    found = build_advantages(section).of_sequences(torch.tensor(summed), torch.tensor(index))
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_gdpo_of_a_failed_call_a_group_of_one_and_equal_parts() -> None:
+    parts = np.array([[1.0, np.nan, 0.1 + 0.2, 0.3, 5.0], [0.0, np.nan, 1.0, 1.0, 5.0]])
+    found = sum_of_normalized_parts(parts, np.array([0, 0, 1, 1, 2]), "sample")
+    assert np.isnan(found[:2]).all() and found[2:].tolist() == [0, 0, 0]
 
 
 def test_small_but_real_spreads_are_not_damped():

@@ -152,7 +152,7 @@ def test_k3_mask_bounds_the_divergence_of_the_rollouts_policy_from_the_old_one()
 def test_bounds_belong_to_what_is_kept():
     logs = torch.tensor([0.5, 1.0, 2.0, 2.5], dtype=torch.float64).log()
     ones = torch.ones(4, dtype=torch.float64)
-    assert parts.icepop(logs, 0.5, 2.0).tolist() == pytest.approx([0.5, 1, 2, 0])
+    assert parts.icepop(make_inputs(1), logs, 0.5, 2.0).tolist() == pytest.approx([0.5, 1, 2, 0])
     assert parts.sequence_mask(logs, ones, 0.6, 2.1).tolist() == [0, 1, 1, 0]
 
 

@@ -33,7 +33,10 @@ from tests.unit.objectives.batches import (
 )
 from tests.unit.objectives.papers import PAPERS, Expected, expect
 
-OF_TOKENS = ["gspo_token", "grpo", "dapo", "dr_grpo", "cispo", "sapo", "minirl"]
+OF_TOKENS = [
+    *("gspo_token", "grpo", "dapo", "dr_grpo", "cispo", "sapo", "minirl"),
+    *("dppo_tv", "dppo_kl", "ipo", "vespo"),
+]
 
 
 class Case(NamedTuple):
@@ -57,6 +60,10 @@ OTHER_NUMBERS = {
     "sapo": {"tau_positive": 1.6, "tau_negative": 0.7},
     "gmpo": {"log_clip": 0.2},
     "minirl": {"clip_low": 0.3, "clip_high": 0.1},
+    "dppo_tv": {"max_divergence": 0.05},
+    "dppo_kl": {"max_divergence": 0.01},
+    "ipo": {"max_divergence": 0.05, "log_ratio_penalty": 0.7},
+    "vespo": {"k_positive": 1.5, "lambda_positive": 0.5, "k_negative": 0.5, "lambda_negative": 4.0},
 }
 DUAL_CLIPS = {"gspo": 1.001, "gspo_token": 1.001, "grpo": 1.5, "dapo": 1.5}
 # Bounds, and the size of log pi_old - log pi_rollout at which they bind for a part of the weights.
@@ -68,7 +75,27 @@ BOUNDS: dict[str, tuple[dict[str, float], float]] = {
     "sequence_product_tis": ({"correction_high": 2.0}, 0.3),
     # so large that the order of the two policies matters
     "k3_mask": ({"correction_high": 0.4}, 0.7),
+    "kpop": ({"correction_high": 0.1}, 0.7),
+    "token_k1_mask": ({"correction_low": 0.6, "correction_high": 1.8}, 0.5),
+    "token_k2_mask": ({"correction_high": 0.1}, 0.5),
+    "token_k3_mask": ({"correction_high": 0.1}, 0.5),
+    "worst_token_mask": ({"correction_low": 0.3, "correction_high": 3.5}, 0.5),
 }
+# Several at once: masks of sequences, of tokens, and one weight, with bounds by name.
+PAIRS: list[tuple[str, list[str], dict[str, dict[str, float]]]] = [
+    ("gspo", ["sequence_mask", "sequence_tis"], {"correction_low": {"sequence_mask": 0.8},
+     "correction_high": {"sequence_mask": 1.5, "sequence_tis": 1.1}}),
+    ("grpo", ["token_tis", "sequence_mask"], {"correction_low": {"sequence_mask": 0.8},
+     "correction_high": {"sequence_mask": 1.4, "token_tis": 1.2}}),
+    ("reinforce_leave_one_out", ["sequence_mask", "sequence_product_tis"],
+     {"correction_low": {"sequence_mask": 0.8},
+      "correction_high": {"sequence_mask": 1.4, "sequence_product_tis": 1.5}}),
+    ("dapo", ["worst_token_mask", "k3_mask", "kpop"], {"correction_low": {"worst_token_mask": 0.5},
+     "correction_high": {"worst_token_mask": 4.0, "k3_mask": 0.2, "kpop": 0.2}}),
+    ("minirl", ["k3_mask", "token_k2_mask", "sequence_mask"],
+     {"correction_low": {"sequence_mask": 0.7},
+      "correction_high": {"sequence_mask": 1.6, "k3_mask": 0.3, "token_k2_mask": 0.1}}),
+]  # fmt: skip
 
 
 def allowed(keys: dict[str, Any]) -> bool:
@@ -78,7 +105,7 @@ def allowed(keys: dict[str, Any]) -> bool:
 def cases() -> Iterator[Case]:
     for name, paper in PAPERS.items():
         yield Case(name)
-        for kl in ("k1", "k2", "k3"):
+        for kl in ("k1", "k2", "k3", "k3_unbiased"):
             keys = {"kl": kl, "kl_coefficient": 0.3, "entropy_coefficient": 0.2}
             keys |= {"off_policy_mask": 0.3 * paper.spread}
             yield Case(name, keys, {"with_reference": True})
@@ -86,6 +113,8 @@ def cases() -> Iterator[Case]:
             keys = {"correction": correction, **bounds}
             if allowed({"name": name, **keys}):
                 yield Case(name, keys, {"mismatch": mismatch})
+    for name, corrections, bounds in PAIRS:
+        yield Case(name, {"correction": corrections, **bounds}, {"mismatch": 0.5})
     for name in OF_TOKENS:
         yield Case(name, {}, {"with_token_advantages": True})
     for name, numbers in OTHER_NUMBERS.items():
@@ -238,14 +267,13 @@ def test_every_key_of_a_case_changes_what_is_expected(case: Case) -> None:
 
 def test_the_table_has_every_objective_and_correction() -> None:
     assert RECIPES.keys() == PAPERS.keys()
-    assert {"none", *BOUNDS} == CORRECTIONS.keys()
-    corrected = {case.keys.get("correction") for case in CASES}
-    assert BOUNDS.keys() <= corrected
+    assert BOUNDS.keys() == CORRECTIONS.keys()
+    assert BOUNDS.keys() <= {str(case.keys.get("correction")) for case in CASES}
 
 
 @EVERY_OBJECTIVE
 def test_the_batches_make_both_sides_of_the_clip_bind(name: str) -> None:
-    sides = {"cispo": ["high"], "sapo": []}.get(name, ["low", "high"])
+    sides = {"cispo": ["high"], "sapo": [], "vespo": []}.get(name, ["low", "high"])
     both = [expect(name, batch(Case(name), seed, 0.0)).means for seed in range(4)]
     for level in ("token", "sequence"):
         for side in ("low", "high"):
@@ -255,7 +283,7 @@ def test_the_batches_make_both_sides_of_the_clip_bind(name: str) -> None:
     outside, binding = (
         sum(m[f"clip/token/{key}"][0] for m in both) for key in ("outside", "binding")
     )
-    assert outside > binding or name in ("cispo", "sapo")
+    assert outside > binding or name in ("cispo", "sapo", "vespo", "ipo")
 
 
 @EVERY_OBJECTIVE

@@ -95,7 +95,7 @@ def test_unknown_name_lists_the_legal_ones() -> None:
     (line,) = refusal(get_reward, "exact")
     assert line == (
         "reward.name = exact: no such reward; allowed: code, exact_match, llm_judge, math, "
-        "per_character, or give your own with reward.import_path"
+        "none, per_character, or give your own with reward.import_path"
     )
 
 

@@ -3,15 +3,17 @@ saved, and what the ranks agree on about a scoring."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
@@ -19,6 +21,7 @@ from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron import rollouts
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
+from gspo_megatron.types import Sample
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -213,3 +216,41 @@ def test_ranks_wait_for_the_slowest_and_count_the_failures_of_all(
     source = object.__new__(MegatronRollouts)
     failed, seconds = source._agree(scorer, None, FailedCalls(1, 1, 1))
     assert failed == FailedCalls(3, 4, 2) and seconds == 7.5
+
+
+# Advantages of the parts of a reward
+
+
+def scored_by(config: Config, function: Callable[[Sample], Any], lengths: list[int]) -> np.ndarray:
+    """What is trained on, for responses of these lengths, the first two to one prompt."""
+    given = [Sample("p", "", f"r{n}", False, num_tokens=size) for n, size in enumerate(lengths)]
+    tokenizer: Any = None
+    reward = Reward("mine", function)
+    scorer = GroupScorer.of(config, tokenizer, reward, config.reward, is_learnt=True)
+    group: Any = SimpleNamespace(group_index=np.array([0, 0, *range(1, len(lengths) - 1)]))
+    scores, failed = scorer.scorer.score(given)
+    scorer.fill_in(group, given, scores, failed, 0.0)
+    return group.shaped
+
+
+def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None:
+    config = config_of(
+        objective={"advantage": "gdpo", "advantage_std": "population"},
+        reward={"weights": {"b": -3.0}, "overlong_buffer": 4, "overlong_penalty": 0.5},
+        rollout={"max_response_tokens": 8},
+    )
+
+    def parts(sample: Sample) -> dict[str, float]:
+        return {"a": 1e6 * (sample.response == "r0"), "b": float(sample.response == "r1")}
+
+    # the first is better in both parts, whatever their size, and too long; the third is alone
+    assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 1 - 1, -1 - 1 + 1, 0])
+    assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([2, -2, 0])
+
+
+def test_gdpo_needs_parts() -> None:
+    config = config_of(objective={"advantage": "gdpo"})
+    with pytest.raises(RewardError, match="'mine' returned no parts, and objective.advantage"):
+        scored_by(config, lambda _: 1.0, [1, 1])
+    plain = config_of(objective={"advantage": "group_mean"})
+    assert scored_by(plain, lambda _: 1.0, [1, 1]).tolist() == [1, 1]
