@@ -157,14 +157,12 @@ class Family:
         hf |= {
             "vocab_size": vocab_size,
             "max_position_embeddings": shape.max_sequence_length,
-            **write_rope(shape),
+            **write_rope(shape, self.rope),
             "tie_word_embeddings": shape.tie_embeddings,
             "attention_dropout": 0.0,
         }
         if self.next_token_layers is not None:
             hf[self.next_token_layers] = 0
-        if self.rope.percent is None:
-            del hf["partial_rotary_factor"]
         hf |= self.write_rest(shape.megatron)
         if self.write_pattern is not None:
             pattern = self.write_pattern(experts_in_layers(shape))
@@ -307,11 +305,14 @@ def _quantization(hf: Mapping[str, Any]) -> list[str]:
     if not isinstance(given, Mapping):
         return [f"quantization_config = {format_value(given)}: must be a mapping"]
     blocks = given.get("weight_block_size")
-    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") in _FP8_FORMATS
     if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
     legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
     return [f"quantization_config = {format_value(dict(given))}: not supported; legal: {legal}"]
+
+
+_FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one format
 
 
 def _is_block(value: Any) -> bool:

@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
+    "minimax_m2": {},  # norms over all heads, and half of each rotated
     "llama": {},
 }
 
@@ -80,6 +81,8 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         pytest.param("deepseek_v3", "pp=2,vpp=2", marks=pytest.mark.full),
         ("glm4_moe", "tp=2,pp=2,ep=2"),
         pytest.param("glm4_moe", "cp=2", marks=pytest.mark.full),
+        ("minimax_m2", "tp=2,pp=2,ep=2"),
+        ("minimax_m2", "cp=2"),
         pytest.param("llama", "tp=2,cp=2", marks=pytest.mark.full),
     ],
 )

@@ -190,6 +190,27 @@ def test_deepseeks_options() -> None:
         assert named in line
 
 
+def test_minimax_names_the_rotated_channels() -> None:
+    hf = CONFIGS["minimax_m2"]  # 6 of 12
+    found = shape(hf)
+    assert found.rotary_percent == 0.5 and found.joint_qk_norm
+    assert (found.moe_ffn_hidden_size, found.rotary_base) == (52, 300.0)
+    for more in ({"partial_rotary_factor": 0.5}, {"rotary_dim": None}):
+        percent = 1.0 if None in more.values() else 0.5  # which transformers takes then
+        assert shape(hf | more).rotary_percent == percent
+    for changes, named in (
+        ({"partial_rotary_factor": 0.25}, "rotary_dim = 6, but partial_rotary_factor = 0.25"),
+        ({"rotary_dim": 14}, "rotary_dim = 14: must be an integer from 1 to head_dim (12)"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+    written = family_of(hf).config(replace(found, rotary_percent=0.25), 37)
+    assert written is not None  # vLLM reads this key, and no other
+    assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
+
+
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
     """As in transformers: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the kinds."""
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
@@ -292,6 +313,6 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
-        "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 llama mixtral "
-        "olmoe"
+        "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
+        "minimax_m2 llama mixtral olmoe"
     )

@@ -171,6 +171,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    # config.json has no key for the width of the experts beside intermediate_size
+    "minimax_m2": _COMMON
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 12,
+        "rotary_dim": 6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+        "router_jitter_noise": 0.0,
+        "use_mtp": True,
+        "num_mtp_modules": 0,
+    },
 }
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -223,12 +240,12 @@ def _attention(config: dict[str, Any]) -> Shapes:
         if biased or config.get("attention_bias"):
             yield f"self_attn.{part}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (hidden, queries)
-    if config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
-        yield "self_attn.q_norm.weight", (width,)
-        yield "self_attn.k_norm.weight", (width,)
-    if config["model_type"] == "olmoe":
+    if config["model_type"] in ("olmoe", "minimax_m2"):
         yield "self_attn.q_norm.weight", (queries,)
         yield "self_attn.k_norm.weight", (keys,)
+    elif config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
+        yield "self_attn.q_norm.weight", (width,)
+        yield "self_attn.k_norm.weight", (width,)
 
 
 def _latent_attention(config: dict[str, Any]) -> Shapes:
@@ -276,11 +293,14 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     (experts,) = (config[key] for key in keys if key in config)
-    start = "block_sparse_moe." if family == "mixtral" else "mlp."
-    names = ("w1", "w3", "w2") if family == "mixtral" else ()
+    by_numbers = family in ("mixtral", "minimax_m2")
+    start = "block_sparse_moe." if by_numbers else "mlp."
+    names = ("w1", "w3", "w2") if by_numbers else ()
     yield f"{start}{'router.' * (family == 'hy_v3')}gate.weight", (experts, hidden)
     if family == "hy_v3":
         yield "mlp.expert_bias", (experts,)
+    elif family == "minimax_m2":
+        yield f"{start}e_score_correction_bias", (experts,)
     elif "n_routed_experts" in config:
         yield "mlp.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
