@@ -64,6 +64,7 @@ class Family:
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default if config.json leaves it out
     joint_qk_norm: bool = False
+    router_bias_is_row: bool = False  # published as [1, experts]
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
     # What the table cannot express: problems of several keys together, fields made of several keys.
@@ -72,6 +73,7 @@ class Family:
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    unread_starts: tuple[str, ...] = ()  # the same, by the beginning of their names
     # The key for the number of layers behind the last one that predict further tokens (MTP). They
     # are left out; an export says that it has none.
     next_token_layers: str | None = None
@@ -125,7 +127,7 @@ class Family:
 
     def is_left_out(self, name: str, hf: Mapping[str, Any]) -> bool:
         """Whether a tensor of a published file is no part of the model that is trained."""
-        if name.endswith(self.unread):
+        if name.endswith(self.unread) or name.startswith(self.unread_starts):
             return True
         number = _LAYER_OF.match(name)
         layers = hf["num_hidden_layers"]

@@ -31,8 +31,8 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    An HF tensor may have fewer dimensions than the Megatron tensor: its dimensions are then the
-    last ones there, and the size along the others is 1.
+    One of the two may have fewer dimensions: these are then the last ones of the other, whose size
+    along the others is 1.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Box:
 
     @property
     def source_size(self) -> tuple[int, ...]:
-        return self.size[len(self.size) - len(self.source) :]
+        return aligned(self.size, len(self.source), 1)
 
     @property
     def source_slices(self) -> Slices:
@@ -66,9 +66,14 @@ class Box:
             starts.append(first - part.start)
             sizes.append(last - first)
             shifts.append(first - at)
-        shifts = shifts[len(shifts) - len(self.source) :]
+        shifts = aligned(shifts, len(self.source), 0)
         source = tuple(at + shift for at, shift in zip(self.source, shifts, strict=True))
         return Box(self.name, source, tuple(starts), tuple(sizes))
+
+
+def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
+    """The last `count` values; what is missing of them is `fill`, in front."""
+    return (fill,) * (count - len(values)) + tuple(values[max(0, len(values) - count) :])
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,9 @@ def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read)
 def split(box: Box) -> Iterator[Box]:
     """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
     axis = len(box.size) - len(box.source)
+    if axis < 0:  # one row of a matrix
+        yield box
+        return
     rows = box.size[axis]
     step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
     for first in range(0, rows, step):
@@ -250,7 +258,7 @@ def _recipes(
         latent = shape.megatron.get("multi_latent_attention")
         layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
         if has_experts:
-            layer |= _mixture(parts, shape)
+            layer |= _mixture(parts, shape, row_bias=family.router_bias_is_row)
         else:
             layer |= _gated_mlp("mlp.", parts, "", hidden, shape.ffn_hidden_size)
         for name, recipe in layer.items():
@@ -313,12 +321,16 @@ def _gated_mlp(
     }
 
 
-def _mixture(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
+def _mixture(
+    parts: Mapping[str, str], shape: ModelShape, *, row_bias: bool
+) -> dict[str, TensorRecipe]:
+    """row_bias: see Family.router_bias_is_row."""
     hidden, width, experts = shape.hidden_size, shape.moe_ffn_hidden_size, shape.num_moe_experts
     assert width is not None and experts is not None, "no sizes of experts"
     recipes = {"mlp.router.weight": copy(parts["router"], experts, hidden)}
     if shape.megatron.get("moe_router_enable_expert_bias"):
-        recipes["mlp.router.expert_bias"] = copy(parts["router_bias"], experts)
+        box = Box(parts["router_bias"], (0, 0) if row_bias else (0,), (0,), (experts,))
+        recipes["mlp.router.expert_bias"] = TensorRecipe((experts,), (box,))
     for expert in range(experts):
         gate, up, down = (
             parts[f"expert_{part}"].replace("{expert}", str(expert))

@@ -211,6 +211,33 @@ def test_minimax_names_the_rotated_channels() -> None:
     assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
 
 
+@pytest.mark.parametrize(
+    ("keys", "frequency"),
+    [
+        ((1, -1, 1), [0, 1, 1, 1, 1, 1]),
+        ((0, 5, 1), None),
+        ((1, 4, 2), [0, 1, 0, 1, 0, 0]),
+        ((3, 3, 1), [0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_ernies_layers_with_experts(keys: tuple[int, ...], frequency: list[int] | None) -> None:
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    hf = CONFIGS["ernie4_5_moe"] | {"num_hidden_layers": 6} | dict(zip(names, keys))
+    found = shape(hf)
+    assert found.megatron.get("moe_layer_freq") == frequency
+    written = family_of(hf).config(found, 37)
+    assert written is not None and shape(written) == found
+
+
+def test_layers_that_ernie_cannot_express() -> None:
+    hf = CONFIGS["ernie4_5_moe"]
+    found = shape(hf)
+    found.megatron["moe_layer_freq"] = [1, 0, 0, 1]
+    assert family_of(hf).config(found, 37) is None
+    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})  # of a model for images, too
+    assert line.startswith("moe_layer_start_index = [1, 1]")
+
+
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
     """As in transformers: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the kinds."""
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
@@ -314,5 +341,5 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
         "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
-        "minimax_m2 llama mixtral olmoe"
+        "minimax_m2 ernie4_5_moe llama mixtral olmoe"
     )

@@ -36,6 +36,19 @@ def glm(layers: int, hidden: int, experts: int, width: int, **more: Any) -> dict
     return {**named, **sizes, **heads, **routed, **further, **more}
 
 
+def ernie(
+    layers: int, hidden: int, heads: int, keys: int, width: int, experts: int, k: int, **more: Any
+) -> dict[str, Any]:
+    """width: of the MLP in dense layers; experts: width of an expert."""
+    named = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
+    sizes = {"vocab_size": 103_424, "num_hidden_layers": layers, "hidden_size": hidden}
+    both = {"num_attention_heads": heads, "num_key_value_heads": keys}
+    widths = {"intermediate_size": width, "moe_intermediate_size": experts}
+    routed = {"moe_num_experts": 64, "moe_k": k, "moe_layer_interval": 1, "use_bias": False}
+    rope = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+    return {**named, **sizes, **both, **widths, **routed, **rope, **more}
+
+
 # Parameters in units of 10^9, without the layers for further tokens.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
@@ -133,6 +146,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             "quantization_config": _FP8 | {"fmt": "float8_e4m3fn"},
         },
         228.7,
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        ernie(
+            *(28, 2560, 20, 4, 12_288, 1536, 6),
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=27,
+            tie_word_embeddings=True,
+        ),
+        21.8,
+    ),
+    "ERNIE-4.5-300B-A47B": (
+        ernie(
+            *(54, 8192, 64, 8, 28_672, 3584, 8),
+            moe_num_shared_experts=0,
+            moe_layer_start_index=3,
+            moe_layer_end_index=53,
+            tie_word_embeddings=False,
+        ),
+        299.5,
     ),
     "Llama-3.1-8B": (
         {

@@ -188,6 +188,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_mtp": True,
         "num_mtp_modules": 0,
     },
+    "ernie4_5_moe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    | {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "hidden_size": 60,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 28,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 2,
+        "moe_norm_min": 1e-12,
+        "use_bias": False,
+        "num_nextn_predict_layers": 0,
+    },
 }
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -282,6 +297,9 @@ def _is_dense(config: dict[str, Any], layer: int) -> bool:
         or layer < config.get("first_k_dense_replace", 0)
         or (kinds is not None and kinds[layer] == "dense")
         or (layer + 1) % config.get("decoder_sparse_step", 1) != 0
+        or (layer + 1) % config.get("moe_layer_interval", 1) != 0
+        or layer < config.get("moe_layer_start_index", 0)
+        or layer > config.get("moe_layer_end_index", layer)
     )
 
 
@@ -291,7 +309,7 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         yield from _gated("mlp.", hidden, config["intermediate_size"])
         return
     width = config.get("moe_intermediate_size", config["intermediate_size"])
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     (experts,) = (config[key] for key in keys if key in config)
     by_numbers = family in ("mixtral", "minimax_m2")
     start = "block_sparse_moe." if by_numbers else "mlp."
@@ -299,6 +317,8 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     yield f"{start}{'router.' * (family == 'hy_v3')}gate.weight", (experts, hidden)
     if family == "hy_v3":
         yield "mlp.expert_bias", (experts,)
+    elif family == "ernie4_5_moe":
+        yield "mlp.moe_statics.e_score_correction_bias", (1, experts)
     elif family == "minimax_m2":
         yield f"{start}e_score_correction_bias", (experts,)
     elif "n_routed_experts" in config:
@@ -309,8 +329,12 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         shared = config["shared_expert_intermediate_size"]
         yield from _gated("mlp.shared_expert.", hidden, shared)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
-    for key, name in (("n_shared_experts", "shared_experts"), ("num_shared_experts", "shared_mlp")):
-        if key in config:
+    for key, name in (
+        ("n_shared_experts", "shared_experts"),
+        ("moe_num_shared_experts", "shared_experts"),
+        ("num_shared_experts", "shared_mlp"),
+    ):
+        if config.get(key):
             yield from _gated(f"mlp.{name}.", hidden, config[key] * width)
 
 
