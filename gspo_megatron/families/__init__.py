@@ -8,6 +8,7 @@ from typing import Any
 
 from gspo_megatron.errors import ConfigError, problem
 from gspo_megatron.families import (
+    bailing,
     deepseek_v3,
     ernie,
     glm,
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
-    + (minimax.FAMILY, ernie.FAMILY)
+    + (bailing.FAMILY, minimax.FAMILY, ernie.FAMILY)
     + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}

@@ -98,14 +98,14 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
     """Joined along the first dimension."""
     boxes: list[Box] = []
-    rows = 0
+    total = 0
     for recipe in recipes:
         assert recipe.shape[1:] == recipes[0].shape[1:], "rows of different widths"
         boxes += (
-            replace(box, target=(box.target[0] + rows, *box.target[1:])) for box in recipe.boxes
+            replace(box, target=(box.target[0] + total, *box.target[1:])) for box in recipe.boxes
         )
-        rows += recipe.shape[0]
-    return TensorRecipe((rows, *recipes[0].shape[1:]), tuple(boxes))
+        total += recipe.shape[0]
+    return TensorRecipe((total, *recipes[0].shape[1:]), tuple(boxes))
 
 
 def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
@@ -113,11 +113,17 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
     then the second group of all, and so on."""
     chunks = []
     for group, recipe in itertools.product(range(groups), recipes):
-        rows, rest = divmod(recipe.shape[0], groups)
+        count, rest = divmod(recipe.shape[0], groups)
         assert not rest, "groups of unequal size"
-        slices = [slice(group * rows, (group + 1) * rows), *(slice(0, n) for n in recipe.shape[1:])]
-        chunks.append(TensorRecipe((rows, *recipe.shape[1:]), tuple(recipe.cut(slices))))
+        chunks.append(rows(recipe, group * count, count))
     return concatenate(chunks)
+
+
+def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
+    """A range of the first dimension."""
+    rest = recipe.shape[1:]
+    slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
+    return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))
 
 
 def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
@@ -166,10 +172,10 @@ def split(box: Box) -> Iterator[Box]:
     if axis < 0:  # one row of a matrix
         yield box
         return
-    rows = box.size[axis]
-    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
-    for first in range(0, rows, step):
-        size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
+    count = box.size[axis]
+    step = max(1, MOST_ELEMENTS * count // max(1, box.numel))
+    for first in range(0, count, step):
+        size = (*box.size[:axis], min(step, count - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
         yield Box(box.name, (box.source[0] + first, *box.source[1:]), target, size)
 
@@ -271,18 +277,26 @@ def _recipes(
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """linear_qkv holds, for each query group, its queries, its key and its value."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
-    rows = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
-    qkv = [copy(parts[part], rows[part], hidden) for part in "qkv"]
+    heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
+
+    def qkv(suffix: str, *sizes: int) -> TensorRecipe:
+        if f"qkv{suffix}" in parts:  # one tensor in the files, queries first
+            whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
+            starts = itertools.accumulate(heights.values(), initial=0)
+            three = [rows(whole, *each) for each in zip(starts, heights.values())]
+        else:
+            three = [copy(parts[part + suffix], heights[part], *sizes) for part in "qkv"]
+        return interleave(three, groups)
+
     recipes = {
-        "self_attention.linear_qkv.weight": interleave(qkv, groups),
-        "self_attention.linear_proj.weight": copy(parts["o"], hidden, rows["q"]),
+        "self_attention.linear_qkv.weight": qkv("", hidden),
+        "self_attention.linear_proj.weight": copy(parts["o"], hidden, heights["q"]),
     }
     if shape.megatron.get("add_qkv_bias"):
-        biases = [copy(parts[f"{part}_bias"], rows[part]) for part in "qkv"]
-        recipes["self_attention.linear_qkv.bias"] = interleave(biases, groups)
+        recipes["self_attention.linear_qkv.bias"] = qkv("_bias")
     if shape.megatron.get("qk_layernorm"):
         for part in "qk":
-            norm = copy(parts[f"{part}_norm"], rows[part] if shape.joint_qk_norm else width)
+            norm = copy(parts[f"{part}_norm"], heights[part] if shape.joint_qk_norm else width)
             recipes[f"self_attention.{part}_layernorm.weight"] = norm
     return recipes
 

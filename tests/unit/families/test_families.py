@@ -211,6 +211,21 @@ def test_minimax_names_the_rotated_channels() -> None:
     assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
 
 
+def test_lings_options() -> None:
+    hf = CONFIGS["bailing_moe_v2"]
+    found = shape(hf)
+    assert found.moe_shared_expert_intermediate_size == 2 * 28
+    for changes, named in (
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6"),
+        ({"use_bias": True}, "use_bias = true"),
+        ({"score_function": "softmax"}, "score_function = 'softmax'"),
+        ({"moe_shared_expert_intermediate_size": 56}, "moe_shared_expert_intermediate_size = 56"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+    assert shape(hf | {"moe_shared_expert_intermediate_size": 28}) == found
+
+
 @pytest.mark.parametrize(
     ("keys", "frequency"),
     [
@@ -341,5 +356,5 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
         "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
-        "minimax_m2 ernie4_5_moe llama mixtral olmoe"
+        "bailing_moe_v2 minimax_m2 ernie4_5_moe llama mixtral olmoe"
     )

@@ -111,7 +111,7 @@ def of_ours(hf: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in CONFIG_MAPPING])
 def test_they_are_read_as_transformers_reads_them_or_refused(name: str) -> None:
     taken = 0
     for variant in variants(name):

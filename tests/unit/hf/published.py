@@ -188,6 +188,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_mtp": True,
         "num_mtp_modules": 0,
     },
+    "bailing_moe_v2": _COMMON
+    | {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "use_qkv_bias": False,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 28,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.75,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
     "ernie4_5_moe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
     | {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
@@ -226,7 +249,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's published tensors."""
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        _embedding(config): (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
     if not config["tie_word_embeddings"]:
@@ -236,6 +259,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[start + "input_layernorm.weight"] = (hidden,)
         shapes[start + "post_attention_layernorm.weight"] = (hidden,)
         attention = _latent_attention if "kv_lora_rank" in config else _attention
+        if config["model_type"] == "bailing_moe_v2":
+            attention = _fused_attention
         parts = {**dict(attention(config)), **dict(_mlp(config, layer))}
         shapes |= {start + name: shape for name, shape in parts.items()}
     return shapes
@@ -261,6 +286,23 @@ def _attention(config: dict[str, Any]) -> Shapes:
     elif config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
         yield "self_attn.q_norm.weight", (width,)
         yield "self_attn.k_norm.weight", (width,)
+
+
+def _fused_attention(config: dict[str, Any]) -> Shapes:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    yield "attention.query_key_value.weight", ((heads + 2 * keys) * width, hidden)
+    if config["use_qkv_bias"]:
+        yield "attention.query_key_value.bias", ((heads + 2 * keys) * width,)
+    yield "attention.dense.weight", (hidden, heads * width)
+    if config["use_qk_norm"]:
+        yield "attention.query_layernorm.weight", (width,)
+        yield "attention.key_layernorm.weight", (width,)
+
+
+def _embedding(config: dict[str, Any]) -> str:
+    name = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
+    return f"model.{name}.weight"
 
 
 def _latent_attention(config: dict[str, Any]) -> Shapes:
@@ -321,6 +363,8 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         yield "mlp.moe_statics.e_score_correction_bias", (1, experts)
     elif family == "minimax_m2":
         yield f"{start}e_score_correction_bias", (experts,)
+    elif family == "bailing_moe_v2":
+        yield "mlp.gate.expert_bias", (experts,)
     elif "n_routed_experts" in config:
         yield "mlp.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
@@ -332,7 +376,7 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     for key, name in (
         ("n_shared_experts", "shared_experts"),
         ("moe_num_shared_experts", "shared_experts"),
-        ("num_shared_experts", "shared_mlp"),
+        ("num_shared_experts", "shared_mlp" if family == "hy_v3" else "shared_experts"),
     ):
         if config.get(key):
             yield from _gated(f"mlp.{name}.", hidden, config[key] * width)
