@@ -39,6 +39,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 
+# Families that users ask for, and why they cannot have them.
+_REFUSED = {
+    "nemotron_h": "its Mamba layers (state spaces) belong to another model class of Megatron-Core",
+}
+
 _PRESET_KEYS = """
     num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
     num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings rope_theta
@@ -64,7 +69,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if family is not None and named in ([], [family.architecture]):
         return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    wrong = f"not supported; supported: {known}"
+    reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
+    wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
     raise ConfigError([problem("architectures", named or model_type, wrong)])
 
 

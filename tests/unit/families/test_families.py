@@ -173,6 +173,13 @@ def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None
     assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
 
 
+def test_a_family_of_another_kind_of_layers_is_refused_with_the_reason() -> None:
+    hf = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    [line] = problems(hf)
+    assert line.startswith("architectures = ['NemotronHForCausalLM']: not supported, its Mamba ")
+    assert "; supported: Qwen3MoeForCausalLM, " in line
+
+
 def test_deepseeks_options() -> None:
     hf = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 3}
     found = shape(hf)
