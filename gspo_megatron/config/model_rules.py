@@ -121,7 +121,7 @@ def router_is_sound(plan: Plan) -> Problems:
     wrong = "a softmax over one expert has no gradient"
     if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
         if topk == 1:  # its weight is 1
-            yield key, f"{wrong}; legal: 2 or more"
+            yield key, f"{wrong}; allowed: 2 or more"
         # models/router.py: over all experts first, without groups
         wrong = "the softmax router with a bias has no other way; legal"
         if not megatron.get("moe_router_pre_softmax"):

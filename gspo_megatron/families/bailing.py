@@ -20,7 +20,7 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     shared, width = hf.get("moe_shared_expert_intermediate_size"), hf.get("moe_intermediate_size")
     problems = _GROUPS.problems(hf)
     if shared not in (None, width):
-        wrong = f"not supported; legal: moe_intermediate_size ({width})"
+        wrong = f"not supported; allowed: moe_intermediate_size ({width})"
         problems.append(f"moe_shared_expert_intermediate_size = {shared}: {wrong}")
     return problems
 

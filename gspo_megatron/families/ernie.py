@@ -21,7 +21,7 @@ _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_inte
 def _check(hf: Mapping[str, Any]) -> list[str]:
     """Files of the models for images, too, have two numbers in the place of one."""
     return [
-        f"{key} = {format_value(hf[key])}: not supported; legal: an integer"
+        f"{key} = {format_value(hf[key])}: not supported; allowed: an integer"
         for key in (*_RANGE, "moe_num_shared_experts")
         if key in hf and type(hf[key]) is not int
     ]
