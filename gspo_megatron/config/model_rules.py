@@ -118,8 +118,18 @@ def router_is_sound(plan: Plan) -> Problems:
     if topk > number:
         yield key, f"there are {number} experts; allowed: 1 to {number}"
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
-    if topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
-        wrong = "a softmax over one expert has no gradient"
+    wrong = "a softmax over one expert has no gradient"
+    if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
+        if topk == 1:  # its weight is 1
+            yield key, f"{wrong}; allowed: 2 or more"
+        # models/router.py: over all experts first, without groups
+        wrong = "the softmax router with a bias has no other way; allowed"
+        if not megatron.get("moe_router_pre_softmax"):
+            yield "model.megatron.moe_router_pre_softmax", f"{wrong}: true"
+        for name in ("moe_router_group_topk", "moe_router_fusion"):
+            if megatron.get(name):
+                yield f"model.megatron.{name}", f"{wrong}: leave it out"
+    elif topk == 1 and uses_softmax and not megatron.get("moe_router_pre_softmax"):
         yield key, f"{wrong}; allowed: 2 or more, or model.megatron.moe_router_pre_softmax = true"
 
 

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import ConfigError, problem
-from gspo_megatron.families import deepseek_v3, glm, hunyuan, llama, mixtral, olmoe, qwen
+from gspo_megatron.families import (
+    bailing,
+    deepseek_v3,
+    ernie,
+    glm,
+    hunyuan,
+    llama,
+    minimax,
+    mixtral,
+    olmoe,
+    qwen,
+)
 from gspo_megatron.families.family import Family, differences
 from gspo_megatron.families.model_shape import (
     ModelPreset,
@@ -23,9 +34,15 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
+    + (bailing.FAMILY, minimax.FAMILY, ernie.FAMILY)
     + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
+
+# Families that users ask for, and why they cannot have them.
+_REFUSED = {
+    "nemotron_h": "its Mamba layers (state spaces) belong to another model class of Megatron-Core",
+}
 
 _PRESET_KEYS = """
     num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
@@ -52,7 +69,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     if family is not None and named in ([], [family.architecture]):
         return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    wrong = f"not supported; supported: {known}"
+    reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
+    wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
     raise ConfigError([problem("architectures", named or model_type, wrong)])
 
 

@@ -64,6 +64,7 @@ class Family:
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default if config.json leaves it out
     joint_qk_norm: bool = False
+    router_bias_is_row: bool = False  # published as [1, experts]
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
     # What the table cannot express: problems of several keys together, fields made of several keys.
@@ -72,6 +73,7 @@ class Family:
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    unread_starts: tuple[str, ...] = ()  # the same, by the beginning of their names
     # The key for the number of layers behind the last one that predict further tokens (MTP). They
     # are left out; an export says that it has none.
     next_token_layers: str | None = None
@@ -125,7 +127,7 @@ class Family:
 
     def is_left_out(self, name: str, hf: Mapping[str, Any]) -> bool:
         """Whether a tensor of a published file is no part of the model that is trained."""
-        if name.endswith(self.unread):
+        if name.endswith(self.unread) or name.startswith(self.unread_starts):
             return True
         number = _LAYER_OF.match(name)
         layers = hf["num_hidden_layers"]
@@ -157,14 +159,12 @@ class Family:
         hf |= {
             "vocab_size": vocab_size,
             "max_position_embeddings": shape.max_sequence_length,
-            **write_rope(shape),
+            **write_rope(shape, self.rope),
             "tie_word_embeddings": shape.tie_embeddings,
             "attention_dropout": 0.0,
         }
         if self.next_token_layers is not None:
             hf[self.next_token_layers] = 0
-        if self.rope.percent is None:
-            del hf["partial_rotary_factor"]
         hf |= self.write_rest(shape.megatron)
         if self.write_pattern is not None:
             pattern = self.write_pattern(experts_in_layers(shape))
@@ -307,11 +307,14 @@ def _quantization(hf: Mapping[str, Any]) -> list[str]:
     if not isinstance(given, Mapping):
         return [f"quantization_config = {format_value(given)}: must be a mapping"]
     blocks = given.get("weight_block_size")
-    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") == "e4m3"
+    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") in _FP8_FORMATS
     if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
     legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
     return [f"quantization_config = {format_value(dict(given))}: not supported; allowed: {legal}"]
+
+
+_FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one format
 
 
 def _is_block(value: Any) -> bool:

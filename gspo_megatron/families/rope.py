@@ -54,11 +54,15 @@ class RopeKinds:
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # where config.json names none
     percent: float | None = None  # where config.json names none; None: always 1
+    # The key with the number of rotated channels of a head, which may stand for the percentage.
+    width_key: str | None = None
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
     """What a config.json says of rotary positions, and a line for each thing not supported."""
     settings, names, problems = _settings(hf)
+    if kinds.width_key is not None:
+        problems += _percent_of_width(hf, kinds.width_key, settings, names)
     kind = settings.get("rope_type", DEFAULT)
     if kind not in kinds.types:
         legal = " or ".join(kinds.types)
@@ -88,7 +92,7 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
     return Rope(base, percent, megatron=megatron), problems
 
 
-def write_rope(shape: ModelShape) -> dict[str, Any]:
+def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
     """The keys of config.json for the rotary positions of a model, as published files have them."""
     scaling: dict[str, Any] | None = None
     if shape.rotary_llama3_factor is not None:
@@ -98,7 +102,11 @@ def write_rope(shape: ModelShape) -> dict[str, Any]:
         names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
         scaling = {"type": YARN} | {key: shape.megatron[ours] for key, ours in names.items()}
     found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
-    return found | {"partial_rotary_factor": shape.rotary_percent}
+    if kinds.width_key is not None:
+        return found | {kinds.width_key: round(shape.rotary_percent * shape.kv_channels)}
+    if kinds.percent is not None:
+        found["partial_rotary_factor"] = shape.rotary_percent
+    return found
 
 
 def two_values(key: str, value: Any, other: str, its: Any) -> str:
@@ -148,6 +156,23 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
                 problems.append(two_values(f"{where}{key}", value, names[key], settings[key]))
             settings[key], names[key] = value, f"{where}{key}"
     return settings, names, problems
+
+
+def _percent_of_width(
+    hf: Mapping[str, Any], key: str, settings: dict[str, Any], names: dict[str, str]
+) -> list[str]:
+    """Add the percentage of the rotated channels to the settings; what is wrong with their
+    number."""
+    rotated, width = hf.get(key), hf.get("head_dim")
+    if rotated is None:
+        return []
+    if type(rotated) is not int or type(width) is not int or not 0 < rotated <= width:
+        wrong = f"must be an integer from 1 to head_dim ({format_value(width)})"
+        return [f"{key} = {format_value(rotated)}: {wrong}"]
+    percent = rotated / width
+    given = settings.setdefault("partial_rotary_factor", percent)
+    named = names.setdefault("partial_rotary_factor", key)
+    return [] if given == percent else [two_values(key, rotated, named, given)]
 
 
 def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:

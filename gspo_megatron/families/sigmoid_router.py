@@ -67,9 +67,9 @@ def write_groups(megatron: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_shared(hf: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """All shared experts as one; `key` has their number."""
-    width = (hf.get(key, 1) or 0) * (hf.get("moe_intermediate_size") or 0)
+def read_shared(hf: Mapping[str, Any], key: str, default: int = 1) -> dict[str, Any]:
+    """All shared experts as one; `key` has their number, or stands for `default` if missing."""
+    width = (hf.get(key, default) or 0) * (hf.get("moe_intermediate_size") or 0)
     return {"moe_shared_expert_intermediate_size": width or None}
 
 

@@ -31,8 +31,8 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    An HF tensor may have fewer dimensions than the Megatron tensor: its dimensions are then the
-    last ones there, and the size along the others is 1.
+    One of the two may have fewer dimensions: these are then the last ones of the other, whose size
+    along the others is 1.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Box:
 
     @property
     def source_size(self) -> tuple[int, ...]:
-        return self.size[len(self.size) - len(self.source) :]
+        return aligned(self.size, len(self.source), 1)
 
     @property
     def source_slices(self) -> Slices:
@@ -66,9 +66,14 @@ class Box:
             starts.append(first - part.start)
             sizes.append(last - first)
             shifts.append(first - at)
-        shifts = shifts[len(shifts) - len(self.source) :]
+        shifts = aligned(shifts, len(self.source), 0)
         source = tuple(at + shift for at, shift in zip(self.source, shifts, strict=True))
         return Box(self.name, source, tuple(starts), tuple(sizes))
+
+
+def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
+    """The last `count` values; what is missing of them is `fill`, in front."""
+    return (fill,) * (count - len(values)) + tuple(values[max(0, len(values) - count) :])
 
 
 @dataclass(frozen=True)
@@ -93,14 +98,14 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
     """Joined along the first dimension."""
     boxes: list[Box] = []
-    rows = 0
+    total = 0
     for recipe in recipes:
         assert recipe.shape[1:] == recipes[0].shape[1:], "rows of different widths"
         boxes += (
-            replace(box, target=(box.target[0] + rows, *box.target[1:])) for box in recipe.boxes
+            replace(box, target=(box.target[0] + total, *box.target[1:])) for box in recipe.boxes
         )
-        rows += recipe.shape[0]
-    return TensorRecipe((rows, *recipes[0].shape[1:]), tuple(boxes))
+        total += recipe.shape[0]
+    return TensorRecipe((total, *recipes[0].shape[1:]), tuple(boxes))
 
 
 def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
@@ -108,11 +113,17 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
     then the second group of all, and so on."""
     chunks = []
     for group, recipe in itertools.product(range(groups), recipes):
-        rows, rest = divmod(recipe.shape[0], groups)
+        count, rest = divmod(recipe.shape[0], groups)
         assert not rest, "groups of unequal size"
-        slices = [slice(group * rows, (group + 1) * rows), *(slice(0, n) for n in recipe.shape[1:])]
-        chunks.append(TensorRecipe((rows, *recipe.shape[1:]), tuple(recipe.cut(slices))))
+        chunks.append(rows(recipe, group * count, count))
     return concatenate(chunks)
+
+
+def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
+    """A range of the first dimension."""
+    rest = recipe.shape[1:]
+    slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
+    return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))
 
 
 def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
@@ -158,10 +169,13 @@ def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read)
 def split(box: Box) -> Iterator[Box]:
     """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
     axis = len(box.size) - len(box.source)
-    rows = box.size[axis]
-    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
-    for first in range(0, rows, step):
-        size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
+    if axis < 0:  # one row of a matrix
+        yield box
+        return
+    count = box.size[axis]
+    step = max(1, MOST_ELEMENTS * count // max(1, box.numel))
+    for first in range(0, count, step):
+        size = (*box.size[:axis], min(step, count - first), *box.size[axis + 1 :])
         target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
         yield Box(box.name, (box.source[0] + first, *box.source[1:]), target, size)
 
@@ -250,7 +264,7 @@ def _recipes(
         latent = shape.megatron.get("multi_latent_attention")
         layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
         if has_experts:
-            layer |= _mixture(parts, shape)
+            layer |= _mixture(parts, shape, row_bias=family.router_bias_is_row)
         else:
             layer |= _gated_mlp("mlp.", parts, "", hidden, shape.ffn_hidden_size)
         for name, recipe in layer.items():
@@ -263,18 +277,26 @@ def _recipes(
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """linear_qkv holds, for each query group, its queries, its key and its value."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
-    rows = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
-    qkv = [copy(parts[part], rows[part], hidden) for part in "qkv"]
+    heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
+
+    def qkv(suffix: str, *sizes: int) -> TensorRecipe:
+        if f"qkv{suffix}" in parts:  # one tensor in the files, queries first
+            whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
+            starts = itertools.accumulate(heights.values(), initial=0)
+            three = [rows(whole, *each) for each in zip(starts, heights.values())]
+        else:
+            three = [copy(parts[part + suffix], heights[part], *sizes) for part in "qkv"]
+        return interleave(three, groups)
+
     recipes = {
-        "self_attention.linear_qkv.weight": interleave(qkv, groups),
-        "self_attention.linear_proj.weight": copy(parts["o"], hidden, rows["q"]),
+        "self_attention.linear_qkv.weight": qkv("", hidden),
+        "self_attention.linear_proj.weight": copy(parts["o"], hidden, heights["q"]),
     }
     if shape.megatron.get("add_qkv_bias"):
-        biases = [copy(parts[f"{part}_bias"], rows[part]) for part in "qkv"]
-        recipes["self_attention.linear_qkv.bias"] = interleave(biases, groups)
+        recipes["self_attention.linear_qkv.bias"] = qkv("_bias")
     if shape.megatron.get("qk_layernorm"):
         for part in "qk":
-            norm = copy(parts[f"{part}_norm"], rows[part] if shape.joint_qk_norm else width)
+            norm = copy(parts[f"{part}_norm"], heights[part] if shape.joint_qk_norm else width)
             recipes[f"self_attention.{part}_layernorm.weight"] = norm
     return recipes
 
@@ -313,12 +335,16 @@ def _gated_mlp(
     }
 
 
-def _mixture(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
+def _mixture(
+    parts: Mapping[str, str], shape: ModelShape, *, row_bias: bool
+) -> dict[str, TensorRecipe]:
+    """row_bias: see Family.router_bias_is_row."""
     hidden, width, experts = shape.hidden_size, shape.moe_ffn_hidden_size, shape.num_moe_experts
     assert width is not None and experts is not None, "no sizes of experts"
     recipes = {"mlp.router.weight": copy(parts["router"], experts, hidden)}
     if shape.megatron.get("moe_router_enable_expert_bias"):
-        recipes["mlp.router.expert_bias"] = copy(parts["router_bias"], experts)
+        box = Box(parts["router_bias"], (0, 0) if row_bias else (0,), (0,), (experts,))
+        recipes["mlp.router.expert_bias"] = TensorRecipe((experts,), (box,))
     for expert in range(experts):
         gate, up, down = (
             parts[f"expert_{part}"].replace("{expert}", str(expert))

@@ -15,7 +15,7 @@ from gspo_megatron.files import parse_json
 from gspo_megatron.hf.files import SIDE_FILES
 
 GENERATION = "generation_config.json"
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")
 
 
 def export_config(

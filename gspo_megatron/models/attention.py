@@ -217,7 +217,8 @@ class CachedSelfAttention(SelfAttention):
         if cache is None:
             return super().forward(hidden_states, *args, **kwargs)
         query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
-        turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin)
+        neighbours = self.config.rotary_interleaved
+        turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin, neighbours)
         query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
@@ -234,11 +235,16 @@ def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     return frequencies[0] if isinstance(frequencies, tuple) else frequencies
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split form (rotary_interleaved=False), on the first
-    `cos.shape[-1]` channels; the arithmetic of Megatron's `_apply_rotary_pos_emb_bshd`."""
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    """Rotary position embedding on the first `cos.shape[-1]` channels; the arithmetic of Megatron's
+    `_apply_rotary_pos_emb_bshd`. neighbours: channels 2i and 2i + 1 are a pair
+    (rotary_interleaved), not those of the two halves."""
     channels = cos.shape[-1]
     turned, rest = states[..., :channels], states[..., channels:]
-    low, high = turned.chunk(2, dim=-1)
-    turned = turned * cos.to(states.dtype) + torch.cat((-high, low), dim=-1) * sin.to(states.dtype)
+    if neighbours:
+        across = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        low, high = turned.chunk(2, dim=-1)
+        across = torch.cat((-high, low), dim=-1)
+    turned = turned * cos.to(states.dtype) + across * sin.to(states.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

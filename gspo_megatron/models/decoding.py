@@ -193,7 +193,8 @@ class LocalAttention(torch.nn.Module):
             dim, eps = turned.shape[-1], stock.q_layernorm.eps
             turned = F.rms_norm(turned.to(self.norm.dtype), (dim,), None, eps).mul_(self.norm)
             turned = turned.to(value.dtype)
-        turned = rotate(turned, cache.cos.unsqueeze(2), cache.sin.unsqueeze(2))
+        cos, sin = cache.cos.unsqueeze(2), cache.sin.unsqueeze(2)
+        turned = rotate(turned, cos, sin, stock.config.rotary_interleaved)
         query, key = turned[:, :, :, :-1].flatten(2, 3), turned[:, :, :, -1]
         attended = cache.attend(stock.layer_number, query, key, value, self.scale)
         return stock.linear_proj(attended)

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
@@ -39,6 +40,8 @@ from gspo_megatron.models.latent_attention import (
     LatentNorm,
 )
 from gspo_megatron.models.norms import KeyNorm, QueryNorm, TorchNorm
+from gspo_megatron.models.router import BiasedSoftmaxRouter
+from gspo_megatron.models.transformer_config import has_biased_softmax
 
 
 class TorchSpecProvider(LocalSpecProvider):
@@ -102,6 +105,7 @@ def block_spec(
             if joint_qk_norm:
                 attention.submodules.q_layernorm = QueryNorm
                 attention.submodules.k_layernorm = KeyNorm
+            _set_router(layer.submodules.mlp, config)
         return spec
     layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in experts]
     layout = config.pipeline_model_parallel_layout
@@ -192,6 +196,7 @@ def _torch_layer(config: TransformerConfig, is_moe: bool, joint_qk_norm: bool) -
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=is_moe,
     )
+    _set_router(mlp, config)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -203,3 +208,11 @@ def _torch_layer(config: TransformerConfig, is_moe: bool, joint_qk_norm: bool) -
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _set_router(mlp: Any, config: TransformerConfig) -> None:
+    """Give a layer of experts the router that its model has. 0.16 describes the layer by a
+    ModuleSpec, 0.19 by a partial function."""
+    submodules = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords.get("submodules")
+    if isinstance(submodules, MoESubmodules) and has_biased_softmax(config):
+        submodules.router = BiasedSoftmaxRouter

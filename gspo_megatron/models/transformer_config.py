@@ -83,7 +83,18 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         kind = MLATransformerConfig
         values["rotary_base"] = shape.rotary_base  # its layers compute their own rotary angles
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in values.items() if name in known})
+    # Megatron-Core has no softmax router with a bias and refuses it; models/router.py is one.
+    score_function = values.get("moe_router_score_function", "softmax")
+    if values.get("moe_router_enable_expert_bias"):
+        values["moe_router_score_function"] = "sigmoid"
+    made = kind(**{name: value for name, value in values.items() if name in known})
+    made.moe_router_score_function = score_function
+    return made
+
+
+def has_biased_softmax(config: TransformerConfig) -> bool:
+    """Whether the routers are those of models/router.py."""
+    return config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax"
 
 
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:

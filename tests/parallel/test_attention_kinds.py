@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from gspo_megatron.checkpoint.start import load_initial_weights
-from gspo_megatron.config import Config
-from gspo_megatron.models.build import Policy
-from gspo_megatron.verify import parity
 from gspo_megatron.verify.parity import run_update
 from gspo_megatron.verify.results import StepResult
 from tests.parallel.pool import Pool
@@ -20,6 +15,7 @@ from tests.parallel.updates import (
     assert_same_gradients,
     assert_same_update,
     update,
+    update_from_folder,
 )
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import VOCABULARY, write_model
@@ -30,21 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
+    "minimax_m2": {},  # norms over all heads, and half of each rotated
+    "ernie4_5_moe": {"tie_word_embeddings": True},  # pairs of neighbours rotated, a router of ours
     "llama": {},
 }
-
-
-def update_from_folder(**arguments: Any) -> StepResult:
-    """`run_update` with the weights of model.hf_path, and all else that its config.json gives."""
-    native = parity.build_policy
-
-    def build_policy(config: Config, *others: Any) -> Policy:
-        policy = native(config, *others)
-        policy.set_padding_token(load_initial_weights(config, policy))
-        return policy
-
-    with mock.patch.object(parity, "build_policy", build_policy):
-        return run_update(**arguments)
 
 
 def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -> StepResult:
@@ -80,6 +65,10 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         pytest.param("deepseek_v3", "pp=2,vpp=2", marks=pytest.mark.full),
         ("glm4_moe", "tp=2,pp=2,ep=2"),
         pytest.param("glm4_moe", "cp=2", marks=pytest.mark.full),
+        ("minimax_m2", "tp=2,pp=2,ep=2"),
+        ("minimax_m2", "cp=2"),
+        ("ernie4_5_moe", "tp=2,pp=2,ep=2"),
+        ("ernie4_5_moe", "cp=2"),
         pytest.param("llama", "tp=2,cp=2", marks=pytest.mark.full),
     ],
 )

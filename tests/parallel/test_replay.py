@@ -72,8 +72,8 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
             wanted = table.experts[table.layers.index(self.layer_number)].long()
             maps = torch.zeros_like(chosen).scatter(1, wanted, True)
             known = table.known if table.known is not None else torch.ones(len(maps)).bool()
-            own = logits.detach().flatten(0, -2).topk(self.topk, dim=-1).indices
-            natural = torch.zeros_like(chosen).scatter(1, own, True)
+            with torch.no_grad(), hooks.routed(None):
+                natural = native(self, logits, *args, **kwargs)[1]
             counts["replayed"] += int(known.sum())
             counts["wrong"] += int(((maps != chosen).any(-1) & known).sum())
             counts["wrong"] += int(((natural != chosen).any(-1) & ~known).sum())
@@ -89,11 +89,11 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
     return Watched(result, *values.tolist(), passes=dict(passes))
 
 
-def with_routes(batch: SyntheticBatch) -> SyntheticBatch:
+def with_routes(batch: SyntheticBatch, topk: int = TOP_K) -> SyntheticBatch:
     """Random experts for every token and layer, as no router would choose them."""
     generator = torch.Generator().manual_seed(3)
     routes = [
-        torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+        torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(topk).indices
         for tokens in batch.tokens
     ]
     return replace(batch, routes=[r.to(torch.uint8) for r in routes])

@@ -10,9 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from gspo_megatron.checkpoint.start import load_initial_weights
 from gspo_megatron.config import Config
+from gspo_megatron.models.build import Policy
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.rl import policy_update
+from gspo_megatron.verify import parity
 from gspo_megatron.verify.parity import Cut, run_update
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
@@ -68,6 +71,19 @@ class DistantReference(ReferencePolicy):
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
     """`run_update` with a reference, where there is one, that differs from the policy."""
     return run_update(**arguments)
+
+
+def update_from_folder(**arguments: Any) -> StepResult:
+    """`run_update` with the weights of model.hf_path, and all else that its config.json gives."""
+    native = parity.build_policy
+
+    def build_policy(config: Config, *others: Any) -> Policy:
+        policy = native(config, *others)
+        policy.set_padding_token(load_initial_weights(config, policy))
+        return policy
+
+    with mock.patch.object(parity, "build_policy", build_policy):
+        return run_update(**arguments)
 
 
 def gradient_tolerance(case: Case) -> float:

@@ -72,14 +72,29 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None
 
 
 @pytest.mark.parametrize("limit", [100, 2_000, 20_000])
-def test_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Blocks that end in the middle of an expert, a query group, a matrix, a row."""
+@pytest.mark.parametrize("family", ["qwen3_moe", "bailing_moe_v2"])
+def test_any_block_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, limit: int
+) -> None:
+    """Blocks that end in the middle of an expert, a query group, a matrix, a row; also where
+    queries, keys and values come from one matrix."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, num_hidden_layers=2)
+    source = write_model(tmp_path / "hf", family, seed=4, num_hidden_layers=2)
     assert_same_bits(there_and_back(source), read_folder(source))
-    index = read_index(tmp_path / "ours/model")
-    experts = index.state_dict_metadata["decoder.layers.0.mlp.experts.weight1"]
+    stored = read_index(tmp_path / "ours/model").state_dict_metadata
+    [experts] = [stored[key] for key in stored if key.endswith("mlp.experts.weight1")]
     assert (len(experts.chunks) > 12) == (limit < 20_000)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "minimax_m2", "ernie4_5_moe"])
+def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, family: str) -> None:
+    """Norms and gates of routers are published in fp32 beside bf16."""
+    config = model_config(family, torch_dtype="bfloat16")
+    tensors = random_tensors(config, seed=6)
+    for name, tensor in tensors.items():
+        if "norm" in name or name.endswith(".gate.weight"):
+            tensors[name] = tensor.float() + 2.0**-20
+    assert_same_bits(there_and_back(write_folder(tmp_path / "hf", config, tensors)), tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

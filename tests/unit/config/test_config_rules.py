@@ -12,6 +12,9 @@ from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
 
+BIASED_SOFTMAX = ["model.megatron.moe_router_enable_expert_bias=true"]
+BIASED_SOFTMAX += ["model.megatron.moe_router_pre_softmax=true"]
+
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 1000])
 def test_defaults_pass_on_any_world_size(world_size: int) -> None:
@@ -35,6 +38,7 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["objective.mini_batches=128"]),
         (1, ["data.max_prompt_tokens=96"]),
         (1, ["model.megatron.moe_router_topk=1", "model.megatron.moe_router_pre_softmax=true"]),
+        (1, BIASED_SOFTMAX),
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
@@ -97,6 +101,12 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
          "there are 8 experts; allowed: 1 to 8"),
         (1, ["model.megatron.moe_router_topk=1"], "model.megatron.moe_router_topk = 1",
          "has no gradient"),
+        (1, [*BIASED_SOFTMAX, "model.megatron.moe_router_topk=1"],
+         "model.megatron.moe_router_topk = 1", "has no gradient; allowed: 2 or more"),
+        (1, [*BIASED_SOFTMAX[:1]], "model.megatron.moe_router_pre_softmax = false",
+         "the softmax router with a bias has no other way; allowed: true"),
+        (1, [*BIASED_SOFTMAX, "model.megatron.moe_router_fusion=true"],
+         "model.megatron.moe_router_fusion = true", "allowed: leave it out"),
         (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
          "allowed: 0.0"),
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",

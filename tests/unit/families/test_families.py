@@ -173,6 +173,13 @@ def test_unknown_architectures_are_named(hf: dict[str, Any], named: str) -> None
     assert ": not supported; supported: Qwen3MoeForCausalLM, " in line
 
 
+def test_a_family_of_another_kind_of_layers_is_refused_with_the_reason() -> None:
+    hf = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    [line] = problems(hf)
+    assert line.startswith("architectures = ['NemotronHForCausalLM']: not supported, its Mamba ")
+    assert "; supported: Qwen3MoeForCausalLM, " in line
+
+
 def test_deepseeks_options() -> None:
     hf = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 3}
     found = shape(hf)
@@ -188,6 +195,69 @@ def test_deepseeks_options() -> None:
     ):
         [line] = problems(hf | changes)
         assert named in line
+
+
+def test_minimax_names_the_rotated_channels() -> None:
+    hf = CONFIGS["minimax_m2"]  # 6 of 12
+    found = shape(hf)
+    assert found.rotary_percent == 0.5 and found.joint_qk_norm
+    assert (found.moe_ffn_hidden_size, found.rotary_base) == (52, 300.0)
+    for more in ({"partial_rotary_factor": 0.5}, {"rotary_dim": None}):
+        percent = 1.0 if None in more.values() else 0.5  # which transformers takes then
+        assert shape(hf | more).rotary_percent == percent
+    for changes, named in (
+        ({"partial_rotary_factor": 0.25}, "rotary_dim = 6, but partial_rotary_factor = 0.25"),
+        ({"rotary_dim": 14}, "rotary_dim = 14: must be an integer from 1 to head_dim (12)"),
+        ({"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+    written = family_of(hf).config(replace(found, rotary_percent=0.25), 37)
+    assert written is not None  # vLLM reads this key, and no other
+    assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
+
+
+def test_lings_options() -> None:
+    hf = CONFIGS["bailing_moe_v2"]
+    found = shape(hf)
+    assert found.moe_shared_expert_intermediate_size == 2 * 28
+    for changes, named in (
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6"),
+        ({"use_bias": True}, "use_bias = true"),
+        ({"score_function": "softmax"}, "score_function = 'softmax'"),
+        ({"moe_shared_expert_intermediate_size": 56}, "moe_shared_expert_intermediate_size = 56"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+    assert shape(hf | {"moe_shared_expert_intermediate_size": 28}) == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "frequency"),
+    [
+        ((1, -1, 1), [0, 1, 1, 1, 1, 1]),
+        ((0, 5, 1), None),
+        ((1, 4, 2), [0, 1, 0, 1, 0, 0]),
+        ((3, 3, 1), [0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_ernies_layers_with_experts(keys: tuple[int, ...], frequency: list[int] | None) -> None:
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    hf = CONFIGS["ernie4_5_moe"] | {"num_hidden_layers": 6} | dict(zip(names, keys))
+    found = shape(hf)
+    assert found.megatron.get("moe_layer_freq") == frequency
+    written = family_of(hf).config(found, 37)
+    assert written is not None and shape(written) == found
+
+
+def test_layers_that_ernie_cannot_express() -> None:
+    hf = CONFIGS["ernie4_5_moe"]
+    found = shape(hf)
+    found.megatron["moe_layer_freq"] = [1, 0, 0, 1]
+    assert family_of(hf).config(found, 37) is None
+    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})  # of a model for images, too
+    assert line.startswith("moe_layer_start_index = [1, 1]")
 
 
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
@@ -292,6 +362,6 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
-        "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 llama mixtral "
-        "olmoe"
+        "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
+        "bailing_moe_v2 minimax_m2 ernie4_5_moe llama mixtral olmoe"
     )

@@ -36,6 +36,33 @@ def glm(layers: int, hidden: int, experts: int, width: int, **more: Any) -> dict
     return {**named, **sizes, **heads, **routed, **further, **more}
 
 
+def ling(
+    layers: int, hidden: int, heads: int, width: int, experts: int, dense: int = 1, **more: Any
+) -> dict[str, Any]:
+    """width: of the MLP in dense layers; experts: width of an expert."""
+    named = {"model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"]}
+    sizes = {"vocab_size": 157_184, "num_hidden_layers": layers, "hidden_size": hidden}
+    both = {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128}
+    widths = {"intermediate_size": width, "moe_intermediate_size": experts}
+    routed = {"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+    shared = {"num_shared_experts": 1, "first_k_dense_replace": dense, "use_qk_norm": True}
+    further = {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "use_qkv_bias": False}
+    return {**named, **sizes, **both, **widths, **routed, **shared, **further, **more}
+
+
+def ernie(
+    layers: int, hidden: int, heads: int, keys: int, width: int, experts: int, k: int, **more: Any
+) -> dict[str, Any]:
+    """width: of the MLP in dense layers; experts: width of an expert."""
+    named = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
+    sizes = {"vocab_size": 103_424, "num_hidden_layers": layers, "hidden_size": hidden}
+    both = {"num_attention_heads": heads, "num_key_value_heads": keys}
+    widths = {"intermediate_size": width, "moe_intermediate_size": experts}
+    routed = {"moe_num_experts": 64, "moe_k": k, "moe_layer_interval": 1, "use_bias": False}
+    rope = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+    return {**named, **sizes, **both, **widths, **routed, **rope, **more}
+
+
 # Parameters in units of 10^9, without the layers for further tokens.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
@@ -109,6 +136,53 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             num_nextn_predict_layers=1,
         ),
         29.9,
+    ),
+    "MiniMax-M2": (
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "model_type": "minimax_m2",
+            "vocab_size": 200_064,
+            "num_hidden_layers": 62,
+            "hidden_size": 3072,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 1536,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_theta": 5_000_000,
+            "rotary_dim": 64,
+            "scoring_func": "sigmoid",
+            "qk_norm_type": "per_layer",
+            "num_mtp_modules": 3,
+            "sliding_window": None,
+            "max_position_embeddings": 196_608,
+            "quantization_config": _FP8 | {"fmt": "float8_e4m3fn"},
+        },
+        228.7,
+    ),
+    "Ling-mini-2.0": (ling(20, 2048, 16, 5120, 512), 16.3),
+    "Ling-flash-2.0": (ling(32, 4096, 32, 9216, 1024), 102.9),
+    "Ling-1T": (ling(80, 8192, 64, 18_432, 2048, 4, num_key_value_heads=8), 1000.0),
+    "ERNIE-4.5-21B-A3B": (
+        ernie(
+            *(28, 2560, 20, 4, 12_288, 1536, 6),
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=27,
+            tie_word_embeddings=True,
+        ),
+        21.8,
+    ),
+    "ERNIE-4.5-300B-A47B": (
+        ernie(
+            *(54, 8192, 64, 8, 28_672, 3584, 8),
+            moe_num_shared_experts=0,
+            moe_layer_start_index=3,
+            moe_layer_end_index=53,
+            tie_word_embeddings=False,
+        ),
+        299.5,
     ),
     "Llama-3.1-8B": (
         {

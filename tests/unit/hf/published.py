@@ -171,6 +171,61 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    # config.json has no key for the width of the experts beside intermediate_size
+    "minimax_m2": _COMMON
+    | {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "head_dim": 12,
+        "rotary_dim": 6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+        "router_jitter_noise": 0.0,
+        "use_mtp": True,
+        "num_mtp_modules": 0,
+    },
+    "bailing_moe_v2": _COMMON
+    | {
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "use_qkv_bias": False,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 28,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.75,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "ernie4_5_moe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    | {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "hidden_size": 60,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 28,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+        "moe_layer_interval": 2,
+        "moe_norm_min": 1e-12,
+        "use_bias": False,
+        "num_nextn_predict_layers": 0,
+    },
 }
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -194,7 +249,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's published tensors."""
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        _embedding(config): (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
     if not config["tie_word_embeddings"]:
@@ -204,6 +259,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[start + "input_layernorm.weight"] = (hidden,)
         shapes[start + "post_attention_layernorm.weight"] = (hidden,)
         attention = _latent_attention if "kv_lora_rank" in config else _attention
+        if config["model_type"] == "bailing_moe_v2":
+            attention = _fused_attention
         parts = {**dict(attention(config)), **dict(_mlp(config, layer))}
         shapes |= {start + name: shape for name, shape in parts.items()}
     return shapes
@@ -223,12 +280,29 @@ def _attention(config: dict[str, Any]) -> Shapes:
         if biased or config.get("attention_bias"):
             yield f"self_attn.{part}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (hidden, queries)
-    if config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
-        yield "self_attn.q_norm.weight", (width,)
-        yield "self_attn.k_norm.weight", (width,)
-    if config["model_type"] == "olmoe":
+    if config["model_type"] in ("olmoe", "minimax_m2"):
         yield "self_attn.q_norm.weight", (queries,)
         yield "self_attn.k_norm.weight", (keys,)
+    elif config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
+        yield "self_attn.q_norm.weight", (width,)
+        yield "self_attn.k_norm.weight", (width,)
+
+
+def _fused_attention(config: dict[str, Any]) -> Shapes:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    yield "attention.query_key_value.weight", ((heads + 2 * keys) * width, hidden)
+    if config["use_qkv_bias"]:
+        yield "attention.query_key_value.bias", ((heads + 2 * keys) * width,)
+    yield "attention.dense.weight", (hidden, heads * width)
+    if config["use_qk_norm"]:
+        yield "attention.query_layernorm.weight", (width,)
+        yield "attention.key_layernorm.weight", (width,)
+
+
+def _embedding(config: dict[str, Any]) -> str:
+    name = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
+    return f"model.{name}.weight"
 
 
 def _latent_attention(config: dict[str, Any]) -> Shapes:
@@ -265,6 +339,9 @@ def _is_dense(config: dict[str, Any], layer: int) -> bool:
         or layer < config.get("first_k_dense_replace", 0)
         or (kinds is not None and kinds[layer] == "dense")
         or (layer + 1) % config.get("decoder_sparse_step", 1) != 0
+        or (layer + 1) % config.get("moe_layer_interval", 1) != 0
+        or layer < config.get("moe_layer_start_index", 0)
+        or layer > config.get("moe_layer_end_index", layer)
     )
 
 
@@ -274,13 +351,20 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         yield from _gated("mlp.", hidden, config["intermediate_size"])
         return
     width = config.get("moe_intermediate_size", config["intermediate_size"])
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     (experts,) = (config[key] for key in keys if key in config)
-    start = "block_sparse_moe." if family == "mixtral" else "mlp."
-    names = ("w1", "w3", "w2") if family == "mixtral" else ()
+    by_numbers = family in ("mixtral", "minimax_m2")
+    start = "block_sparse_moe." if by_numbers else "mlp."
+    names = ("w1", "w3", "w2") if by_numbers else ()
     yield f"{start}{'router.' * (family == 'hy_v3')}gate.weight", (experts, hidden)
     if family == "hy_v3":
         yield "mlp.expert_bias", (experts,)
+    elif family == "ernie4_5_moe":
+        yield "mlp.moe_statics.e_score_correction_bias", (1, experts)
+    elif family == "minimax_m2":
+        yield f"{start}e_score_correction_bias", (experts,)
+    elif family == "bailing_moe_v2":
+        yield "mlp.gate.expert_bias", (experts,)
     elif "n_routed_experts" in config:
         yield "mlp.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
@@ -289,8 +373,12 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         shared = config["shared_expert_intermediate_size"]
         yield from _gated("mlp.shared_expert.", hidden, shared)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
-    for key, name in (("n_shared_experts", "shared_experts"), ("num_shared_experts", "shared_mlp")):
-        if key in config:
+    for key, name in (
+        ("n_shared_experts", "shared_experts"),
+        ("moe_num_shared_experts", "shared_experts"),
+        ("num_shared_experts", "shared_mlp" if family == "hy_v3" else "shared_experts"),
+    ):
+        if config.get(key):
             yield from _gated(f"mlp.{name}.", hidden, config[key] * width)
 
 

@@ -51,30 +51,41 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return small, scales, values
 
 
-def fp8_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+def fp8_model(
+    seed: int, family: str = "deepseek_v3"
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     """A model as DeepSeek publishes it: config, tensors, and the plain values of these."""
-    config = model_config("deepseek_v3", quantization_config=QUANTIZED)
+    named = {"fmt": "float8_e4m3fn"} if family == "minimax_m2" else {}
+    config = model_config(family, quantization_config=QUANTIZED | named)
     tensors, plain = {}, {}
     for name, tensor in random_tensors(config, seed).items():
         tensors[name] = plain[name] = tensor
-        if "_proj" in name:
+        if is_quantized(name):
             tensors[name], tensors[f"{name}_scale_inv"], plain[name] = in_blocks(tensor)
     return config, tensors, plain
+
+
+def is_quantized(name: str) -> bool:
+    """All matrices of layers but the gates of routers."""
+    kinds = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "query_key_value.weight")
+    return name.endswith((*kinds, "dense.weight", "proj_with_mqa.weight"))
 
 
 def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> None:
     config, tensors, plain = fp8_model(seed=5)
     folder = HfFolder(write_folder(tmp_path / "fp8", config, tensors))
     draw = random.Random(5)
-    for name in (name for name in plain if "_proj" in name):
+    for name in filter(is_quantized, plain):
         for _ in range(5):
             pairs = [sorted(draw.sample(range(n + 1), 2)) for n in plain[name].shape]
             part = tuple(slice(*pair) for pair in pairs)
             assert torch.equal(folder.read(name, part), plain[name][part]), (name, part)
 
 
-def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path) -> None:
-    config, tensors, plain = fp8_model(seed=6)
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "bailing_moe_v2"])
+def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
+    """With Ling, the keys and the values of one matrix begin in the middle of its blocks."""
+    config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))
     ids = [random.Random(6).randrange(VOCABULARY) for _ in range(19)]
@@ -115,8 +126,16 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: st
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
-def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
-    config = model_config("glm4_moe", num_nextn_predict_layers=1)
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("glm4_moe", "num_nextn_predict_layers"),
+        ("bailing_moe_v2", "num_nextn_predict_layers"),
+        ("minimax_m2", "num_mtp_modules"),
+    ],
+)
+def test_layers_for_further_tokens_are_left_out(tmp_path: Path, family: str, key: str) -> None:
+    config = model_config(family, **{key: 1})
     tensors = random_tensors(config, seed=9)
     further = {
         name.replace("layers.3.", "layers.4."): tensor
@@ -129,11 +148,21 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
     export_hf(policy, tmp_path / "again", hf_config=config)
     assert_same_bits(read_folder(tmp_path / "again"), tensors)
     written = json.loads((tmp_path / "again/config.json").read_text())
-    assert written == config | {"num_nextn_predict_layers": 0}
+    assert written == config | {key: 0}
 
     # a layer that the configuration does not know is no such layer
-    wrong = write_folder(
-        tmp_path / "wrong", config | {"num_nextn_predict_layers": 0}, {**tensors, **further}
-    )
+    wrong = write_folder(tmp_path / "wrong", config | {key: 0}, {**tensors, **further})
     with pytest.raises(DataError, match=r"layers\.4\..* is no part of the model"):
         policy_of(config_of(wrong))
+
+
+def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
+    config = model_config("ernie4_5_moe", num_nextn_predict_layers=1)
+    tensors = random_tensors(config, seed=9)
+    names = ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_linear_proj.0")
+    further = {f"model.{name}.weight": torch.zeros(60) for name in names}
+    source = write_folder(tmp_path / "source", config, tensors | further)
+    export_hf(policy_of(config_of(source)), tmp_path / "again", hf_config=config)
+    assert_same_bits(read_folder(tmp_path / "again"), tensors)
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}

@@ -81,7 +81,11 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
 
 
 # Families whose models are models of an earlier family, too, under other names.
-FIRST_OF_ITS_SHAPE = {"hy_v3": "glm4_moe", "glm4_moe_lite": "deepseek_v3"}
+FIRST_OF_ITS_SHAPE = {
+    "hy_v3": "glm4_moe",
+    "bailing_moe_v2": "glm4_moe",
+    "glm4_moe_lite": "deepseek_v3",
+}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

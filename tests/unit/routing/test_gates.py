@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.router import BiasedChoice
 from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, Routes, attach_hooks, routed
 from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype, recorded
@@ -49,6 +50,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "group_topk": 2,
         "scaling_factor": 1.5,
     },
+    # models/router.py
+    "softmax with expert bias": {
+        "use_pre_softmax": True,
+        "softmax_bias": torch.linspace(-0.3, 0.3, EXPERTS),
+    },
 }
 
 
@@ -63,6 +69,8 @@ def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
     if router.get("score_function") == "sigmoid":
         scores = torch.sigmoid(logits)
         return scores + router["expert_bias"] if "expert_bias" in router else scores
+    if "softmax_bias" in router:
+        return torch.softmax(logits, dim=-1) + router["softmax_bias"]
     return torch.softmax(logits, dim=-1) if router.get("use_pre_softmax") else logits
 
 
@@ -88,6 +96,8 @@ def gate_weights(logits: Tensor, experts: Tensor, router: dict[str, Any]) -> Ten
             scores = scores / (scores.sum() + 1e-20)
         elif router.get("use_pre_softmax"):
             scores = torch.stack([row[e].exp() for e in chosen]) / row.exp().sum()
+            if "softmax_bias" in router:
+                scores = scores / scores.sum().clamp(min=1e-12)
         else:
             scores = torch.stack([row[e].exp() for e in chosen])
             scores = scores / scores.sum()
@@ -112,9 +122,16 @@ def random_logits(seed: int) -> Tensor:
 def route(logits: Tensor, router: dict[str, Any], routes: Routes | None) -> tuple[Tensor, Tensor]:
     """Weights [tokens, experts] and map [tokens, experts]."""
     with routed(routes):
-        return topk_routing_with_score_function(
-            logits, TOP_K, router_replay=RouterHook(LAYER), **router
-        )
+        return routed_by(RouterHook(LAYER), logits, router)
+
+
+def routed_by(
+    hook: RouterHook | None, logits: Tensor, router: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    stock = {name: value for name, value in router.items() if name != "softmax_bias"}
+    if "softmax_bias" in router:
+        hook = BiasedChoice(router["softmax_bias"], hook)
+    return topk_routing_with_score_function(logits, TOP_K, router_replay=hook, **stock)
 
 
 def recorded_table(logits: Tensor, router: dict[str, Any]) -> RouteTable:
@@ -126,7 +143,7 @@ def recorded_table(logits: Tensor, router: dict[str, Any]) -> RouteTable:
 @every_router
 def test_a_hook_without_routes_changes_nothing(name: str) -> None:
     logits = random_logits(1)
-    stock = topk_routing_with_score_function(logits, TOP_K, **ROUTERS[name])
+    stock = routed_by(None, logits, ROUTERS[name])
     for ours, theirs in zip(route(logits, ROUTERS[name], None), stock):
         assert torch.equal(ours, theirs)
 
@@ -175,6 +192,18 @@ def test_tokens_without_routes_go_where_they_like(name: str) -> None:
     assert torch.equal(weights[~table.known], natural_weights[~table.known])
     recorded = torch.zeros_like(chosen).scatter(1, table.experts[0].long(), True)
     assert torch.equal(chosen[table.known], recorded[table.known])
+
+
+def test_weights_of_experts_that_only_their_bias_chose() -> None:
+    """Their sum is 1 only where it is not smaller than what it is divided by."""
+    logits = torch.zeros(1, EXPERTS)
+    logits[:, TOP_K:] = 40.0  # the others have 4e-18 each
+    for smaller, total in ((0.0, 4 * 4.248e-18 / 4 / 1e-12), (20.0, 1.0)):
+        logits[:, TOP_K:] = 40.0 - smaller
+        router = {"use_pre_softmax": True, "softmax_bias": 2.0 * (torch.arange(EXPERTS) < TOP_K)}
+        weights, chosen = route(logits, router, None)
+        assert chosen.tolist() == [[True] * TOP_K + [False] * (EXPERTS - TOP_K)]
+        assert weights.sum().item() == pytest.approx(total, rel=1e-3)
 
 
 @pytest.mark.parametrize(

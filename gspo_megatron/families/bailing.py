@@ -1,0 +1,81 @@
+"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. The router of DeepSeek-V3; queries, keys and values
+are one matrix in the files. transformers has no class for it: folders come with code of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_megatron.families import family as f
+from gspo_megatron.families import sigmoid_router as r
+from gspo_megatron.families.rope import RopeKinds
+
+_LAYER = "model.layers.{layer}."
+_GROUPS = r.Groups(count=8, chosen=4, topk=8)
+
+
+def _check(hf: Mapping[str, Any]) -> list[str]:
+    """The code of the folders makes shared experts as wide as the others, whatever is said."""
+    shared, width = hf.get("moe_shared_expert_intermediate_size"), hf.get("moe_intermediate_size")
+    problems = _GROUPS.problems(hf)
+    if shared not in (None, width):
+        wrong = f"not supported; allowed: moe_intermediate_size ({width})"
+        problems.append(f"moe_shared_expert_intermediate_size = {shared}: {wrong}")
+    return problems
+
+
+FAMILY = f.Family(
+    model_type="bailing_moe_v2",
+    architecture="BailingMoeV2ForCausalLM",
+    fields=(
+        *f.SIZES,
+        f.key_value_heads(None),
+        f.Field("head_dim", "kv_channels", None),
+        f.Field("use_qkv_bias", "add_qkv_bias", False),
+        f.Field("use_qk_norm", "qk_layernorm", False),
+        f.Field("num_experts", "num_moe_experts"),
+        f.Field("num_experts_per_tok", "moe_router_topk", 8),
+        f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+        f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
+    ),
+    always=r.ALWAYS,
+    # Most are for vLLM, which takes something else where they are missing.
+    only={
+        "use_bias": (False,),
+        "use_rmsnorm": (True,),
+        "norm_topk_prob": (True,),
+        "score_function": ("sigmoid",),
+        "moe_router_enable_expert_bias": (True,),
+        "router_dtype": ("fp32",),
+        "embedding_dropout": (0.0,),
+        "output_dropout": (0.0,),
+    },
+    spellings={"num_local_experts": "num_experts"},
+    next_token_layers="num_nextn_predict_layers",
+    rope=RopeKinds(percent=1.0),
+    max_position_embeddings=16_384,
+    read_pattern=r.dense_first(0),
+    write_pattern=r.write_dense_first,
+    check=_check,
+    read_rest=lambda hf: r.read_shared(hf, "num_shared_experts", default=0) | _GROUPS.read(hf),
+    write_rest=lambda megatron: {
+        **r.write_groups(megatron),
+        **r.write_shared(megatron, "num_shared_experts"),
+    },
+    names={
+        **f.EMBEDDINGS,
+        "embedding": "model.word_embeddings.weight",
+        **f.NORMS,
+        "qkv": _LAYER + "attention.query_key_value.weight",
+        "qkv_bias": _LAYER + "attention.query_key_value.bias",
+        "o": _LAYER + "attention.dense.weight",
+        "q_norm": _LAYER + "attention.query_layernorm.weight",
+        "k_norm": _LAYER + "attention.key_layernorm.weight",
+        **f.DENSE,
+        **f.ROUTER,
+        "router_bias": _LAYER + "mlp.gate.expert_bias",
+        **f.EXPERTS,
+        **{f"shared_{p}": f"{_LAYER}mlp.shared_experts.{p}_proj.weight" for p in f.MLP},
+    },
+)

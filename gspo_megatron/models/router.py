@@ -1,0 +1,54 @@
+"""A softmax router with a bias that takes part in the choice of experts only, as in ERNIE 4.5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+SMALLEST_SUM = 1e-12  # that the weights of a token's experts are divided by
+
+
+class BiasedSoftmaxRouter(TopKRouter):
+    """Megatron-Core's router with another choice: the bias of the stock router needs a sigmoid.
+
+    The scores are a softmax over all experts. Those with the largest sum of score and bias are
+    chosen, and weighted by their scores over the sum of these. The choice enters where the stock
+    router asks for replayed experts; all else is stock.
+    """
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See TopKRouter: logits [length, sequences, experts] -> weights and chosen experts,
+        [tokens, experts] each."""
+        hook = self.router_replay
+        self.router_replay = BiasedChoice(self.expert_bias, hook)
+        try:
+            return super().routing(*args, **kwargs)
+        finally:
+            self.router_replay = hook
+
+
+@dataclass(frozen=True)
+class BiasedChoice:
+    """Stands where the stock router looks for a RouterReplay, in front of the hook that replays
+    experts (routing/hooks.py), if there is one."""
+
+    bias: Tensor  # [experts]
+    hook: Any
+
+    def get_replay_topk(self, scores: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """scores: [tokens, experts] after the softmax -> weights and experts, [tokens, k] each."""
+        if self.hook is None:
+            weights, experts = self._best(scores, topk)
+        else:
+            best = self._best
+            weights, experts = self.hook.get_replay_topk(scores, topk, default_compute_topk=best)
+        total = weights.sum(dim=-1, keepdim=True)
+        return weights / total.clamp(min=SMALLEST_SUM), experts
+
+    def _best(self, scores: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """The choice without replayed experts; the weights do not sum up to 1 yet."""
+        experts = (scores + self.bias).topk(topk, dim=-1).indices
+        return scores.gather(1, experts), experts
