@@ -36,6 +36,11 @@ class CachedDeltaNet(GatedDeltaNet):
             parameter = getattr(self, name)
             parameter.data = widened(parameter.data)
 
+    def _setup_variant_attrs(self) -> None:
+        """0.19 asks for a kernel here, and has none without fla."""
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = self.gated_delta_rule or delta_rule
+
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> CachedDeltaNet:
         """Float16Module turns all parameters into bf16: the wide ones keep their values."""
         before = {name: getattr(self, name).data for name in _WIDE}
