@@ -73,8 +73,18 @@ class CachedDeltaNet(GatedDeltaNet):
             out, _ = self._mix(mixed)
         return self.out_proj(out.transpose(0, 1).contiguous())
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence while it is decoded."""
+        channels = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        window = (self.conv_kernel_dim - 1) * channels * self.conv1d.weight.element_size()
+        state = self.num_v_heads_local_tp * self.key_head_dim * self.value_head_dim
+        return window + state * self.A_log.element_size()
+
     def _packed(self, mixed: Tensor, packed: PackedSeqParams) -> Tensor:
         """[tokens, channels] -> [tokens, values of all heads]."""
+        if mixed.is_meta:  # kernels for packed sequences need no rows
+            return self._mix(mixed.unsqueeze(0))[0][0]
         plan = plan_of(packed, self.pg_collection.cp, mixed.device)
         if plan.whole is not None:
             return self._mix(mixed.unflatten(0, plan.whole))[0].flatten(0, 1)

@@ -12,9 +12,12 @@ row, which is several times faster on a CPU, and fp64 stays fp64.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK = 64
 
@@ -40,6 +43,8 @@ def delta_rule(
     states behind the last token [sequences, heads, keys, values]. A token with decay and rate 0
     leaves the state as it is.
     """
+    if query.is_meta:
+        return _Kernels.apply(query, key, value, decay, rate)
     length = query.shape[1]
     query = widened(query) * query.shape[-1] ** -0.5
     query, key, value = (_chunks(widened(each)) for each in (query, key, value))
@@ -88,3 +93,28 @@ def delta_step(
     known = (key.unsqueeze(-2) @ state).squeeze(-2)
     state.add_(key.unsqueeze(-1) * ((value - known) * rate.unsqueeze(-1)).unsqueeze(-2))
     return (query.unsqueeze(-2) @ state).squeeze(-2) * query.shape[-1] ** -0.5
+
+
+class _Kernels(torch.autograd.Function):
+    """What fla's kernels keep and need for a while, on the meta device, where memory is estimated:
+    the solved systems of all chunks, and in each pass the states between the chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        sequences, length, heads, keys = key.shape
+        systems = value.new_empty((sequences, length, heads, CHUNK))
+        ctx.save_for_backward(query, key, value, decay, rate, systems)
+        ctx.states = sequences, -(-length // CHUNK), heads, keys, value.shape[-1]
+        states = value.new_empty(ctx.states)
+        return torch.empty_like(value), states[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors[:5]
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # and their gradients
+        gradients = tuple(torch.empty_like(each) for each in inputs)
+        del states
+        return gradients

@@ -17,7 +17,6 @@ from gspo_megatron.verify.results import StepResult
 from tests.parallel.pool import Pool
 from tests.parallel.updates import (
     FP32_TOLERANCE,
-    FP64_TOLERANCE,
     assert_same_gradients,
     assert_same_update,
     update,
@@ -28,6 +27,7 @@ from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 # Latent attention with YaRN, from 8 tokens on; rotary positions on half of a head, and biases; gated
 # delta nets, and attention with an output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
+FP32_GATES = 1e-7  # in fp64: Megatron-Core takes the sigmoid of output gates in fp32
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
@@ -97,7 +97,7 @@ def test_the_update_is_that_of_one_rank(
     pool: Pool, folders: Path, references: dict[str, StepResult], family: str, layout: str
 ) -> None:
     result = _update(pool, folders / family, layout)
-    tolerance = FP64_TOLERANCE if family in DELTA_NETS else FP32_TOLERANCE
+    tolerance = FP32_GATES if family in DELTA_NETS else FP32_TOLERANCE
     assert_same_update(result, references[family], tolerance)
 
 
