@@ -12,7 +12,12 @@ from typing import Any
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
 from gspo_megatron.errors import format_value
-from gspo_megatron.families.model_shape import ModelShape, delta_net_layers, shape_conflicts
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    delta_net_layers,
+    delta_net_sizes,
+    shape_conflicts,
+)
 
 
 @dataclass(frozen=True)
@@ -111,11 +116,12 @@ def delta_nets_fit(plan: Plan) -> Problems:
         wrong = "with linear_attention_freq; legal: gated_delta_net"
         yield "model.megatron.experimental_attention_variant", wrong
     if layout.cp > 1:
-        wrong = "a delta net has a state along the whole sequence, so no rank can begin in its midst"
+        wrong = "a delta net has a state along the whole sequence, which no rank can start amid it"
         yield "parallel.context_parallel_size", f"{wrong}; legal: 1"
+    sizes = delta_net_sizes(shape.megatron)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        if (heads := shape.megatron.get(name)) and heads % layout.tp:
-            yield key, _must_divide(name, heads)
+        if sizes[name] % layout.tp:
+            yield key, _must_divide(name, sizes[name])
     if layout.tp > 1 and plan.config.parallel.sequence_parallel is False:
         wrong = "delta nets with tp > 1 need it, for the gradient of their norms"
         yield "parallel.sequence_parallel", f"{wrong}; legal: null or true"
@@ -287,11 +293,12 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     over how many ranks each is split."""
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.megatron.get("multi_latent_attention") else shape.kv_channels
+    sizes = delta_net_sizes(shape.megatron) if any(delta_net_layers(shape)) else {}
     keys, values = (
-        shape.megatron.get(f"linear_num_{kind}_heads", 0) for kind in ("key", "value")
+        sizes.get(f"linear_num_{kind}_heads", 0) * sizes.get(f"linear_{kind}_head_dim", 0)
+        for kind in ("key", "value")
     )
-    wide = values * shape.megatron.get("linear_value_head_dim", 0)
-    mixed = 2 * (keys * shape.megatron.get("linear_key_head_dim", 0) + wide + values)
+    mixed = 2 * (keys + values + sizes.get("linear_num_value_heads", 0))
     return {
         "hidden_size": (shape.hidden_size, 1),
         "num_attention_heads * kv_channels": (shape.num_attention_heads * channels, tp),
@@ -299,7 +306,7 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
         "ffn_hidden_size": (shape.ffn_hidden_size if shape.has_dense_layers else 0, tp),
         "moe_ffn_hidden_size": (shape.moe_ffn_hidden_size or 0, layout.etp or 1),
         "moe_shared_expert_intermediate_size": (shape.moe_shared_expert_intermediate_size or 0, tp),
-        "linear_num_value_heads * linear_value_head_dim": (wide, tp),
+        "linear_num_value_heads * linear_value_head_dim": (values, tp),
         "the input projection of delta nets": (mixed, tp),
     }
 

@@ -67,7 +67,9 @@ def rank_memory(
     prefill = max(each.forward_peak_bytes for each in passes)
     config: Any = model.policy.config
     decoders = [layer for m in model.policy.models for layer in m.decoder.layers]
-    delta_nets = [d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)]
+    delta_nets = [
+        d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)
+    ]
     layers = len(decoders)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token

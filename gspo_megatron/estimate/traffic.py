@@ -24,7 +24,7 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, bubble_share
-from gspo_megatron.families.model_shape import ModelShape, delta_net_layers
+from gspo_megatron.families.model_shape import ModelShape, delta_net_layers, delta_net_sizes
 from gspo_megatron.models.delta_rule import CHUNK
 from gspo_megatron.platform.megatron_meta import Collective
 
@@ -143,9 +143,9 @@ def step_cost(
 def _delta_flops(shape: ModelShape) -> int:
     """Per token in the delta rule of a layer: three products with the state of each head, and five
     of keys and three of values with those of a chunk."""
-    heads, key, value = (
-        shape.megatron[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
-    )
+    sizes = delta_net_sizes(shape.megatron)
+    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    heads = sizes["linear_num_value_heads"]
     return heads * (6 * key * value + CHUNK * (5 * key + 3 * value))
 
 

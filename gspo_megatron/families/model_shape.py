@@ -130,6 +130,20 @@ def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) ->
     return list(frequency)
 
 
+def delta_net_sizes(megatron: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of delta nets, with TransformerConfig's defaults."""
+    return {name: megatron.get(name) or default for name, default in _DELTA_NET_SIZES.items()}
+
+
+_DELTA_NET_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
 def checkpoint_model_file(path: str) -> Path | None:
     """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
     which all have the same model; None where there is none."""
@@ -207,8 +221,8 @@ def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[st
         frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]
         yield "megatron.moe_layer_freq", *frequencies
     if same_layers and delta_net_layers(shape) != delta_net_layers(theirs):
-        frequencies = [each.megatron.get("linear_attention_freq") for each in (shape, theirs)]
-        yield "megatron.linear_attention_freq", *frequencies
+        name = "linear_attention_freq"
+        yield f"megatron.{name}", shape.megatron.get(name), theirs.megatron.get(name)
 
 
 # Fields of TransformerConfig that decide which tensors there are, and their sizes.

@@ -153,7 +153,10 @@ QWEN3_5_MOE = f.Family(
     left_out=("mtp.", "model.visual."),
     names={
         **_NAMES,
-        **{f"in_{part}": f"{_LAYER}linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")},
+        **{
+            f"in_{part}": f"{_LAYER}linear_attn.in_proj_{part}.weight"
+            for part in ("qkv", "z", "b", "a")
+        },
         # all experts of a layer as one tensor, in published files only
         "experts_gate_up": f"{_LAYER}mlp.experts.gate_up_proj",
         "experts_down": f"{_LAYER}mlp.experts.down_proj",

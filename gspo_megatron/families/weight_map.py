@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gspo_megatron.families import Family
-from gspo_megatron.families.model_shape import ModelShape, delta_net_layers, experts_in_layers
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    delta_net_layers,
+    delta_net_sizes,
+    experts_in_layers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,9 +101,7 @@ def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRe
     """`count` rows from each of the starts, one after the other."""
     others = [slice(0, size) for size in recipe.shape[1:]]
     parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
-    return concatenate(
-        [TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts]
-    )
+    return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
 
 
 def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
@@ -335,14 +338,17 @@ def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, 
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """in_proj and conv1d are several tensors in checkpoints, each with all heads in order. Files
     have them in order too, or (qwen3_next) all that belongs to one head of keys together."""
-    megatron, hidden = shape.megatron, shape.hidden_size
-    keys, values = megatron["linear_num_key_heads"], megatron["linear_num_value_heads"]
-    key, value = megatron["linear_key_head_dim"], megatron["linear_value_head_dim"]
+    sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
     rows = {"query": keys * key, "key": keys * key, "value": values * value}
     start = "self_attention."
     in_proj = rows | {"z": values * value, "beta": values, "alpha": values}
     if "in_qkvz" in parts:
-        sources = {"in_qkvz": ("query", "key", "value", "z"), "in_ba": ("beta", "alpha")}
+        sources: dict[str, tuple[str, ...]] = {
+            "in_qkvz": ("query", "key", "value", "z"),
+            "in_ba": ("beta", "alpha"),
+        }
         groups = keys
     else:
         sources = {"in_qkv": ("query", "key", "value")}
@@ -357,7 +363,7 @@ def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
             places = range(at, groups * step, step)
             recipes[f"{start}in_proj.weight.{name}"] = rows_of(whole, places, width)
             at += width
-    kernel = (1, megatron["linear_conv_kernel_dim"])
+    kernel = (1, sizes["linear_conv_kernel_dim"])
     conv, at = copy(parts["conv"], sum(rows.values()), *kernel), 0
     for name, width in rows.items():
         recipes[f"{start}conv1d.weight.{name}"] = rows_of(conv, [at], width)
@@ -414,7 +420,7 @@ def _expert(
 def _joint_expert(
     parts: Mapping[str, str], expert: int, hidden: int, width: int
 ) -> tuple[TensorRecipe, TensorRecipe]:
-    """The same from tensors of all experts [experts, 2 * width, hidden], [experts, hidden, width]."""
+    """The same from tensors of all experts, [experts, 2 * width, hidden] and [.., hidden, width]."""
     size = (1, width, hidden)
     both = [
         Box(parts["experts_gate_up"], (expert, half * width, 0), (half, 0, 0), size)

@@ -75,7 +75,7 @@ class CachedDeltaNet(GatedDeltaNet):
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence while it is decoded."""
+        """Bytes of the states of one sequence that is decoded."""
         channels = (2 * self.qk_dim + self.v_dim) // self.tp_size
         window = (self.conv_kernel_dim - 1) * channels * self.conv1d.weight.element_size()
         state = self.num_v_heads_local_tp * self.key_head_dim * self.value_head_dim

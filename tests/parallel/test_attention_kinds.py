@@ -24,8 +24,8 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 
-# Latent attention with YaRN, from 8 tokens on; rotary positions on half of a head, and biases; gated
-# delta nets, and attention with an output gate.
+# Latent attention with YaRN, from 8 tokens on; rotary positions on half of a head, and biases;
+# gated delta nets, and attention with an output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
 FP32_GATES = 1e-7  # in fp64: Megatron-Core takes the sigmoid of output gates in fp32
 MODELS: dict[str, dict[str, Any]] = {
