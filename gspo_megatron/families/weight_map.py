@@ -335,6 +335,16 @@ def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, 
     }
 
 
+_IN_PROJECTIONS = {
+    "in_qkvz": ("query", "key", "value", "z"),
+    "in_ba": ("beta", "alpha"),
+    "in_qkv": ("query", "key", "value"),
+    "in_z": ("z",),
+    "in_b": ("beta",),
+    "in_a": ("alpha",),
+}
+
+
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """in_proj and conv1d are several tensors in checkpoints, each with all heads in order. Files
     have them in order too, or (qwen3_next) all that belongs to one head of keys together."""
@@ -344,18 +354,11 @@ def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
     rows = {"query": keys * key, "key": keys * key, "value": values * value}
     start = "self_attention."
     in_proj = rows | {"z": values * value, "beta": values, "alpha": values}
-    if "in_qkvz" in parts:
-        sources: dict[str, tuple[str, ...]] = {
-            "in_qkvz": ("query", "key", "value", "z"),
-            "in_ba": ("beta", "alpha"),
-        }
-        groups = keys
-    else:
-        sources = {"in_qkv": ("query", "key", "value")}
-        sources |= {"in_z": ("z",), "in_b": ("beta",), "in_a": ("alpha",)}
-        groups = 1
+    groups = keys if "in_qkvz" in parts else 1
     recipes = {}
-    for source, names in sources.items():
+    for source, names in _IN_PROJECTIONS.items():
+        if source not in parts:
+            continue
         widths = {name: in_proj[name] // groups for name in names}
         whole = copy(parts[source], sum(in_proj[name] for name in names), hidden)
         at, step = 0, sum(widths.values())
@@ -420,7 +423,8 @@ def _expert(
 def _joint_expert(
     parts: Mapping[str, str], expert: int, hidden: int, width: int
 ) -> tuple[TensorRecipe, TensorRecipe]:
-    """The same from tensors of all experts, [experts, 2 * width, hidden] and [.., hidden, width]."""
+    """The same from the tensors of all experts, [experts, 2 * width, hidden] and [experts, hidden,
+    width]."""
     size = (1, width, hidden)
     both = [
         Box(parts["experts_gate_up"], (expert, half * width, 0), (half, 0, 0), size)

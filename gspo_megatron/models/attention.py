@@ -114,12 +114,9 @@ class KeyValueCache:
 
     def prompt_lengths(self, prompts: int, longest: int) -> Tensor:
         """[prompts]: the lengths of the prompts in this pass."""
-        device = self._cos.device
-        return (
-            torch.full((prompts,), longest, device=device)
-            if self._lengths is None
-            else self._lengths
-        )
+        if self._lengths is None:
+            return torch.full((prompts,), longest, device=self._cos.device)
+        return self._lengths
 
     def remember(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
         """Keep what a delta net knows of the prompts."""
