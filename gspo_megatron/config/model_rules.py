@@ -113,18 +113,18 @@ def delta_nets_fit(plan: Plan) -> Problems:
         return
     variant = shape.megatron.get("experimental_attention_variant")
     if variant != "gated_delta_net":
-        wrong = "with linear_attention_freq; legal: gated_delta_net"
+        wrong = "with linear_attention_freq; allowed: gated_delta_net"
         yield "model.megatron.experimental_attention_variant", wrong
     if layout.cp > 1:
         wrong = "a delta net has a state along the whole sequence, which no rank can start amid it"
-        yield "parallel.context_parallel_size", f"{wrong}; legal: 1"
+        yield "parallel.context_parallel_size", f"{wrong}; allowed: 1"
     sizes = delta_net_sizes(shape.megatron)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
         if sizes[name] % layout.tp:
             yield key, _must_divide(name, sizes[name])
     if layout.tp > 1 and plan.config.parallel.sequence_parallel is False:
         wrong = "delta nets with tp > 1 need it, for the gradient of their norms"
-        yield "parallel.sequence_parallel", f"{wrong}; legal: null or true"
+        yield "parallel.sequence_parallel", f"{wrong}; allowed: null or true"
 
 
 def _must_divide(name: str, size: int) -> str:

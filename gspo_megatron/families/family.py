@@ -304,7 +304,7 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
     others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - set(legal_types))))
     if others:
         legal = " or ".join(legal_types)
-        problems.append(f"layer_types: {others}: not supported; legal: {legal}")
+        problems.append(f"layer_types: {others}: not supported; allowed: {legal}")
     return problems
 
 
