@@ -12,7 +12,12 @@ from typing import Any
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
 from gspo_megatron.errors import format_value
-from gspo_megatron.families.model_shape import ModelShape, shape_conflicts
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    delta_net_layers,
+    delta_net_sizes,
+    shape_conflicts,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,26 @@ def experts_divide(plan: Plan) -> Problems:
             yield key, "the model has no experts; allowed: 1"
         if size is not None and size % ranks:
             yield key, _must_divide(name, size)
+
+
+def delta_nets_fit(plan: Plan) -> Problems:
+    shape, layout, key = plan.shape, plan.layout, "parallel.tensor_model_parallel_size"
+    if not any(delta_net_layers(shape)):
+        return
+    variant = shape.megatron.get("experimental_attention_variant")
+    if variant != "gated_delta_net":
+        wrong = "with linear_attention_freq; allowed: gated_delta_net"
+        yield "model.megatron.experimental_attention_variant", wrong
+    if layout.cp > 1:
+        wrong = "a delta net has a state along the whole sequence, which no rank can start amid it"
+        yield "parallel.context_parallel_size", f"{wrong}; allowed: 1"
+    sizes = delta_net_sizes(shape.megatron)
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if sizes[name] % layout.tp:
+            yield key, _must_divide(name, sizes[name])
+    if layout.tp > 1 and plan.config.parallel.sequence_parallel is False:
+        wrong = "delta nets with tp > 1 need it, for the gradient of their norms"
+        yield "parallel.sequence_parallel", f"{wrong}; allowed: null or true"
 
 
 def _must_divide(name: str, size: int) -> str:
@@ -278,6 +303,12 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     over how many ranks each is split."""
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.megatron.get("multi_latent_attention") else shape.kv_channels
+    sizes = delta_net_sizes(shape.megatron) if any(delta_net_layers(shape)) else {}
+    keys, values = (
+        sizes.get(f"linear_num_{kind}_heads", 0) * sizes.get(f"linear_{kind}_head_dim", 0)
+        for kind in ("key", "value")
+    )
+    mixed = 2 * (keys + values + sizes.get("linear_num_value_heads", 0))
     return {
         "hidden_size": (shape.hidden_size, 1),
         "num_attention_heads * kv_channels": (shape.num_attention_heads * channels, tp),
@@ -285,6 +316,8 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
         "ffn_hidden_size": (shape.ffn_hidden_size if shape.has_dense_layers else 0, tp),
         "moe_ffn_hidden_size": (shape.moe_ffn_hidden_size or 0, layout.etp or 1),
         "moe_shared_expert_intermediate_size": (shape.moe_shared_expert_intermediate_size or 0, tp),
+        "linear_num_value_heads * linear_value_head_dim": (values, tp),
+        "the input projection of delta nets": (mixed, tp),
     }
 
 
@@ -304,6 +337,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     tensor_parallel_fits,
     pipeline_divides,
     experts_divide,
+    delta_nets_fit,
     router_is_sound,
     dropout_is_off,
     precision_is_possible,

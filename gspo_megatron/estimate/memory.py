@@ -9,6 +9,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, in_flight
+from gspo_megatron.models.delta_net import CachedDeltaNet
 from gspo_megatron.routing.replay import expert_dtype
 
 
@@ -27,7 +28,7 @@ class RankMemory:
     workspace: int  # of the running forward or backward pass
     head: int  # part of it: the log-prob head's tiles and gradients
     replay: int  # routes of the step's tokens
-    kv_cache: int
+    kv_cache: int  # and the states of delta nets
     rollout: int  # activations of the prompts, routes of the responses
     host: int  # offloaded, in host memory
     fp8_copies: int  # of the weights, beside them
@@ -65,9 +66,15 @@ def rank_memory(
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
     config: Any = model.policy.config
-    layers = sum(len(m.decoder.layers) for m in model.policy.models)
+    decoders = [layer for m in model.policy.models for layer in m.decoder.layers]
+    delta_nets = [
+        d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)
+    ]
+    layers = len(decoders)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
+    cached *= (layers - len(delta_nets)) * work.longest
+    cached += sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
@@ -86,7 +93,7 @@ def rank_memory(
         head=max(each.head_bytes for each in passes),
         replay=routes,
         # It shrinks when half of the sequences have ended; old and new cache then exist together.
-        kv_cache=layers * work.rollout_rows * work.longest * cached * 3 // 2,
+        kv_cache=work.rollout_rows * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,

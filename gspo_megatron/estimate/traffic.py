@@ -24,6 +24,8 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, bubble_share
+from gspo_megatron.families.model_shape import ModelShape, delta_net_layers, delta_net_sizes
+from gspo_megatron.models.delta_rule import CHUNK
 from gspo_megatron.platform.megatron_meta import Collective
 
 AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
@@ -123,8 +125,10 @@ def step_cost(
     # Per token: two for each weight in a matrix product, and attention over half of the sequence on
     # average. An input embedding is looked up.
     outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * work.longest
-    flops = 2.0 * (active_parameters - outside) + attention
+    delta_nets = sum(delta_net_layers(shape))
+    attention = 2 * shape.num_attention_heads * shape.kv_channels * work.longest
+    attention *= shape.num_layers - delta_nets
+    flops = 2.0 * (active_parameters - outside) + attention + delta_nets * _delta_flops(shape)
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0
     passes += work.forward_only / work.micro_batches_per_step
@@ -134,6 +138,15 @@ def step_cost(
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)
+
+
+def _delta_flops(shape: ModelShape) -> int:
+    """Per token in the delta rule of a layer: three products with the state of each head, and five
+    of keys and three of values with those of a chunk."""
+    sizes = delta_net_sizes(shape.megatron)
+    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    heads = sizes["linear_num_value_heads"]
+    return heads * (6 * key * value + CHUNK * (5 * key + 3 * value))
 
 
 def axis_rates(parallel: ResolvedParallel) -> dict[str, float]:

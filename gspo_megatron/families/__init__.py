@@ -18,6 +18,7 @@ from gspo_megatron.families import (
     mixtral,
     olmoe,
     qwen,
+    qwen3_next,
 )
 from gspo_megatron.families.family import Family, differences
 from gspo_megatron.families.model_shape import (
@@ -36,8 +37,10 @@ FAMILIES: Mapping[str, Family] = {
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
     + (bailing.FAMILY, minimax.FAMILY, ernie.FAMILY)
     + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+    + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
+_VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}
 
 # Families that users ask for, and why they cannot have them.
 _REFUSED = {
@@ -62,6 +65,7 @@ PRESETS: Mapping[str, ModelPreset] = {
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ConfigError where it is not supported."""
+    hf_config = language_model(hf_config)
     named = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
     families = {**FAMILIES, **_OTHER_NAMES}
@@ -72,6 +76,21 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
     wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
     raise ConfigError([problem("architectures", named or model_type, wrong)])
+
+
+def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json of the text model in a vision-language model of a known family; any other as it
+    is."""
+    model_type, text = hf_config.get("model_type"), hf_config.get("text_config")
+    family = _VISION_MODELS.get(model_type) if isinstance(model_type, str) else None
+    if family is None or not isinstance(text, Mapping):
+        return hf_config
+    shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
+    named = {"architectures": [family.architecture], "model_type": family.model_type}
+    return {**shared, **text, **named}
+
+
+_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
 
 
 def family_of_shape(shape: ModelShape) -> Family:
@@ -87,7 +106,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
     """The model of a config.json. Raises ConfigError with everything that we do not support."""
     family = family_of(hf_config)
     try:
-        preset, problems = family.preset(hf_config)
+        preset, problems = family.preset(language_model(hf_config))
     except WRONG_VALUES as error:
         raise ConfigError([f"a value of a wrong type: {error}"]) from None
     if problems:

@@ -16,6 +16,7 @@ from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import (
     ModelPreset,
     ModelShape,
+    delta_net_pattern,
     expert_pattern,
     experts_in_layers,
 )
@@ -71,7 +72,11 @@ class Family:
     check: Callable[[Mapping[str, Any]], list[str]] = lambda hf: []
     read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
-    # Tensors in published files that are ignored, by the end of their names.
+    # The kinds of layers by which config.json may call them.
+    layer_types: tuple[str, ...] = ("full_attention",)
+    # model_type of a vision-language model with this language model.
+    vision_model_type: str | None = None
+    # Tensors in published files that are ignored, by the end and by the start of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
     unread_starts: tuple[str, ...] = ()  # the same, by the beginning of their names
     # The key for the number of layers behind the last one that predict further tokens (MTP). They
@@ -87,7 +92,7 @@ class Family:
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
         ]
-        problems += _windows(hf) + _quantization(hf)
+        problems += _windows(hf, self.layer_types) + _quantization(hf)
         rope, wrong = read_rope(hf, self.rope)
         problems += wrong
         problems += self._next_token_problems(hf)
@@ -250,6 +255,8 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     # one pattern may be spelled in two ways
     for fields, model in ((own, shape), (its, preset)):
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
+        frequency = fields.get("linear_attention_freq")
+        fields["linear_attention_freq"] = delta_net_pattern(frequency, shape.num_layers)
         for outer in ("joint_qk_norm", "rotary_percent", "rotary_llama3_factor"):
             fields[outer] = getattr(model, outer)
     # sizes that a config.json may leave to their defaults; ModelShape has them all
@@ -286,16 +293,17 @@ _NEUTRAL_STARTS = """
 """
 
 
-def _windows(hf: Mapping[str, Any]) -> list[str]:
-    """Sliding-window attention, which is not supported."""
+def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
+    """Sliding-window attention and other kinds of layers, which are not supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:
         legal = "null, or use_sliding_window = false"
         problems.append(f"sliding_window = {format_value(window)}: not supported; allowed: {legal}")
-    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - {"full_attention"})))
+    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - set(legal_types))))
     if others:
-        problems.append(f"layer_types: {others}: not supported; allowed: full_attention")
+        legal = " or ".join(legal_types)
+        problems.append(f"layer_types: {others}: not supported; allowed: {legal}")
     return problems
 
 

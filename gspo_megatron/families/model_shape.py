@@ -7,7 +7,7 @@ belongs to the whole model (vocabulary, positions, tied embeddings) stands besid
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +115,35 @@ def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
+def delta_net_layers(shape: ModelShape) -> list[int]:
+    """1 for each layer with a gated delta net, 0 for each with attention."""
+    return delta_net_pattern(shape.megatron.get("linear_attention_freq"), shape.num_layers)
+
+
+def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) -> list[int]:
+    """The same from TransformerConfig's `linear_attention_freq`: every n-th layer has attention, or
+    a list of these flags."""
+    if frequency is None:
+        return [0] * num_layers
+    if isinstance(frequency, int):
+        return [int((layer + 1) % frequency > 0) for layer in range(num_layers)]
+    return list(frequency)
+
+
+def delta_net_sizes(megatron: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of delta nets, with TransformerConfig's defaults."""
+    return {name: megatron.get(name) or default for name, default in _DELTA_NET_SIZES.items()}
+
+
+_DELTA_NET_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
 def checkpoint_model_file(path: str) -> Path | None:
     """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
     which all have the same model; None where there is none."""
@@ -191,6 +220,9 @@ def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[st
     if same_layers and experts_in_layers(shape) != experts_in_layers(theirs):
         frequencies = [each.megatron.get("moe_layer_freq", 1) for each in (shape, theirs)]
         yield "megatron.moe_layer_freq", *frequencies
+    if same_layers and delta_net_layers(shape) != delta_net_layers(theirs):
+        name = "linear_attention_freq"
+        yield f"megatron.{name}", shape.megatron.get(name), theirs.megatron.get(name)
 
 
 # Fields of TransformerConfig that decide which tensors there are, and their sizes.
@@ -199,4 +231,6 @@ _TENSOR_FIELDS = """
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias qk_layernorm add_qkv_bias add_bias_linear gated_linear_unit
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    attention_output_gate linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    linear_num_key_heads linear_num_value_heads
 """

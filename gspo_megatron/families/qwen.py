@@ -9,7 +9,7 @@ from typing import Any
 from gspo_megatron.families import family as f
 
 
-def _read_pattern(hf: Mapping[str, Any]) -> list[bool]:
+def read_pattern(hf: Mapping[str, Any]) -> list[bool]:
     """A layer has experts unless `mlp_only_layers` names it or `decoder_sparse_step` skips it."""
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
@@ -20,7 +20,7 @@ def _read_pattern(hf: Mapping[str, Any]) -> list[bool]:
     ]
 
 
-def _write_pattern(experts: list[bool]) -> dict[str, Any]:
+def write_pattern(experts: list[bool]) -> dict[str, Any]:
     dense = [layer for layer, has_experts in enumerate(experts) if not has_experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -62,8 +62,8 @@ QWEN3_MOE = f.Family(
     spellings={"num_local_experts": "num_experts"},
     always=f.LINEAR_ROUTER | _QWEN3,
     only={"attention_bias": (False,)},
-    read_pattern=_read_pattern,
-    write_pattern=_write_pattern,
+    read_pattern=read_pattern,
+    write_pattern=write_pattern,
     names=_QWEN3_NAMES | f.ROUTER | f.EXPERTS,
 )
 QWEN2_MOE = f.Family(
@@ -76,8 +76,8 @@ QWEN2_MOE = f.Family(
         f.Field("qkv_bias", "add_qkv_bias", True),
     ),
     always={**f.LINEAR_ROUTER, "qk_layernorm": False, "moe_shared_expert_gate": True},
-    read_pattern=_read_pattern,
-    write_pattern=_write_pattern,
+    read_pattern=read_pattern,
+    write_pattern=write_pattern,
     names={
         **f.EMBEDDINGS,
         **f.NORMS,

@@ -11,12 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gspo_megatron.families import Family
-from gspo_megatron.families.model_shape import ModelShape, experts_in_layers
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    delta_net_layers,
+    delta_net_sizes,
+    experts_in_layers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +100,13 @@ def copy(name: str, *shape: int) -> TensorRecipe:
     return TensorRecipe(tuple(shape), (Box(name, zeros, zeros, tuple(shape)),))
 
 
+def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRecipe:
+    """`count` rows from each of the starts, one after the other."""
+    others = [slice(0, size) for size in recipe.shape[1:]]
+    parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
+    return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
+
+
 def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
     """Joined along the first dimension."""
     boxes: list[Box] = []
@@ -168,16 +180,18 @@ def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read)
 
 def split(box: Box) -> Iterator[Box]:
     """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
-    axis = len(box.size) - len(box.source)
-    if axis < 0:  # one row of a matrix
-        yield box
-        return
-    count = box.size[axis]
-    step = max(1, MOST_ELEMENTS * count // max(1, box.numel))
-    for first in range(0, count, step):
-        size = (*box.size[:axis], min(step, count - first), *box.size[axis + 1 :])
-        target = (*box.target[:axis], box.target[axis] + first, *box.target[axis + 1 :])
-        yield Box(box.name, (box.source[0] + first, *box.source[1:]), target, size)
+    more = len(box.size) - len(box.source)
+    axis, source_axis = max(0, more), max(0, -more)
+    rows = box.size[axis]
+    step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
+    for first in range(0, rows, step):
+        size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
+        target = _moved(box.target, axis, first)
+        yield Box(box.name, _moved(box.source, source_axis, first), target, size)
+
+
+def _moved(place: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:
+    return (*place[:axis], place[axis] + by, *place[axis + 1 :])
 
 
 # Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up
@@ -189,6 +203,7 @@ _ALIASES = (
         re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(\w+)"),
         r".self_attention.\1_layernorm.\2",
     ),
+    (re.compile(r"\.self_attention\.in_proj\.layer_norm_(\w+)"), r".input_layernorm.\1"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(\w+)"), r".pre_mlp_layernorm.\1"),
     (re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.weight"), r".mlp.experts.weight\1"),
 )
@@ -240,9 +255,12 @@ class WeightMap:
         return stack(experts)
 
 
-def weight_map(family: Family, shape: ModelShape, vocab_size: int) -> WeightMap:
-    """The map of a model of this family. `vocab_size` is without padding."""
-    recipes = dict(_recipes(family, shape, vocab_size))
+def weight_map(
+    family: Family, shape: ModelShape, vocab_size: int, *, joint_experts: bool = False
+) -> WeightMap:
+    """The map of a model of this family. `vocab_size` is without padding; joint_experts: the files
+    have all experts of a layer in one tensor."""
+    recipes = dict(_recipes(family, shape, vocab_size, joint_experts))
     shapes: dict[str, tuple[int, ...]] = {}
     for box in (box for recipe in recipes.values() for box in recipe.boxes):
         ends = tuple(part.stop for part in box.source_slices)
@@ -251,9 +269,10 @@ def weight_map(family: Family, shape: ModelShape, vocab_size: int) -> WeightMap:
 
 
 def _recipes(
-    family: Family, shape: ModelShape, vocab_size: int
+    family: Family, shape: ModelShape, vocab_size: int, joint_experts: bool
 ) -> Iterator[tuple[str, TensorRecipe]]:
     names, hidden = family.names, shape.hidden_size
+    delta_nets = delta_net_layers(shape)
     yield "embedding.word_embeddings.weight", copy(names["embedding"], vocab_size, hidden)
     for number, has_experts in enumerate(experts_in_layers(shape)):
         parts = {part: name.replace("{layer}", str(number)) for part, name in names.items()}
@@ -262,9 +281,12 @@ def _recipes(
             "pre_mlp_layernorm.weight": copy(parts["mlp_norm"], hidden),
         }
         latent = shape.megatron.get("multi_latent_attention")
-        layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
+        if delta_nets[number]:
+            layer |= _delta_net(parts, shape)
+        else:
+            layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
         if has_experts:
-            layer |= _mixture(parts, shape, row_bias=family.router_bias_is_row)
+            layer |= _mixture(parts, shape, joint_experts, row_bias=family.router_bias_is_row)
         else:
             layer |= _gated_mlp("mlp.", parts, "", hidden, shape.ffn_hidden_size)
         for name, recipe in layer.items():
@@ -275,7 +297,8 @@ def _recipes(
 
 
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """linear_qkv holds, for each query group, its queries, its key and its value."""
+    """linear_qkv holds, for each query group, its queries, their output gates if they have some,
+    its key and its value. Files have the gate of a head behind its query."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
     heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
 
@@ -283,10 +306,15 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
         if f"qkv{suffix}" in parts:  # one tensor in the files, queries first
             whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
             starts = itertools.accumulate(heights.values(), initial=0)
-            three = [rows(whole, *each) for each in zip(starts, heights.values())]
+            pieces = [rows(whole, *each) for each in zip(starts, heights.values())]
         else:
-            three = [copy(parts[part + suffix], heights[part], *sizes) for part in "qkv"]
-        return interleave(three, groups)
+            pieces = [copy(parts[part + suffix], heights[part], *sizes) for part in "qkv"]
+        if shape.megatron.get("attention_output_gate"):
+            both = copy(parts[f"q{suffix}"], 2 * heights["q"], *sizes)
+            heads = range(0, 2 * heights["q"], 2 * width)
+            gates = rows_of(both, (start + width for start in heads), width)
+            pieces = [rows_of(both, heads, width), gates, *pieces[1:]]
+        return interleave(pieces, groups)
 
     recipes = {
         "self_attention.linear_qkv.weight": qkv("", hidden),
@@ -324,6 +352,50 @@ def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, 
     }
 
 
+_IN_PROJECTIONS = {
+    "in_qkvz": ("query", "key", "value", "z"),
+    "in_ba": ("beta", "alpha"),
+    "in_qkv": ("query", "key", "value"),
+    "in_z": ("z",),
+    "in_b": ("beta",),
+    "in_a": ("alpha",),
+}
+
+
+def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
+    """in_proj and conv1d are several tensors in checkpoints, each with all heads in order. Files
+    have them in order too, or (qwen3_next) all that belongs to one head of keys together."""
+    sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    rows = {"query": keys * key, "key": keys * key, "value": values * value}
+    start = "self_attention."
+    in_proj = rows | {"z": values * value, "beta": values, "alpha": values}
+    groups = keys if "in_qkvz" in parts else 1
+    recipes = {}
+    for source, names in _IN_PROJECTIONS.items():
+        if source not in parts:
+            continue
+        widths = {name: in_proj[name] // groups for name in names}
+        whole = copy(parts[source], sum(in_proj[name] for name in names), hidden)
+        at, step = 0, sum(widths.values())
+        for name, width in widths.items():
+            places = range(at, groups * step, step)
+            recipes[f"{start}in_proj.weight.{name}"] = rows_of(whole, places, width)
+            at += width
+    kernel = (1, sizes["linear_conv_kernel_dim"])
+    conv, at = copy(parts["conv"], sum(rows.values()), *kernel), 0
+    for name, width in rows.items():
+        recipes[f"{start}conv1d.weight.{name}"] = rows_of(conv, [at], width)
+        at += width
+    return recipes | {
+        f"{start}A_log": copy(parts["decay"], values),
+        f"{start}dt_bias": copy(parts["decay_bias"], values),
+        f"{start}out_norm.weight": copy(parts["delta_norm"], value),
+        f"{start}out_proj.weight": copy(parts["delta_out"], hidden, values * value),
+    }
+
+
 def _gated_mlp(
     prefix: str, parts: Mapping[str, str], kind: str, hidden: int, width: int
 ) -> dict[str, TensorRecipe]:
@@ -336,7 +408,7 @@ def _gated_mlp(
 
 
 def _mixture(
-    parts: Mapping[str, str], shape: ModelShape, *, row_bias: bool
+    parts: Mapping[str, str], shape: ModelShape, joint_experts: bool, *, row_bias: bool
 ) -> dict[str, TensorRecipe]:
     """row_bias: see Family.router_bias_is_row."""
     hidden, width, experts = shape.hidden_size, shape.moe_ffn_hidden_size, shape.num_moe_experts
@@ -346,16 +418,36 @@ def _mixture(
         box = Box(parts["router_bias"], (0, 0) if row_bias else (0,), (0,), (experts,))
         recipes["mlp.router.expert_bias"] = TensorRecipe((experts,), (box,))
     for expert in range(experts):
-        gate, up, down = (
-            parts[f"expert_{part}"].replace("{expert}", str(expert))
-            for part in ("gate", "up", "down")
-        )
-        both = [copy(gate, width, hidden), copy(up, width, hidden)]
-        recipes[f"mlp.experts.weight1[{expert}]"] = stack(both)
-        recipes[f"mlp.experts.weight2[{expert}]"] = copy(down, hidden, width)
+        both, down = (_joint_expert if joint_experts else _expert)(parts, expert, hidden, width)
+        recipes[f"mlp.experts.weight1[{expert}]"] = both
+        recipes[f"mlp.experts.weight2[{expert}]"] = down
     shared = shape.moe_shared_expert_intermediate_size
     if shared is not None:
         recipes |= _gated_mlp("mlp.shared_experts.", parts, "shared_", hidden, shared)
         if shape.megatron.get("moe_shared_expert_gate"):
             recipes["mlp.shared_experts.gate_weight"] = copy(parts["shared_router"], 1, hidden)
     return recipes
+
+
+def _expert(
+    parts: Mapping[str, str], expert: int, hidden: int, width: int
+) -> tuple[TensorRecipe, TensorRecipe]:
+    """[gate and up, width, hidden] and the projection down of one expert."""
+    gate, up, down = (
+        parts[f"expert_{part}"].replace("{expert}", str(expert)) for part in ("gate", "up", "down")
+    )
+    return stack([copy(gate, width, hidden), copy(up, width, hidden)]), copy(down, hidden, width)
+
+
+def _joint_expert(
+    parts: Mapping[str, str], expert: int, hidden: int, width: int
+) -> tuple[TensorRecipe, TensorRecipe]:
+    """The same from the tensors of all experts, [experts, 2 * width, hidden] and [experts, hidden,
+    width]."""
+    size = (1, width, hidden)
+    both = [
+        Box(parts["experts_gate_up"], (expert, half * width, 0), (half, 0, 0), size)
+        for half in range(2)
+    ]
+    down = Box(parts["experts_down"], (expert, 0, 0), (0, 0), (hidden, width))
+    return TensorRecipe((2, width, hidden), tuple(both)), TensorRecipe((hidden, width), (down,))

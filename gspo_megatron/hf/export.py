@@ -132,11 +132,11 @@ def stream_specs(
 
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type of every tensor of the stream, in order. Biases of routers stay fp32, as they are in
-    Megatron-Core."""
+    """The type of every tensor of the stream, in order. Biases of routers and the decay of delta
+    nets stay fp32, as they are in the model."""
     kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
-        if name.endswith(".expert_bias"):
+        if name.endswith((".expert_bias", ".A_log", ".dt_bias")):
             kinds |= {box.name: torch.float32 for box in recipe.boxes}
     return kinds
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gspo_megatron.errors import ConfigError, DataError, format_value, some_of
-from gspo_megatron.families import describe, family_of
+from gspo_megatron.families import describe, family_of, language_model
 from gspo_megatron.families.model_shape import (
     ModelPreset,
     ModelShape,
@@ -70,7 +70,8 @@ class FileTensor(NamedTuple):
 
 
 class HfFolder:
-    """Config and tensors of a folder. Opening it reads the headers of the files, no tensor.
+    """Config and tensors of a folder, of a vision-language model those of its language model.
+    Opening it reads the headers of the files, no tensor.
 
     A config.json that names Python code of its own (`auto_map`) is refused unless
     `ignore_custom_code`; the code is never run.
@@ -86,7 +87,8 @@ class HfFolder:
             advice = "convert it by `gspo-megatron convert megatron-to-hf`"
             raise DataError(f"{path}: is a checkpoint of gspo-megatron; {advice}")
         problems: list[str] = []
-        self.config: dict[str, Any] = _read_json(self.path / "config.json", problems) or {}
+        config = _read_json(self.path / "config.json", problems) or {}
+        self.config: dict[str, Any] = dict(language_model(config))
         if (generation := self.path / "generation_config.json").exists():
             _read_json(generation, problems)
         if "auto_map" in self.config and not ignore_custom_code:
@@ -95,7 +97,11 @@ class HfFolder:
                 " folder, which is never run; --ignore-custom-code takes the folder for what its"
                 " model_type says"
             )
-        self.tensors: dict[str, FileTensor] = self._read_tensors(problems)
+        # In vision-language models the language model is a part of the model.
+        self.tensors: dict[str, FileTensor] = {
+            name.replace("model.language_model.", "model.", 1): tensor
+            for name, tensor in self._read_tensors(problems).items()
+        }
         self._mapped: dict[Path, mmap.mmap] = {}
         self._read_bytes = 0
         if problems:
@@ -277,7 +283,8 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
     """The map of the folder's model. Raises DataError where tensors are missing, unknown, or have
     another shape or dtype."""
     family = family_of(folder.config)
-    weights = weight_map(family, shape, vocab_size)
+    joint = family.names.get("experts_down", "").replace("{layer}", "0") in folder.tensors
+    weights = weight_map(family, shape, vocab_size, joint_experts=joint)
     missing: list[str] = []
     problems: list[str] = []
     scales: set[str] = set()

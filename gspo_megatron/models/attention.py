@@ -19,7 +19,8 @@ COPY_COST = 2
 # Of fewer keys torch's softmax takes longer on a CPU: it is vectorised along them.
 FEWEST_KEYS = 16
 
-# Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each.
+# Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each; of delta nets
+# the inputs of the convolution and the state, which have one size whatever the length.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -70,15 +71,18 @@ class KeyValueCache:
         self._cos, self._sin = frequencies.cos(), frequencies.sin()
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recurrent: set[int] = set()  # layers whose states have one size
         self._prompts: PromptStates | None = None
+        self._lengths: Tensor | None = None  # of the prompts, [prompts]
         self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
         self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
         self._parts: list[Part] = []
 
-    def start_prefill(self, length: int) -> PromptStates:
+    def start_prefill(self, length: int, lengths: Tensor | None = None) -> PromptStates:
         """The next forward pass computes the first `length` tokens of prompts, beside the batch.
-        Returns the dict that the pass fills with their keys and values."""
-        self._prompts = {}
+        lengths [prompts]: of those that are padded. Returns the dict that the pass fills with their
+        keys and values."""
+        self._prompts, self._lengths = {}, lengths
         self.cos, self.sin = self._cos[:length], self._sin[:length]
         self.angles = self._frequencies[:length]
         return self._prompts
@@ -94,9 +98,44 @@ class KeyValueCache:
         states like `key` and `value` [any, heads, any, dim]."""
         if layer not in self._layers:
             sizes = [
-                (self._num_rows, s.shape[1], self._max_length, s.shape[3]) for s in (key, value)
+                (self._num_rows, s.shape[1], self._length_of(layer, s), s.shape[3])
+                for s in (key, value)
             ]
             self._layers[layer] = key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
+        return self._layers[layer]
+
+    def _length_of(self, layer: int, states: Tensor) -> int:
+        return states.shape[2] if layer in self._recurrent else self._max_length
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the next forward pass computes prompts."""
+        return self._prompts is not None
+
+    def prompt_lengths(self, prompts: int, longest: int) -> Tensor:
+        """[prompts]: the lengths of the prompts in this pass."""
+        if self._lengths is None:
+            return torch.full((prompts,), longest, device=self._cos.device)
+        return self._lengths
+
+    def remember(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
+        """Keep what a delta net knows of the prompts."""
+        assert self._prompts is not None
+        self._recurrent.add(layer)
+        self._prompts[layer] = states
+
+    def recurrent(
+        self, layer: int, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, Tensor]:
+        """The batch's states of a delta net [rows, *size], to be changed in place. Rows without a
+        prompt have zeros."""
+        if layer not in self._layers:
+            self._recurrent.add(layer)
+            first, second = (
+                torch.zeros((self._num_rows, *size), dtype=dtype, device=self._cos.device)
+                for size, dtype in zip(sizes, dtypes, strict=True)
+            )
+            self._layers[layer] = first, second
         return self._layers[layer]
 
     def start_token(self, positions: Tensor, spans: Spans, long_rows: Tensor) -> None:
@@ -216,12 +255,14 @@ class CachedSelfAttention(SelfAttention):
         cache = self.key_value_cache
         if cache is None:
             return super().forward(hidden_states, *args, **kwargs)
-        query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
+        gated = {"output_gate": True} if self.config.attention_output_gate else {}
+        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, **gated)
         neighbours = self.config.rotary_interleaved
         turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin, neighbours)
         query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        return self.linear_proj(cache.attend(self.layer_number, query, key, value, scale))
+        out = cache.attend(self.layer_number, query, key, value, scale)
+        return self.linear_proj(self._apply_output_gate(out, gate[0]) if gated else out)
 
 
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:

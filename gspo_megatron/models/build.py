@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from gspo_megatron.config import ModelShape, ResolvedParallel
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.families import language_model
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
@@ -47,7 +48,7 @@ class Policy:
         Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
         gradients. As there, a negative number counts from the end of the vocabulary.
         """
-        token = (hf or {}).get("pad_token_id")
+        token = language_model(hf or {}).get("pad_token_id")
         if isinstance(token, int):
             token = token if token >= 0 else self.vocab_size + token
             for model in self.models:

@@ -113,9 +113,7 @@ class TorchCoreAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)  # [sequence, batch, heads * dim]
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        plan = getattr(packed, "attention_plan", None)
-        if plan is None:
-            plan = packed.attention_plan = plan_attention(packed, self.cp_group, query.device)
+        plan = plan_of(packed, self.cp_group, query.device)
         if plan.whole is not None:
             parts = (s.unflatten(0, plan.whole).transpose(1, 2) for s in (query, key, value))
             return self._attend(*parts, None).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -124,7 +122,7 @@ class TorchCoreAttention(torch.nn.Module):
         outputs = []
         for block in plan.blocks:
             parts = (
-                _rows(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
+                rows_of(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
                 for states, rows in (
                     (query, block.query_rows),
                     (key, block.key_rows),
@@ -135,7 +133,7 @@ class TorchCoreAttention(torch.nn.Module):
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         assert plan.restore is not None
-        return _rows(joined, plan.restore)  # [tokens, heads * dim]
+        return rows_of(joined, plan.restore)  # [tokens, heads * dim]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Positions | None
@@ -223,7 +221,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     )
 
 
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
+def rows_of(states: Tensor, rows: Tensor) -> Tensor:
     """states[rows], of which the gradient takes a third of the time on a CPU."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
@@ -238,6 +236,14 @@ def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
     chunks = torch.arange(size * local_length).view(2 * size, -1)
     held = torch.stack([chunks[[r, 2 * size - 1 - r]].flatten() for r in range(size)])
     return held.flatten().argsort(), held[cp_group.rank()]
+
+
+def plan_of(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:
+    """The plan of a micro-batch, made once for all layers."""
+    plan = getattr(packed, "attention_plan", None)
+    if plan is None:
+        plan = packed.attention_plan = plan_attention(packed, cp_group, device)
+    return plan
 
 
 def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:

@@ -111,8 +111,11 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_attention(module: Any) -> bool:
-    """Self-attention with its whole weights on this rank; norms of heads, if any, head by head."""
+    """Self-attention with its whole weights on this rank; norms of heads, if any, head by head; no
+    output gate."""
     if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
+        return False
+    if module.config.attention_output_gate:
         return False
     norms = (module.q_layernorm, module.k_layernorm)
     has_norms = all(type(norm) is TorchNorm and not norm.centered for norm in norms)

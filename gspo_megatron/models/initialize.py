@@ -16,21 +16,27 @@ from gspo_megatron.models.shards import parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
 # are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
-_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "experts.weight2")
+_RESIDUAL_PROJECTIONS = (
+    *("linear_proj.weight", "linear_fc2.weight", "experts.weight2"),
+    "self_attention.out_proj.weight",
+)
+_DECAY = ".A_log"  # of delta nets: logarithms of numbers between 1 and 16
 
 
 @torch.no_grad()
 def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
-    """Draw all matrices of a model chunk; norms and biases keep their ones and zeros."""
+    """Draw all matrices of a model chunk, and the decay of delta nets; norms and biases keep their
+    ones and zeros."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
     assert covered == sum(p.numel() for p in model.parameters()), (
         "a parameter without a global name"
     )
     for shard in shards:
-        if shard.data.dim() < 2:
+        is_decay = shard.name.endswith(_DECAY)
+        if shard.data.dim() < 2 and not is_decay:
             continue
         std = config.init_method_std
         if any(part in shard.name for part in _RESIDUAL_PROJECTIONS):
@@ -40,6 +46,9 @@ def initialize_weights(
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
         digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        drawn = torch.randn(shape, generator=generator)[shard.slices] * std
+        if is_decay:
+            drawn = torch.rand(shape, generator=generator)[shard.slices].mul(15).add(1).log()
+        else:
+            drawn = torch.randn(shape, generator=generator)[shard.slices] * std
         shard.data.zero_()  # vocabulary padding
         shard.data[tuple(slice(size) for size in drawn.shape)].copy_(drawn)

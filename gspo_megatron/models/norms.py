@@ -55,6 +55,15 @@ class TorchNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
 
 
+class PlainNorm(TorchNorm):
+    """A norm whose weight is no offset to 1, also in models where those of the others are."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(config, hidden_size, eps)
+        self.zero_centered = False
+        self.weight.data.fill_(1.0)
+
+
 def sum_gradients_over_tp(
     parameters: Sequence[torch.nn.Parameter | None], config: TransformerConfig
 ) -> None:

@@ -63,7 +63,7 @@ def _shards(piece: ShardedTensor, parameter: torch.nn.Parameter) -> Iterator[Sha
     name = piece.key + "".join(f"[{index}]" for index in piece.global_offset[:prepended])
     shape, offset = tuple(piece.global_shape[prepended:]), tuple(piece.global_offset[prepended:])
     whole = Shard(name, parameter, data, shape, offset)
-    if data.dim() < 3:
+    if data.dim() < 3 or ".experts." not in name:
         yield whole
         return
     for index in range(data.shape[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -31,15 +33,17 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.families.model_shape import delta_net_pattern
 from gspo_megatron.models.attention import CachedSelfAttention
 from gspo_megatron.models.core_attention import TorchCoreAttention
+from gspo_megatron.models.delta_net import CachedDeltaNet
 from gspo_megatron.models.experts import GroupedExperts
 from gspo_megatron.models.latent_attention import (
     LATENT_EPSILON,
     CachedLatentAttention,
     LatentNorm,
 )
-from gspo_megatron.models.norms import KeyNorm, QueryNorm, TorchNorm
+from gspo_megatron.models.norms import KeyNorm, PlainNorm, QueryNorm, TorchNorm
 from gspo_megatron.models.router import BiasedSoftmaxRouter
 from gspo_megatron.models.transformer_config import has_biased_softmax
 
@@ -94,27 +98,37 @@ def block_spec(
     over all heads together. Raises UserError if the layout does not fit the attention.
     """
     _check_attention(config, joint_qk_norm, backend)
-    if backend == "transformer_engine":
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config=config, use_transformer_engine=True, vp_stage=vp_stage
-        )
-        for layer in spec.layer_specs:
-            attention = layer.submodules.self_attention
-            latent = config.multi_latent_attention
-            attention.module = CachedLatentAttention if latent else CachedSelfAttention
-            if joint_qk_norm:
-                attention.submodules.q_layernorm = QueryNorm
-                attention.submodules.k_layernorm = KeyNorm
-            _set_router(layer.submodules.mlp, config)
-        return spec
-    layers = [_torch_layer(config, is_moe, joint_qk_norm) for is_moe in experts]
+    delta_nets = delta_net_pattern(config.linear_attention_freq, config.num_layers)
     layout = config.pipeline_model_parallel_layout
+    numbers: Sequence[int]
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     else:
         first = get_transformer_layer_offset(config=config, vp_stage=vp_stage)
         count = get_num_layers_to_build(config=config, vp_stage=vp_stage)
         numbers = range(first, first + count)
+    if backend == "transformer_engine":
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config=config, use_transformer_engine=True, vp_stage=vp_stage
+        )
+        # layers of one kind are one object
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+        for number, layer in zip(numbers, spec.layer_specs, strict=True):
+            _set_router(layer.submodules.mlp, config)
+            attention = layer.submodules.self_attention
+            if delta_nets[number]:
+                parts = attention.submodules
+                # its linear_qkv has the layer's input norm
+                layer.submodules.self_attention = _delta_net(parts.linear_qkv, parts.linear_proj)
+                continue
+            latent = config.multi_latent_attention
+            attention.module = CachedLatentAttention if latent else CachedSelfAttention
+            if joint_qk_norm:
+                attention.submodules.q_layernorm = QueryNorm
+                attention.submodules.k_layernorm = KeyNorm
+        return spec
+    kinds = zip(experts, delta_nets, strict=True)
+    layers = [_torch_layer(config, is_moe, joint_qk_norm, is_delta) for is_moe, is_delta in kinds]
     return TransformerBlockSubmodules(
         layer_specs=[layers[number] for number in numbers], layer_norm=TorchNorm
     )
@@ -189,8 +203,20 @@ def _torch_attention(config: TransformerConfig, joint_qk_norm: bool) -> ModuleSp
     )
 
 
-def _torch_layer(config: TransformerConfig, is_moe: bool, joint_qk_norm: bool) -> ModuleSpec:
+def _delta_net(in_proj: Any, out_proj: Any) -> ModuleSpec:
+    submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=PlainNorm, out_proj=out_proj)
+    return ModuleSpec(module=CachedDeltaNet, submodules=submodules)
+
+
+def _torch_layer(
+    config: TransformerConfig, is_moe: bool, joint_qk_norm: bool, is_delta_net: int
+) -> ModuleSpec:
     provider = TorchSpecProvider()
+    attention = (
+        _delta_net(provider.column_parallel_linear(), provider.row_parallel_linear())
+        if is_delta_net
+        else _torch_attention(config, joint_qk_norm)
+    )
     mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=config.num_moe_experts if is_moe else None,
@@ -201,7 +227,7 @@ def _torch_layer(config: TransformerConfig, is_moe: bool, joint_qk_norm: bool) -
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=TorchNorm,
-            self_attention=_torch_attention(config, joint_qk_norm),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=TorchNorm,
             mlp=mlp,

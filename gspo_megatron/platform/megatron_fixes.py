@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ def install() -> None:
     _count_real_tokens_of_experts()
     _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
+    _build_delta_nets_without_kernels()
     # 0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
     # uses a mock in isinstance().
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -160,3 +163,25 @@ def _split_empty_extra_state() -> None:
         return native(self, state)
 
     grouped._split_extra_state = split
+
+
+def _delta_nets() -> Any:
+    """The module whose names GatedDeltaNet reads: since 0.19 in a package."""
+    importlib.import_module("megatron.core.ssm.gated_delta_net")
+    package = "megatron.core.ssm.gated_delta_net"
+    return sys.modules.get(f"{package}.common", sys.modules[package])
+
+
+def _build_delta_nets_without_kernels() -> None:
+    """GatedDeltaNet refuses to be built without the package fla, although its parameters need none
+    of it; models.delta_net computes without."""
+    _delta_nets().HAVE_FLA = True
+
+
+def has_delta_rule_kernels(states: torch.Tensor, config: Any) -> bool:
+    """Whether stock GatedDeltaNet can compute packed sequences of `states` by itself: with fla's
+    kernels, which run on GPUs, and since 0.19."""
+    module = _delta_nets()
+    packs = module.__name__.endswith(".common")
+    has_kernels = module.chunk_gated_delta_rule is not None and states.is_cuda
+    return packs and has_kernels and not config.deterministic_mode

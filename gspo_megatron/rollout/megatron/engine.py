@@ -379,7 +379,7 @@ class _Generation:
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         samples = self.samples.new_zeros(len(prompts))
         samples[: len(numbers)] = self.samples[:: self.per_prompt][numbers.start : numbers.stop]
-        states = self.cache.start_prefill(longest)
+        states = self.cache.start_prefill(longest, lengths)
         positions = torch.arange(longest, device=self.device).expand_as(ids)
         hidden, routes = self.engine._forward(ids, positions, self._randomness(samples))
         if hidden is not None:

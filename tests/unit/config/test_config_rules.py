@@ -52,6 +52,12 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
     assert problems_of(world_size, *overrides) == []
 
 
+DELTA_NETS = [
+    "model.megatron.experimental_attention_variant=gated_delta_net",
+    "model.megatron.linear_attention_freq=2",
+]
+
+
 @pytest.mark.parametrize(
     ("world_size", "overrides", "start", "wrong"),
     [
@@ -74,6 +80,15 @@ def test_sound_configurations_pass(world_size: int, overrides: list[str]) -> Non
         (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
              "model.megatron.ffn_hidden_size=255"],
          "parallel.tensor_model_parallel_size = 2", "does not divide ffn_hidden_size = 255"),
+        (2, ["parallel.layout=cp=2", *DELTA_NETS], "parallel.context_parallel_size = 2",
+         "state along the whole sequence, which no rank can start amid it; allowed: 1"),
+        (2, ["parallel.layout=tp=2", *DELTA_NETS, "model.megatron.linear_num_key_heads=1"],
+         "parallel.tensor_model_parallel_size = 2", "does not divide linear_num_key_heads = 1"),
+        (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false", *DELTA_NETS,
+             "model.megatron.num_moe_experts=null"],
+         "parallel.sequence_parallel = false", "delta nets with tp > 1 need it"),
+        (1, ["model.megatron.linear_attention_freq=2"],
+         "model.megatron.experimental_attention_variant = null", "allowed: gated_delta_net"),
         (2, ["parallel.layout=tp=2", "model.megatron.moe_shared_expert_intermediate_size=33"],
          "parallel.tensor_model_parallel_size = 2",
          "does not divide moe_shared_expert_intermediate_size = 33"),

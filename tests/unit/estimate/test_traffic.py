@@ -29,6 +29,13 @@ def sent(config: Config, world_size: int) -> tuple[dict[str, int], LayoutEstimat
     return found.most_traffic(), found
 
 
+DELTA_NETS = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_value_heads": 16,
+}
+
+
 def test_all_to_alls_of_the_experts(make_config: ConfigMaker) -> None:
     """To the experts and back, forward and backward, the router's weights (fp32) with them; 32
     sequences are 8 micro-batches a rank, of which those of the last 3 of 4 mini-batches are also
@@ -75,8 +82,9 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
     assert {rates[axis] for axis in rates.keys() - inside} == {NETWORK_BYTES}
 
 
+@pytest.mark.parametrize("further", [{}, DELTA_NETS], ids=["attention", "delta nets"])
 def test_the_cache_is_the_rollout_engines(
-    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
 ) -> None:
     """Half as much again is counted on top, for the moment at which it shrinks."""
     largest = 0
@@ -90,10 +98,11 @@ def test_the_cache_is_the_rollout_engines(
 
     monkeypatch.setattr(KeyValueCache, "start_token", watched)
     with one_rank_groups():
-        policy = tiny_policy(99, model={"megatron": {"num_layers": LAYERS}})
+        policy = tiny_policy(99, model={"megatron": {"num_layers": LAYERS, **further}})
         engine = MegatronEngine(policy, pad_id=0, eos_id=1)
         prompts = [tuple(range(2, 26))] * 8
         engine.generate(Requests(prompts, list(range(8)), 4), Sampling(max_tokens=72), seed=3)
-    config = make_config("tiny", "tp=1", **STEP | {"training": {"precision": "fp32"}})
+    own = {"training": {"precision": "fp32"}, "model": {"megatron": further}}
+    config = make_config("tiny", "tp=1", **STEP | own)
     _, found = sent(config, 1)
     assert found.worst.kv_cache == largest * 3 // 2

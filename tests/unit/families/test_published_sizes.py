@@ -63,6 +63,31 @@ def ernie(
     return {**named, **sizes, **both, **widths, **routed, **rope, **more}
 
 
+def delta(layers: int, hidden: int, experts: int, topk: int, **more: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+    widths = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    nets = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    routed = {"num_experts": experts, "num_experts_per_tok": topk, "full_attention_interval": 4}
+    return {**sizes, **heads, **widths, **nets, **routed, **more}
+
+
+def vision(text: dict[str, Any]) -> dict[str, Any]:
+    """As Qwen3.5 is published, with a vision model beside the language model."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    named = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "rope_parameters": rope}
+    more = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    return {
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": named | more | text,
+        "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},
+        "image_token_id": 248_056,
+        "tie_word_embeddings": False,
+    }
+
+
 # Parameters in units of 10^9, without the layers for further tokens.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
@@ -184,6 +209,46 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         ),
         299.5,
     ),
+    "Qwen3-Next-80B-A3B": (
+        delta(
+            *(48, 2048, 512, 10),
+            model_type="qwen3_next",
+            architectures=["Qwen3NextForCausalLM"],
+            vocab_size=151_936,
+            intermediate_size=5120,
+            decoder_sparse_step=1,
+            rope_theta=1e7,
+            rope_scaling=None,
+            partial_rotary_factor=0.25,
+            max_position_embeddings=262_144,
+        ),
+        79.7,
+    ),
+    "Qwen3.5-35B-A3B": (vision(delta(40, 2048, 256, 8)), 34.66),
+    "Qwen3.5-122B-A10B": (
+        vision(
+            delta(
+                *(48, 3072, 256, 8),
+                num_attention_heads=32,
+                moe_intermediate_size=1024,
+                shared_expert_intermediate_size=1024,
+                linear_num_value_heads=64,
+            )
+        ),
+        122.1,
+    ),
+    "Qwen3.5-397B-A17B": (
+        vision(
+            delta(
+                *(60, 4096, 512, 10),
+                num_attention_heads=32,
+                moe_intermediate_size=1024,
+                shared_expert_intermediate_size=1024,
+                linear_num_value_heads=64,
+            )
+        ),
+        396.0,
+    ),
     "Llama-3.1-8B": (
         {
             "architectures": ["LlamaForCausalLM"],
@@ -231,5 +296,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
 def test_parameters(name: str) -> None:
     hf, billions = PUBLISHED[name]
     shape = shape_of(describe(hf))
-    sizes = weight_map(family_of(hf), shape, hf["vocab_size"]).shapes.values()
+    assert shape.vocab_size is not None
+    sizes = weight_map(family_of(hf), shape, shape.vocab_size).shapes.values()
     assert sum(map(math.prod, sizes)) / 1e9 == pytest.approx(billions, rel=0.005)

@@ -15,7 +15,7 @@ from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 NO_TOKEN = 10_000  # an end of sequence that is never drawn
 
 

@@ -227,6 +227,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+_DELTA: dict[str, Any] = {
+    **{key: value for key, value in _COMMON.items() if key != "intermediate_size"},
+    "head_dim": 16,  # of which a part is rotated
+    "max_position_embeddings": 256,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+    "rms_norm_eps": 0.02,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 36,
+    "router_aux_loss_coef": 0.003,
+    "output_router_logits": False,
+}
+CONFIGS["qwen3_next"] = _DELTA | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "intermediate_size": 52,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
+CONFIGS["qwen3_5_moe_text"] = _DELTA | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "attn_output_gate": True,
+    "mtp_num_hidden_layers": 0,
+}
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "n_group": 1,
@@ -261,10 +293,14 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         attention = _latent_attention if "kv_lora_rank" in config else _attention
         if config["model_type"] == "bailing_moe_v2":
             attention = _fused_attention
+        if _is_delta_net(config, layer):
+            attention = _delta_net
         parts = {**dict(attention(config)), **dict(_mlp(config, layer))}
         shapes |= {start + name: shape for name, shape in parts.items()}
     return shapes
 
+
+DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text")
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -274,7 +310,8 @@ def _attention(config: dict[str, Any]) -> Shapes:
     width = config.get("head_dim", hidden // config["num_attention_heads"])
     queries = config["num_attention_heads"] * width
     keys = config["num_key_value_heads"] * width
-    for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+    gates = queries if config["model_type"] in DELTA_NETS else 0
+    for part, rows in (("q", queries + gates), ("k", keys), ("v", keys)):
         yield f"self_attn.{part}_proj.weight", (rows, hidden)
         biased = config["model_type"] in ("qwen2_moe", "qwen2")
         if biased or config.get("attention_bias"):
@@ -283,9 +320,12 @@ def _attention(config: dict[str, Any]) -> Shapes:
     if config["model_type"] in ("olmoe", "minimax_m2"):
         yield "self_attn.q_norm.weight", (queries,)
         yield "self_attn.k_norm.weight", (keys,)
-    elif config["model_type"] in ("qwen3", "qwen3_moe", "hy_v3") or config.get("use_qk_norm"):
+    elif config["model_type"] in NORMED or config.get("use_qk_norm"):
         yield "self_attn.q_norm.weight", (width,)
         yield "self_attn.k_norm.weight", (width,)
+
+
+NORMED = ("qwen3", "qwen3_moe", "hy_v3", *DELTA_NETS)
 
 
 def _fused_attention(config: dict[str, Any]) -> Shapes:
@@ -303,6 +343,28 @@ def _fused_attention(config: dict[str, Any]) -> Shapes:
 def _embedding(config: dict[str, Any]) -> str:
     name = "word_embeddings" if config["model_type"] == "bailing_moe_v2" else "embed_tokens"
     return f"model.{name}.weight"
+
+
+def _is_delta_net(config: dict[str, Any], layer: int) -> bool:
+    return config.get("layer_types", {layer: ""})[layer] == "linear_attention"
+
+
+def _delta_net(config: dict[str, Any]) -> Shapes:
+    hidden = config["hidden_size"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    heads = config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    parts = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    if config["model_type"] == "qwen3_next":
+        parts = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    for part, rows in parts.items():
+        yield f"linear_attn.in_proj_{part}.weight", (rows, hidden)
+    channels, kernel = 2 * keys + values, config["linear_conv_kernel_dim"]
+    yield "linear_attn.conv1d.weight", (channels, 1, kernel)
+    yield "linear_attn.A_log", (heads,)
+    yield "linear_attn.dt_bias", (heads,)
+    yield "linear_attn.norm.weight", (config["linear_value_head_dim"],)
+    yield "linear_attn.out_proj.weight", (hidden, values)
 
 
 def _latent_attention(config: dict[str, Any]) -> Shapes:
@@ -350,7 +412,7 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     if _is_dense(config, layer):
         yield from _gated("mlp.", hidden, config["intermediate_size"])
         return
-    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     (experts,) = (config[key] for key in keys if key in config)
     by_numbers = family in ("mixtral", "minimax_m2")
@@ -369,7 +431,7 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
         yield "mlp.gate.e_score_correction_bias", (experts,)
     for expert in range(experts):
         yield from _gated(f"{start}experts.{expert}.", hidden, width, names)
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", *DELTA_NETS):
         shared = config["shared_expert_intermediate_size"]
         yield from _gated("mlp.shared_expert.", hidden, shared)
         yield "mlp.shared_expert_gate.weight", (1, hidden)
@@ -390,9 +452,13 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     for name, shape in tensor_shapes(config).items():
         noise = 0.15 * torch.randn(shape, generator=generator)
         # published in fp32, whatever the dtype of the others is
-        fp32 = name.endswith(("e_score_correction_bias", "expert_bias"))
+        fp32 = name.endswith(("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"))
         kind = torch.float32 if fp32 else dtype
-        tensors[name] = (1.0 + noise if "norm" in name else noise).to(kind)
+        around_zero = config["model_type"] in DELTA_NETS and "linear_attn" not in name
+        start = 1.0 if "norm" in name and not around_zero else 0.0
+        if "conv1d" in name:  # four values a channel: queries and keys of nearly 0 would be noise
+            noise *= 4
+        tensors[name] = (start + noise).to(kind)
     return tensors
 
 

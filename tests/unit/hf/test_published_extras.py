@@ -1,4 +1,5 @@
-"""What published folders have beside plain weights: FP8 in blocks, layers for further tokens."""
+"""What published folders have beside plain weights: FP8 in blocks, layers for further tokens, a
+vision model."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.storage import read_index, tensors_of
 from gspo_megatron.errors import DataError
+from gspo_megatron.families import weight_map
 from gspo_megatron.hf.export import export_hf
 from gspo_megatron.hf.files import HfFolder
 from gspo_megatron.hf.load import load_hf
@@ -166,3 +168,58 @@ def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
     assert_same_bits(read_folder(tmp_path / "again"), tensors)
     written = json.loads((tmp_path / "again/config.json").read_text())
     assert written == config | {"num_nextn_predict_layers": 0}
+
+
+def with_vision(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
+    """A language model as Qwen3.5 is published: beside a vision model, with a layer for further
+    tokens, and all experts of a layer in one tensor."""
+    outer = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "qwen3_5_moe", "depth": 1, "hidden_size": 16},
+        "text_config": {k: v for k, v in config.items() if k != "architectures"}
+        | {"mtp_num_hidden_layers": 1},
+    }
+    found = {"model.visual.patch_embed.proj.weight": torch.zeros(16, 12)}
+    found["mtp.layers.0.input_layernorm.weight"] = torch.zeros(44)
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(config["num_hidden_layers"]):
+        experts = [
+            [tensors[f"model.layers.{layer}.mlp.experts.{e}.{p}_proj.weight"] for p in PARTS]
+            for e in range(config["num_experts"])
+        ]
+        start = f"model.language_model.layers.{layer}.mlp.experts."
+        both = [torch.cat((gate, up)) for gate, up, _ in experts]
+        found[f"{start}gate_up_proj"] = torch.stack(both)
+        found[f"{start}down_proj"] = torch.stack([down for *_, down in experts])
+    return outer, found
+
+
+PARTS = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize("most", [2**24, 50], ids=["whole", "in blocks"])
+def test_of_a_vision_language_folder_the_language_model_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(weight_map, "MOST_ELEMENTS", most)
+    config = model_config("qwen3_5_moe_text", "bfloat16")
+    tensors = random_tensors(config, seed=10)
+    vision_config, vision = with_vision(config, tensors)
+    source = write_folder(tmp_path / "source", vision_config, vision)
+    policy = policy_of(config_of(source, "bfloat16"))
+    export_hf(policy, tmp_path / "again", hf_config=vision_config)
+    assert_same_bits(read_folder(tmp_path / "again"), tensors)
+    assert json.loads((tmp_path / "again/config.json").read_text()) == config
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "converted")
+    assert_same_bits(read_folder(tmp_path / "converted"), tensors)
+    assert json.loads((tmp_path / "converted/config.json").read_text()) == config
+
+    vision["model.language_model.other"] = torch.zeros(3)
+    wrong = write_folder(tmp_path / "wrong", vision_config, vision)
+    with pytest.raises(DataError, match=r"other is no part of the model"):
+        policy_of(config_of(wrong, "bfloat16"))

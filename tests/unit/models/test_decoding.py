@@ -71,7 +71,7 @@ def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
     cache = KeyValueCache(rotary_frequencies(model, 20), len(rows), 20)
     outputs = []
     with decoding(policy.models, cache):
-        states = cache.start_prefill(padded.shape[1])
+        states = cache.start_prefill(padded.shape[1], lengths)
         forward(padded, torch.arange(padded.shape[1]).expand_as(padded))
         cache.place(states, rows, rows)
         for number in range(TOKENS):

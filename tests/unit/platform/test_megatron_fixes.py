@@ -6,6 +6,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -206,3 +207,23 @@ def test_stock_latent_attention_takes_mocks_for_transformer_engine() -> None:
     stock = fresh(multi_latent_attention)
     if isinstance(stock.TELinear, type) or not stock.HAVE_TE:
         assert not is_0_16(), "0.16 says so by itself now: the mending can go"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="fla is installed")
+def test_stock_delta_nets_are_not_built_without_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nets = megatron_fixes._delta_nets()
+    assert nets.HAVE_FLA
+    source = Path(nets.__file__).read_text(encoding="utf-8")
+    assert "if not HAVE_FLA:\n            raise ImportError" in source, "the mending can go"
+    # and what it stands in for is all that is missing
+    assert nets.chunk_gated_delta_rule is None
+    state = torch.zeros(1)
+    config = SimpleNamespace(deterministic_mode=False)
+    assert not megatron_fixes.has_delta_rule_kernels(state, config)
+    monkeypatch.setattr(nets, "chunk_gated_delta_rule", print)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert megatron_fixes.has_delta_rule_kernels(on_gpu, config) is not is_0_16()
+    config.deterministic_mode = True
+    assert not megatron_fixes.has_delta_rule_kernels(on_gpu, config)

@@ -1,0 +1,164 @@
+"""Qwen3NextForCausalLM and Qwen3_5MoeForCausalLM, the language model of Qwen3.5: three layers of
+four have a gated delta net in the place of attention, which ends in an output gate.
+
+Qwen3.5 is published as a vision-language model. Its language model is what is trained; exports are
+text models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families import family as f
+from gspo_megatron.families import qwen
+from gspo_megatron.families.model_shape import delta_net_pattern
+from gspo_megatron.families.rope import RopeKinds
+
+FULL, LINEAR = "full_attention", "linear_attention"
+_DELTA_NET_FIELDS = (
+    f.Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    f.Field("linear_key_head_dim", "linear_key_head_dim", 128),
+    f.Field("linear_value_head_dim", "linear_value_head_dim", 128),
+    f.Field("linear_num_key_heads", "linear_num_key_heads", 16),
+    f.Field("linear_num_value_heads", "linear_num_value_heads", 32),
+)
+_EXPERT_FIELDS = (
+    f.Field("num_experts", "num_moe_experts"),
+    f.Field("num_experts_per_tok", "moe_router_topk"),
+    f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
+    f.Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-3),
+)
+_ALWAYS: dict[str, Any] = {
+    **f.LINEAR_ROUTER,
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "add_qkv_bias": False,
+    "moe_shared_expert_gate": True,
+}
+
+
+def _kinds(hf: Mapping[str, Any]) -> Any:
+    """The kind of each layer; transformers looks at the interval only where they are not named."""
+    if (kinds := hf.get("layer_types")) is not None:
+        return kinds
+    interval, count = hf.get("full_attention_interval", 4), hf["num_hidden_layers"]
+    return [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+
+
+def _check(hf: Mapping[str, Any]) -> list[str]:
+    problems = []
+    kinds, count = hf.get("layer_types"), hf.get("num_hidden_layers")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count):
+        wrong = f"must be a list with the kind of each of the {count} layers"
+        problems.append(f"layer_types = {format_value(kinds)}: {wrong}")
+    interval = hf.get("full_attention_interval", 4)
+    if type(interval) is not int or interval < 1:
+        wrong = "must be an integer from 1"
+        problems.append(f"full_attention_interval = {format_value(interval)}: {wrong}")
+    keys, values = hf.get("linear_num_key_heads", 16), hf.get("linear_num_value_heads", 32)
+    if not keys or values % keys:
+        wrong = f"must be a multiple of linear_num_key_heads = {format_value(keys)}"
+        problems.append(f"linear_num_value_heads = {format_value(values)}: {wrong}")
+    return problems
+
+
+def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(hf.get("num_hidden_layers"), int) or _check(hf):
+        return {}
+    flags = [int(kind == LINEAR) for kind in _kinds(hf)]
+    # an interval where it is one, so that a model may be cut to fewer layers
+    intervals = (n for n in range(1, len(flags) + 1) if delta_net_pattern(n, len(flags)) == flags)
+    return {"linear_attention_freq": next(intervals, flags)}
+
+
+def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = delta_net_pattern(megatron.get("linear_attention_freq"), megatron["num_layers"])
+    return {"layer_types": [LINEAR if flag else FULL for flag in pattern]}
+
+
+_LAYER = "model.layers.{layer}."
+_DELTA_NET_NAMES = {
+    "conv": f"{_LAYER}linear_attn.conv1d.weight",
+    "decay": f"{_LAYER}linear_attn.A_log",
+    "decay_bias": f"{_LAYER}linear_attn.dt_bias",
+    "delta_norm": f"{_LAYER}linear_attn.norm.weight",
+    "delta_out": f"{_LAYER}linear_attn.out_proj.weight",
+}
+_NAMES = {
+    **f.EMBEDDINGS,
+    **f.NORMS,
+    **f.ATTENTION,
+    **f.QK_NORMS,
+    **_DELTA_NET_NAMES,
+    **f.ROUTER,
+    **f.EXPERTS,
+    "shared_router": f"{_LAYER}mlp.shared_expert_gate.weight",
+    **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
+}
+
+QWEN3_NEXT = f.Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    fields=(
+        *f.SIZES,
+        f.key_value_heads(2),
+        f.Field("head_dim", "kv_channels", 256),
+        *_DELTA_NET_FIELDS,
+        *_EXPERT_FIELDS,
+        f.Field("norm_topk_prob", "moe_router_pre_softmax", True, negated=True),
+    ),
+    always=_ALWAYS,
+    only={"attention_bias": (False,)},
+    rope=RopeKinds(percent=0.25),
+    layer_types=(FULL, LINEAR),
+    read_pattern=qwen.read_pattern,
+    write_pattern=qwen.write_pattern,
+    check=_check,
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    unread_starts=("mtp.",),
+    names={
+        **_NAMES,
+        **f.DENSE,
+        # of each head of keys: q, k, v, z, and b, a
+        "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
+        "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
+    },
+)
+
+QWEN3_5_MOE = f.Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    vision_model_type="qwen3_5_moe",
+    fields=(
+        *(each for each in f.SIZES if each.hf != "intermediate_size"),
+        f.key_value_heads(2),
+        f.Field("head_dim", "kv_channels", 256),
+        *_DELTA_NET_FIELDS,
+        *_EXPERT_FIELDS,
+    ),
+    always={**_ALWAYS, "moe_router_pre_softmax": False},
+    only={"attention_bias": (False,), "attn_output_gate": (True,)},
+    rope=RopeKinds(percent=0.25),
+    layer_types=(FULL, LINEAR),
+    check=_check,
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    next_token_layers="mtp_num_hidden_layers",
+    unread_starts=("mtp.", "model.visual."),
+    names={
+        **_NAMES,
+        **{
+            f"in_{part}": f"{_LAYER}linear_attn.in_proj_{part}.weight"
+            for part in ("qkv", "z", "b", "a")
+        },
+        # all experts of a layer as one tensor, in published files only
+        "experts_gate_up": f"{_LAYER}mlp.experts.gate_up_proj",
+        "experts_down": f"{_LAYER}mlp.experts.down_proj",
+    },
+)

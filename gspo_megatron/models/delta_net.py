@@ -1,0 +1,160 @@
+"""The gated delta net of Megatron-Core, for packed sequences and decoding on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from torch import Tensor
+
+from gspo_megatron.models.attention import KeyValueCache
+from gspo_megatron.models.core_attention import plan_of, rows_of
+from gspo_megatron.models.delta_rule import delta_rule, delta_step, normalized, widened
+from gspo_megatron.platform.megatron_fixes import has_delta_rule_kernels
+
+# Kept in fp32 where weights are bf16: small errors of the decay grow along a sequence.
+_WIDE = ("A_log", "dt_bias")
+
+
+class CachedDeltaNet(GatedDeltaNet):
+    """Megatron-Core's GatedDeltaNet, which decodes while a cache is attached.
+
+    Stock needs the package fla, has no packed sequences before 0.19, and keeps no states. Where it
+    can, it computes packed sequences itself. Elsewhere the projections see the tokens as they are
+    packed, and what lies between the projections sees sequences of similar lengths as rows.
+    Padding comes after a sequence, and no token sees what comes after it.
+    """
+
+    key_value_cache: KeyValueCache | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in _WIDE:
+            parameter = getattr(self, name)
+            parameter.data = widened(parameter.data)
+
+    def _setup_variant_attrs(self) -> None:
+        """0.19 asks for a kernel here, and has none without fla."""
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = self.gated_delta_rule or delta_rule
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> CachedDeltaNet:
+        """Float16Module turns all parameters into bf16: the wide ones keep their values."""
+        before = {name: getattr(self, name).data for name in _WIDE}
+        super()._apply(fn, *args, **kwargs)
+        for name, values in before.items():
+            parameter = getattr(self, name)
+            if parameter.element_size() < values.element_size():
+                parameter.data = values.to(parameter.device)
+        return self
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[length, sequences, hidden] or packed [tokens, 1, hidden] -> the same shape, and no bias.
+        Under sequence parallelism the tokens are this rank's."""
+        cache, packed = self.key_value_cache, packed_seq_params
+        if cache is None and has_delta_rule_kernels(hidden_states, self.config):
+            return super().forward(hidden_states, *args, packed_seq_params=packed, **kwargs)
+        mixed, _ = self.in_proj(hidden_states)
+        mixed = mixed.transpose(0, 1)  # [sequences, length, channels]
+        if cache is not None:
+            out = self._prefilled(mixed, cache) if cache.is_prefill else self._decoded(mixed, cache)
+        elif packed is not None:
+            out = self._packed(mixed[0], packed).unsqueeze(0)
+        else:
+            out, _ = self._mix(mixed)
+        return self.out_proj(out.transpose(0, 1).contiguous())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence that is decoded."""
+        channels = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        window = (self.conv_kernel_dim - 1) * channels * self.conv1d.weight.element_size()
+        state = self.num_v_heads_local_tp * self.key_head_dim * self.value_head_dim
+        return window + state * self.A_log.element_size()
+
+    def _packed(self, mixed: Tensor, packed: PackedSeqParams) -> Tensor:
+        """[tokens, channels] -> [tokens, values of all heads]."""
+        if mixed.is_meta:  # kernels for packed sequences need no rows
+            return self._mix(mixed.unsqueeze(0))[0][0]
+        plan = plan_of(packed, self.pg_collection.cp, mixed.device)
+        if plan.whole is not None:
+            return self._mix(mixed.unflatten(0, plan.whole))[0].flatten(0, 1)
+        assert plan.restore is not None
+        outputs = [self._mix(rows_of(mixed, b.query_rows))[0].flatten(0, 1) for b in plan.blocks]
+        return rows_of(torch.cat(outputs), plan.restore)
+
+    def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
+        """What lies between the projections: [sequences, length, channels] -> [.., .., values of
+        all heads]. lengths [sequences]: of the sequences that are padded; then the states behind
+        their last tokens are returned too, as the cache keeps them."""
+        qkv, gate, decay, rate = self._cut(mixed)
+        taps = self.conv_kernel_dim - 1
+        qkv = F.pad(qkv, (0, 0, taps, 0))  # zeros before each sequence
+        convolved = F.conv1d(
+            qkv.transpose(1, 2), self.conv1d.weight, self.conv1d.bias, groups=qkv.shape[-1]
+        )
+        heads = self._heads(self.act_fn(convolved.transpose(1, 2)))
+        if lengths is not None:
+            is_padding = torch.arange(mixed.shape[1], device=mixed.device) >= lengths[:, None]
+            decay, rate = (each.masked_fill(is_padding[..., None], 0.0) for each in (decay, rate))
+        out, state = delta_rule(*heads, decay, rate)
+        states = None
+        if lengths is not None:
+            rows = lengths[:, None] + torch.arange(taps, device=mixed.device)
+            last = qkv.take_along_dim(rows[..., None], dim=1)
+            states = last.unsqueeze(1), state
+        return self._gated(out, gate), states
+
+    def _cut(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The inputs of the convolution; the output gate; of each head the decay and the rate."""
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        heads = self.num_v_heads_local_tp
+        qkv, gate, rate, decay = mixed.split((2 * keys + values, values, heads, heads), dim=-1)
+        decay = -widened(self.A_log).exp() * F.softplus(widened(decay) + self.dt_bias)
+        return qkv, gate, decay, widened(rate).sigmoid()
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., channels] -> query, key, value [..., heads, dim]; several heads of values share one
+        of keys."""
+        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        query, key, value = qkv.split((keys, keys, values), dim=-1)
+        shared = self.num_value_heads // self.num_key_heads
+        query, key = (
+            normalized(each.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(shared, -2)
+            for each in (query, key)
+        )
+        return query, key, value.unflatten(-1, (-1, self.value_head_dim))
+
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[..., heads, dim] -> [..., heads * dim] of the gate's type."""
+        normed = self.out_norm(out.to(gate.dtype))
+        gates = self.act_fn(widened(gate)).unflatten(-1, normed.shape[-2:])
+        return (normed * gates).to(gate.dtype).flatten(-2)
+
+    def _prefilled(self, mixed: Tensor, cache: KeyValueCache) -> Tensor:
+        out, states = self._mix(mixed, cache.prompt_lengths(len(mixed), mixed.shape[1]))
+        cache.remember(self.layer_number, states)
+        return out
+
+    def _decoded(self, mixed: Tensor, cache: KeyValueCache) -> Tensor:
+        """One token of each sequence, [sequences, 1, channels] -> [.., 1, values of all heads]."""
+        qkv, gate, decay, rate = self._cut(mixed[:, 0])
+        taps, heads = self.conv_kernel_dim - 1, self.num_v_heads_local_tp
+        sizes = (1, taps, qkv.shape[-1]), (heads, self.key_head_dim, self.value_head_dim)
+        before, state = cache.recurrent(self.layer_number, sizes, (qkv.dtype, decay.dtype))
+        window = torch.cat((before[:, 0], qkv.unsqueeze(1)), dim=1)  # [sequences, taps + 1, ...]
+        before[:, 0] = window[:, 1:]
+        convolved = (window * self.conv1d.weight[:, 0].t()).sum(1)
+        if self.conv1d.bias is not None:
+            convolved = convolved + self.conv1d.bias
+        out = delta_step(state, *self._heads(self.act_fn(convolved)), decay, rate)
+        return self._gated(out, gate).unsqueeze(1)

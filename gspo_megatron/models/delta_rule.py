@@ -1,0 +1,120 @@
+"""The gated delta rule in torch: a state per head that forgets, and corrects what it answers.
+
+For each token, with its query q, key k [keys], value v [values], decay g <= 0 and rate b:
+
+    state = exp(g) * state                        [keys, values]
+    state = state + b * k (v - k @ state)
+    output = q @ state / sqrt(keys)
+
+Megatron-Core has this in torch too. Here chunks are solved as triangular systems instead of row by
+row, which is several times faster on a CPU, and fp64 stays fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 64
+
+
+def normalized(heads: Tensor) -> Tensor:
+    """Queries or keys [..., dim] of length 1."""
+    wide = widened(heads)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def widened(states: Tensor) -> Tensor:
+    """At least fp32: sums over a whole sequence need it."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whole sequences from an empty state.
+
+    query, key [sequences, length, heads, keys] of length 1; value [.., .., .., values]; decay, rate
+    [sequences, length, heads]. Returns the outputs [sequences, length, heads, values], and the
+    states behind the last token [sequences, heads, keys, values]. A token with decay and rate 0
+    leaves the state as it is.
+    """
+    if query.is_meta:
+        return _Kernels.apply(query, key, value, decay, rate)
+    length = query.shape[1]
+    query = widened(query) * query.shape[-1] ** -0.5
+    query, key, value = (_chunks(widened(each)) for each in (query, key, value))
+    decay, rate = (_chunks(widened(each).unsqueeze(-1)) for each in (decay, rate))
+    decay = decay.cumsum(dim=-2)  # [sequences, heads, chunks, CHUNK, 1], since the chunk began
+    # decay from each token to each later one of its chunk, [..., later, earlier]
+    between = (decay - decay.transpose(-1, -2)).tril().exp().tril()
+    # What the tokens of a chunk write depends on what the earlier ones wrote: a triangular system,
+    # solved for a part from the values, and a part to multiply the state before the chunk with.
+    system = (rate * key @ key.transpose(-1, -2) * between).tril(-1)
+    sides = torch.cat((rate * value, rate * key * decay.exp()), dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    from_values, to_state = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
+    within = query @ key.transpose(-1, -2) * between
+    query = query * decay.exp()
+    last = decay[..., -1:, :]
+    key = key * (last - decay).exp()
+    last = last.exp()
+    state = key.new_zeros((*key.shape[:2], key.shape[-1], value.shape[-1]))
+    outputs = []
+    for chunk in range(key.shape[2]):
+        written = from_values[:, :, chunk] - to_state[:, :, chunk] @ state
+        outputs.append(query[:, :, chunk] @ state + within[:, :, chunk] @ written)
+        state = state * last[:, :, chunk] + key[:, :, chunk].transpose(-1, -2) @ written
+    joined = torch.stack(outputs, dim=2).flatten(2, 3)  # [sequences, heads, length, values]
+    return joined[:, :, :length].transpose(1, 2), state
+
+
+def _chunks(states: Tensor) -> Tensor:
+    """[sequences, length, heads, dim] -> [sequences, heads, chunks, CHUNK, dim], filled up with
+    zeros."""
+    states = F.pad(states, (0, 0, 0, 0, 0, -states.shape[1] % CHUNK))
+    return states.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
+
+
+def delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+) -> Tensor:
+    """One token of each sequence; changes `state` [sequences, heads, keys, values] in place.
+
+    query, key [sequences, heads, keys], value [.., .., values], decay, rate [sequences, heads].
+    Returns the outputs [sequences, heads, values].
+    """
+    query, key, value, rate = (widened(each) for each in (query, key, value, rate))
+    state.mul_(decay.exp()[..., None, None])
+    known = (key.unsqueeze(-2) @ state).squeeze(-2)
+    state.add_(key.unsqueeze(-1) * ((value - known) * rate.unsqueeze(-1)).unsqueeze(-2))
+    return (query.unsqueeze(-2) @ state).squeeze(-2) * query.shape[-1] ** -0.5
+
+
+class _Kernels(torch.autograd.Function):
+    """What fla's kernels keep and need for a while, on the meta device, where memory is estimated:
+    the solved systems of all chunks, and in each pass the states between the chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        sequences, length, heads, keys = key.shape
+        systems = value.new_empty((sequences, length, heads, CHUNK))
+        ctx.save_for_backward(query, key, value, decay, rate, systems)
+        ctx.states = sequences, -(-length // CHUNK), heads, keys, value.shape[-1]
+        states = value.new_empty(ctx.states)
+        return torch.empty_like(value), states[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors[:5]
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # and their gradients
+        gradients = tuple(torch.empty_like(each) for each in inputs)
+        del states
+        return gradients
