@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import ConfigError, problem
-from gspo_megatron.families import deepseek_v3, glm, hunyuan, llama, mixtral, olmoe, qwen
+from gspo_megatron.families import deepseek_v3, glm, gpt_oss, hunyuan, llama, mixtral, olmoe, qwen
 from gspo_megatron.families.family import Family, differences
 from gspo_megatron.families.model_shape import (
     ModelPreset,
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
-    + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+    + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 

@@ -16,6 +16,10 @@ from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import ModelShape
 
 DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
+# MLATransformerConfig has fields for YaRN. GPTModel, for other attention, reads attributes of
+# TransformerConfig with this before the same names.
+YARN_PREFIX = "yarn_"
+_ROUNDED = "correction_range_round_to_int"
 
 # Megatron-Core's llama3 scaling has these as constants.
 _LLAMA3_CONSTANTS = {
@@ -54,11 +58,15 @@ class RopeKinds:
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # where config.json names none
     percent: float | None = None  # where config.json names none; None: always 1
+    unnamed: Mapping[str, Any] = field(default_factory=dict)  # where config.json names no type
+    latent: bool = True  # the layers compute the angles, not GPTModel
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
     """What a config.json says of rotary positions, and a line for each thing not supported."""
     settings, names, problems = _settings(hf)
+    if "rope_type" not in settings:
+        settings = {**kinds.unnamed, **settings}
     kind = settings.get("rope_type", DEFAULT)
     if kind not in kinds.types:
         legal = " or ".join(kinds.types)
@@ -84,19 +92,25 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
         return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
     if kind == LLAMA3:
         return Rope(base, percent, factor), _llama3_problems(settings, names)
-    megatron, problems = _yarn(settings, names)
+    megatron, problems = _yarn(settings, names, kinds)
     return Rope(base, percent, megatron=megatron), problems
 
 
-def write_rope(shape: ModelShape) -> dict[str, Any]:
+def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
     """The keys of config.json for the rotary positions of a model, as published files have them."""
     scaling: dict[str, Any] | None = None
     if shape.rotary_llama3_factor is not None:
         scaling = {"rope_type": LLAMA3, "factor": shape.rotary_llama3_factor, **_LLAMA3_CONSTANTS}
-    elif shape.megatron.get("rope_type") == YARN:
+    elif shape.megatron.get("rope_type") == YARN or f"{YARN_PREFIX}mscale" in shape.megatron:
         names = {key: ours for key, (ours, _) in _YARN_FIELDS.items()}
         names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-        scaling = {"type": YARN} | {key: shape.megatron[ours] for key, ours in names.items()}
+        prefix = "" if kinds.latent else YARN_PREFIX
+        values = {key: shape.megatron.get(f"{prefix}{ours}") for key, ours in names.items()}
+        scaling = {"type": YARN} | values
+        if not shape.megatron.get(f"{prefix}{_ROUNDED}", True):
+            scaling["truncate"] = False
+    elif kinds.unnamed:
+        scaling = {"rope_type": DEFAULT}
     found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
     return found | {"partial_rotary_factor": shape.rotary_percent}
 
@@ -161,9 +175,10 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
 
 
 def _yarn(
-    settings: Mapping[str, Any], names: Mapping[str, str]
+    settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of MLATransformerConfig for YaRN, and what is not supported."""
+    """Fields of MLATransformerConfig for YaRN, or what GPTModel reads, and what is not
+    supported."""
     megatron: dict[str, Any] = {"rope_type": YARN}
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
@@ -171,7 +186,8 @@ def _yarn(
         if not _is_number(value) or value <= 0:
             where = names.get(key, f"rope_scaling.{key}")
             problems.append(f"{where} = {format_value(value)}: must be a number above 0")
-    for key, legal in (("attention_factor", None), ("truncate", True)):
+    legal_values = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
+    for key, legal in legal_values.items():
         if settings.get(key, legal) != legal:
             where, value = names[key], format_value(settings[key])
             problems.append(f"{where} = {value}: not supported; legal: {format_value(legal)}")
@@ -184,6 +200,10 @@ def _yarn(
         "mscale": float(scale) if scale and all_dims else 1.0,
         "mscale_all_dim": float(all_dims),
     }
+    if not kinds.latent:
+        del megatron["rope_type"]
+        megatron[_ROUNDED] = settings.get("truncate", True)
+        megatron = {f"{YARN_PREFIX}{name}": value for name, value in megatron.items()}
     return megatron, problems
 
 

@@ -30,7 +30,7 @@ def initialize_weights(
         "a parameter without a global name"
     )
     for shard in shards:
-        if shard.data.dim() < 2:
+        if shard.data.dim() < 2 or ".bias" in shard.name:
             continue
         std = config.init_method_std
         if any(part in shard.name for part in _RESIDUAL_PROJECTIONS):

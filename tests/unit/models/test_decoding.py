@@ -73,7 +73,7 @@ def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
     with decoding(policy.models, cache):
         states = cache.start_prefill(padded.shape[1])
         forward(padded, torch.arange(padded.shape[1]).expand_as(padded))
-        cache.place(states, rows, rows)
+        cache.place(states, rows, rows, lengths)
         for number in range(TOKENS):
             positions = lengths + number
             cache.start_token(positions, spans, torch.tensor(long_rows, dtype=torch.long))
