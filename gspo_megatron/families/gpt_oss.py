@@ -18,15 +18,6 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _WINDOW = 128  # where config.json names none
 
 
-def _kinds(hf: Mapping[str, Any]) -> list[Any]:
-    """The kind of each layer; without `layer_types` every second one is full, from the second
-    on."""
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        return [_FULL if layer % 2 else _SLIDING for layer in range(hf["num_hidden_layers"])]
-    return kinds
-
-
 def _check(hf: Mapping[str, Any]) -> list[str]:
     problems = []
     count, window = hf.get("num_hidden_layers"), hf.get("sliding_window", _WINDOW)
@@ -43,12 +34,15 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
 
 def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of TransformerConfig. A query sees `sliding_window` keys, its own included;
-    Megatron-Core counts those before it."""
-    flags = [int(kind == _SLIDING) for kind in _kinds(hf)] if not _check(hf) else []
-    if not any(flags):
+    Megatron-Core counts those before it. Without `layer_types` layers 2, 4, ... are full."""
+    kinds = hf.get("layer_types")
+    if _check(hf) or (kinds is not None and _SLIDING not in kinds):
         return {}
-    before = hf.get("sliding_window", _WINDOW) - 1
-    return {"window_size": [before, 0], "window_attn_skip_freq": flags}
+    before, flags = hf.get("sliding_window", _WINDOW) - 1, None
+    if kinds is not None:
+        flags = [int(kind == _SLIDING) for kind in kinds]
+        flags = None if flags == [int(layer % 2 == 0) for layer in range(len(kinds))] else flags
+    return {"window_size": [before, 0], "window_attn_skip_freq": flags or 2}
 
 
 def _write_windows(megatron: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,14 +58,15 @@ class RopeKinds:
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # where config.json names none
     percent: float | None = None  # where config.json names none; None: always 1
-    unnamed: Mapping[str, Any] = field(default_factory=dict)  # where config.json names no type
+    # where config.json has neither rope_parameters nor rope_scaling
+    unnamed: Mapping[str, Any] = field(default_factory=dict)
     latent: bool = True  # the layers compute the angles, not GPTModel
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
     """What a config.json says of rotary positions, and a line for each thing not supported."""
     settings, names, problems = _settings(hf)
-    if "rope_type" not in settings:
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         settings = {**kinds.unnamed, **settings}
     kind = settings.get("rope_type", DEFAULT)
     if kind not in kinds.types:

@@ -178,10 +178,11 @@ def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerC
 def _count_copies_once(model: PolicyModel) -> None:
     """Transformer Engine marks the weight of every linear layer as a shard over TP, also where all
     TP ranks hold it whole: the down projections of latent attention. The gradient norm would count
-    it on each of them, and clip too much. The sinks of attention have no mark, and each rank has
-    those of its own heads."""
+    it on each of them, and clip too much. Sinks of attention and biases of experts have no mark,
+    and each rank has those of its own heads and experts: they would count on one rank only."""
     for module in model.modules():
         if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):
             module.weight.tensor_model_parallel = False
-        if isinstance(getattr(module, "softmax_offset", None), torch.nn.Parameter):
-            module.softmax_offset.tensor_model_parallel = True
+    for name, parameter in model.named_parameters():
+        if "softmax_offset" in name or (".mlp.experts." in name and ".bias" in name):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

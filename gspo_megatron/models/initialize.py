@@ -18,19 +18,24 @@ from gspo_megatron.models.shards import parameter_shards
 # are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "experts.weight2")
 
+_ZEROS = (".bias", ".softmax_offset")
+
 
 @torch.no_grad()
 def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
-    """Draw all matrices of a model chunk; norms and biases keep their ones and zeros."""
+    """Draw all matrices of a model chunk; norms keep their ones, biases and sinks are zeros."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
     assert covered == sum(p.numel() for p in model.parameters()), (
         "a parameter without a global name"
     )
     for shard in shards:
-        if shard.data.dim() < 2 or ".bias" in shard.name:
+        if any(part in shard.name for part in _ZEROS):
+            shard.data.zero_()  # a router's bias holds whatever was in memory
+            continue
+        if shard.data.dim() < 2:
             continue
         std = config.init_method_std
         if any(part in shard.name for part in _RESIDUAL_PROJECTIONS):

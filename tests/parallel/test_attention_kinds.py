@@ -1,4 +1,4 @@
-"""Kinds of attention and of positions, and padding tokens: the same update on every layout."""
+"""Kinds of attention, positions and experts, and padding tokens: one update on every layout."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
     "llama": {},
+    "gpt_oss": {},  # windows of 6 tokens, sinks, biases of experts
 }
 
 
@@ -81,6 +82,9 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         ("glm4_moe", "tp=2,pp=2,ep=2"),
         pytest.param("glm4_moe", "cp=2", marks=pytest.mark.full),
         pytest.param("llama", "tp=2,cp=2", marks=pytest.mark.full),
+        ("gpt_oss", "tp=2,pp=2,ep=2"),
+        ("gpt_oss", "cp=2"),
+        pytest.param("gpt_oss", "tp=2,cp=2,ep=2", marks=pytest.mark.full),
     ],
 )
 def test_the_update_is_that_of_one_rank(
