@@ -9,6 +9,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, in_flight
+from gspo_megatron.models.core_attention import window_of
 from gspo_megatron.routing.replay import expert_dtype
 
 
@@ -65,7 +66,9 @@ def rank_memory(
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
     config: Any = model.policy.config
-    layers = sum(len(m.decoder.layers) for m in model.policy.models)
+    numbers = [layer.layer_number for m in model.policy.models for layer in m.decoder.layers]
+    windows = (window_of(config, number) for number in numbers)
+    places = sum(min(work.longest, window or work.longest) for window in windows)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
     cp = config.context_parallel_size
@@ -77,7 +80,7 @@ def rank_memory(
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
-        layers=layers,
+        layers=len(numbers),
         state=state,
         reference=reference - on_host,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
@@ -86,7 +89,7 @@ def rank_memory(
         head=max(each.head_bytes for each in passes),
         replay=routes,
         # It shrinks when half of the sequences have ended; old and new cache then exist together.
-        kv_cache=layers * work.rollout_rows * work.longest * cached * 3 // 2,
+        kv_cache=places * work.rollout_rows * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,

@@ -24,6 +24,7 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, bubble_share
+from gspo_megatron.families.model_shape import windows_in_layers
 from gspo_megatron.platform.megatron_meta import Collective
 
 AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
@@ -121,9 +122,11 @@ def step_cost(
     tokens = work.tokens * work.micro_batches_per_step  # of a model replica
     sizes, shape = parallel.layout, config.resolved_model()
     # Per token: two for each weight in a matrix product, and attention over half of the sequence on
-    # average. An input embedding is looked up.
+    # average, or over a window. An input embedding is looked up.
     outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * work.longest
+    windows = windows_in_layers(shape.megatron, shape.num_layers)
+    seen = sum(min(work.longest, 2 * (window or work.longest)) for window in windows)
+    attention = 2 * seen * shape.num_attention_heads * shape.kv_channels
     flops = 2.0 * (active_parameters - outside) + attention
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0

@@ -75,10 +75,12 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
     assert {rates[axis] for axis in rates.keys() - inside} == {NETWORK_BYTES}
 
 
+@pytest.mark.parametrize("window", [None, 40])
 def test_the_cache_is_the_rollout_engines(
-    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    """Half as much again is counted on top, for the moment at which it shrinks."""
+    """Half as much again is counted on top, for the moment at which it shrinks. Every second layer
+    may have a window, and then no more keys."""
     largest = 0
     native = KeyValueCache.start_token
 
@@ -90,10 +92,14 @@ def test_the_cache_is_the_rollout_engines(
 
     monkeypatch.setattr(KeyValueCache, "start_token", watched)
     with one_rank_groups():
-        policy = tiny_policy(99, model={"megatron": {"num_layers": LAYERS}})
+        megatron: dict[str, Any] = {"num_layers": LAYERS}
+        if window is not None:
+            megatron |= {"window_size": [window - 1, 0], "window_attn_skip_freq": 2}
+        policy = tiny_policy(99, model={"megatron": megatron})
         engine = MegatronEngine(policy, pad_id=0, eos_id=1)
         prompts = [tuple(range(2, 26))] * 8
         engine.generate(Requests(prompts, list(range(8)), 4), Sampling(max_tokens=72), seed=3)
-    config = make_config("tiny", "tp=1", **STEP | {"training": {"precision": "fp32"}})
+    sections = {"training": {"precision": "fp32"}, "model": {"megatron": megatron}}
+    config = make_config("tiny", "tp=1", **STEP | sections)
     _, found = sent(config, 1)
     assert found.worst.kv_cache == largest * 3 // 2
