@@ -185,8 +185,8 @@ CONFIGS["gpt_oss"] = _COMMON | {
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 32.0,
-        "beta_fast": 4.0,
-        "beta_slow": 1.0,
+        "beta_fast": 0.7,  # bounds of 0.5 and 2.5 channels, which rounding would move
+        "beta_slow": 0.07,
         "original_max_position_embeddings": 8,
         "truncate": False,
     },

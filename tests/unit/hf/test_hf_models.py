@@ -56,7 +56,7 @@ VARIANTS: list[Variant] = [
         {
             "layer_types": ["full_attention", *["sliding_attention"] * 3],
             "sliding_window": 1,
-            "rope_scaling": YARN | {"beta_fast": 4, "beta_slow": 0.5},
+            "rope_scaling": YARN | {"beta_fast": 0.7, "beta_slow": 0.07},
         },
     ),
     ("gpt_oss", {"layer_types": ["full_attention"] * 4, "rope_scaling": {"rope_type": "default"}}),
