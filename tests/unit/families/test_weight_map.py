@@ -195,3 +195,18 @@ def test_layers_come_in_order() -> None:
         if ".layers." in name
     ]
     assert layers == sorted(layers)
+
+
+def test_biases_of_experts_by_the_names_of_transformer_engine() -> None:
+    """Its gate and up biases of an expert are one vector; a checkpoint has all experts in one."""
+    weights, start = _map("gpt_oss", tied=False), "decoder.layers.1.mlp.experts."
+    width, hidden, experts = (
+        CONFIGS["gpt_oss"][key] for key in ("intermediate_size", "hidden_size", "num_local_experts")
+    )
+    one, all_of = weights[f"{start}experts.linear_fc1.bias[3]"], weights[f"{start}bias1"]
+    assert (one.shape, all_of.shape) == ((2 * width,), (experts, 2, width))
+    assert weights[f"{start}experts.linear_fc2.bias"].shape == (experts, hidden)
+    assert [(box.source, box.target, box.step) for box in one.boxes] == [
+        ((3, 0), (0,), 2),
+        ((3, 1), (width,), 2),
+    ]
