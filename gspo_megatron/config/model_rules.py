@@ -115,16 +115,16 @@ def windows_are_possible(plan: Plan) -> Problems:
         return
     fits = isinstance(window, list) and len(window) == 2 and all(type(n) is int for n in window)
     if not fits or window[0] < 0 or window[1] != 0:
-        yield "model.megatron.window_size", "legal: [keys before a query's own, 0]"
+        yield "model.megatron.window_size", "allowed: [keys before a query's own, 0]"
     if isinstance(layout, list) and len(layout) != layers:
-        yield "model.megatron.window_attn_skip_freq", f"legal: null, n, or {layers} flags"
+        yield "model.megatron.window_attn_skip_freq", f"allowed: null, n, or {layers} flags"
 
 
 def experts_have_biases(plan: Plan) -> Problems:
     etp = plan.layout.etp or 1
     if etp > 1 and plan.shape.num_moe_experts and plan.shape.megatron.get("add_bias_linear"):
         wrong = "the biases of experts are not cut"
-        yield "parallel.expert_tensor_parallel_size", f"{wrong}; legal: 1"
+        yield "parallel.expert_tensor_parallel_size", f"{wrong}; allowed: 1"
 
 
 def router_is_sound(plan: Plan) -> Problems:

@@ -132,7 +132,7 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
     has_sinks = config.softmax_type == "learnable"
     if config.softmax_type not in ("vanilla", "learnable"):
         raise UserError(
-            f"model.megatron.softmax_type = {config.softmax_type}: not supported; legal: vanilla "
+            f"model.megatron.softmax_type = {config.softmax_type}: not supported; allowed: vanilla "
             "or learnable"
         )
     if config.multi_latent_attention and (has_sinks or config.window_size is not None):
@@ -143,7 +143,7 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
     if is_engine and cp > 1 and (has_sinks or config.window_size is not None):
         raise UserError(
             f"parallel.context_parallel_size = {cp}: attention of Transformer Engine with a window "
-            "or sinks is not exact on parts of a sequence; legal: 1, or model.backend = "
+            "or sinks is not exact on parts of a sequence; allowed: 1, or model.backend = "
             "torch_native"
         )
     if is_engine and cp > 1 and not config.bf16:

@@ -319,9 +319,9 @@ def test_windows_sinks_and_yarn_of_gpt_oss() -> None:
         ({"sliding_window": 0}, "sliding_window = 0"),
         ({"layer_types": [sliding]}, "layer_types = ['sliding_attention']: must be"),
         ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5: not supported; legal: 1.702"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5: not supported; allowed: 1.702"),
         ({"attention_bias": False}, "attention_bias = false"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "legal: quant_method = mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "allowed: quant_method = mxfp4"),
     ):
         [line] = problems(hf | changes)
         assert named in line
