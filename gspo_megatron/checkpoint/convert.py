@@ -292,8 +292,7 @@ def _export(
         data = torch.empty(block.piece.data.shape, dtype=block.piece.data.dtype)
         reader.read([replace(block.piece, data=data)])
         for box in block.boxes:
-            part = data[box.target_slices].to(writer.tensors[box.name].dtype)
-            writer.write(box.name, part.reshape(box.source_size), box.source_slices)
+            writer.write_box(box, data[box.target_slices])
         done(block.numel)
 
     total = sum(block.numel for blocks in work.values() for block in blocks)

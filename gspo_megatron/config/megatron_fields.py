@@ -81,7 +81,7 @@ _REFUSED = {
 
 # Fields whose Python value is no plain scalar; the model builder maps these names to it.
 _NAMED_VALUES: dict[str, tuple[str, ...]] = {
-    "activation_func": ("silu", "gelu", "relu"),
+    "activation_func": ("silu", "gelu", "relu", "quick_gelu"),
     "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
 }
 

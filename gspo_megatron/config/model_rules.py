@@ -132,6 +132,26 @@ def _must_divide(name: str, size: int) -> str:
     return f"does not divide {name} = {size}; allowed: {divisors}{' ...' if size > 64 else ''}"
 
 
+def windows_are_possible(plan: Plan) -> Problems:
+    """The values that attention takes; `window_size` counts the keys before a query's own."""
+    megatron, layers = plan.shape.megatron, plan.shape.num_layers
+    window, layout = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
+    if window is None:
+        return
+    fits = isinstance(window, list) and len(window) == 2 and all(type(n) is int for n in window)
+    if not fits or window[0] < 0 or window[1] != 0:
+        yield "model.megatron.window_size", "allowed: [keys before a query's own, 0]"
+    if isinstance(layout, list) and len(layout) != layers:
+        yield "model.megatron.window_attn_skip_freq", f"allowed: null, n, or {layers} flags"
+
+
+def experts_have_biases(plan: Plan) -> Problems:
+    etp = plan.layout.etp or 1
+    if etp > 1 and plan.shape.num_moe_experts and plan.shape.megatron.get("add_bias_linear"):
+        wrong = "the biases of experts are not cut"
+        yield "parallel.expert_tensor_parallel_size", f"{wrong}; allowed: 1"
+
+
 def router_is_sound(plan: Plan) -> Problems:
     shape, key = plan.shape, "model.megatron.moe_router_topk"
     number, topk, megatron = shape.num_moe_experts, shape.moe_router_topk, shape.megatron
@@ -338,6 +358,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     pipeline_divides,
     experts_divide,
     delta_nets_fit,
+    windows_are_possible,
+    experts_have_biases,
     router_is_sound,
     dropout_is_off,
     precision_is_possible,

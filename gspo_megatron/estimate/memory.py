@@ -9,6 +9,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, in_flight
+from gspo_megatron.models.core_attention import window_of
 from gspo_megatron.models.delta_net import CachedDeltaNet
 from gspo_megatron.routing.replay import expert_dtype
 
@@ -71,9 +72,12 @@ def rank_memory(
         d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)
     ]
     layers = len(decoders)
+    attending = (d for d in decoders if not isinstance(d.self_attention, CachedDeltaNet))
+    windows = (window_of(config, layer.layer_number) for layer in attending)
+    places = sum(min(work.longest, window or work.longest) for window in windows)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
-    cached *= (layers - len(delta_nets)) * work.longest
+    cached *= places
     cached += sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too

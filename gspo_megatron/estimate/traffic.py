@@ -24,7 +24,12 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
 from gspo_megatron.estimate.workload import Workload, bubble_share
-from gspo_megatron.families.model_shape import ModelShape, delta_net_layers, delta_net_sizes
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    delta_net_layers,
+    delta_net_sizes,
+    windows_in_layers,
+)
 from gspo_megatron.models.delta_rule import CHUNK
 from gspo_megatron.platform.megatron_meta import Collective
 
@@ -123,12 +128,17 @@ def step_cost(
     tokens = work.tokens * work.micro_batches_per_step  # of a model replica
     sizes, shape = parallel.layout, config.resolved_model()
     # Per token: two for each weight in a matrix product, and attention over half of the sequence on
-    # average. An input embedding is looked up.
+    # average, or over a window. An input embedding is looked up.
     outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
-    delta_nets = sum(delta_net_layers(shape))
-    attention = 2 * shape.num_attention_heads * shape.kv_channels * work.longest
-    attention *= shape.num_layers - delta_nets
-    flops = 2.0 * (active_parameters - outside) + attention + delta_nets * _delta_flops(shape)
+    kinds = delta_net_layers(shape)
+    windows = windows_in_layers(shape.megatron, shape.num_layers)
+    seen = sum(
+        min(work.longest, 2 * (window or work.longest))
+        for window, is_delta in zip(windows, kinds, strict=True)
+        if not is_delta
+    )
+    attention = 2 * seen * shape.num_attention_heads * shape.kv_channels
+    flops = 2.0 * (active_parameters - outside) + attention + sum(kinds) * _delta_flops(shape)
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0
     passes += work.forward_only / work.micro_batches_per_step

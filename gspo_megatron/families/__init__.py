@@ -12,6 +12,7 @@ from gspo_megatron.families import (
     deepseek_v3,
     ernie,
     glm,
+    gpt_oss,
     hunyuan,
     llama,
     minimax,
@@ -36,7 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
     + (bailing.FAMILY, minimax.FAMILY, ernie.FAMILY)
-    + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
+    + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY)
     + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}

@@ -19,10 +19,12 @@ from gspo_megatron.families.model_shape import (
     delta_net_pattern,
     expert_pattern,
     experts_in_layers,
+    windows_in_layers,
 )
 from gspo_megatron.families.rope import RopeKinds, in_one_spelling, read_rope, write_rope
 
 REQUIRED = object()
+FP8, MXFP4 = "fp8", "mxfp4"  # quant_method in quantization_config
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Family:
     tied: bool = False  # transformers' default if config.json leaves it out
     joint_qk_norm: bool = False
     router_bias_is_row: bool = False  # published as [1, experts]
+    has_windows: bool = False  # `read_rest` and `check` read sliding windows
+    quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
     # What the table cannot express: problems of several keys together, fields made of several keys.
@@ -92,7 +96,8 @@ class Family:
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
         ]
-        problems += _windows(hf, self.layer_types) + _quantization(hf)
+        problems += [] if self.has_windows else _windows(hf, self.layer_types)
+        problems += _quantization(hf, self.quantizations)
         rope, wrong = read_rope(hf, self.rope)
         problems += wrong
         problems += self._next_token_problems(hf)
@@ -257,6 +262,8 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
         frequency = fields.get("linear_attention_freq")
         fields["linear_attention_freq"] = delta_net_pattern(frequency, shape.num_layers)
+        fields["window_size"] = windows_in_layers(fields, shape.num_layers)
+        fields.pop("window_attn_skip_freq", None)
         for outer in ("joint_qk_norm", "rotary_percent", "rotary_llama3_factor"):
             fields[outer] = getattr(model, outer)
     # sizes that a config.json may leave to their defaults; ModelShape has them all
@@ -307,22 +314,31 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
     return problems
 
 
-def _quantization(hf: Mapping[str, Any]) -> list[str]:
-    """Weights of fewer bits in the files: FP8 with a scale for each block is read, nothing else."""
+def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
+    """Weights of fewer bits in the files: FP8 with a scale for each block is read, and MXFP4
+    experts of the families that have them."""
     given = hf.get("quantization_config")
     if given is None:
         return []
     if not isinstance(given, Mapping):
         return [f"quantization_config = {format_value(given)}: must be a mapping"]
-    blocks = given.get("weight_block_size")
-    is_read = given.get("quant_method") == "fp8" and given.get("fmt", "e4m3") in _FP8_FORMATS
+    blocks, method = given.get("weight_block_size"), given.get("quant_method")
+    if method == MXFP4 and method in methods:
+        return []
+    is_read = method == FP8 and method in methods and given.get("fmt", "e4m3") in _FP8_FORMATS
     if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
-    legal = "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers"
-    return [f"quantization_config = {format_value(dict(given))}: not supported; allowed: {legal}"]
+    allowed = " or ".join(_QUANTIZED[each] for each in methods)
+    return [f"quantization_config = {format_value(dict(given))}: not supported; allowed: {allowed}"]
 
 
 _FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one format
+
+
+_QUANTIZED = {
+    FP8: "quant_method = fp8, fmt = e4m3 and a weight_block_size of two numbers",
+    MXFP4: "quant_method = mxfp4",
+}
 
 
 def _is_block(value: Any) -> bool:

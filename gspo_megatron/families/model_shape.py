@@ -144,6 +144,21 @@ _DELTA_NET_SIZES = {
 }
 
 
+def windows_in_layers(megatron: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """How many keys a query of each layer sees, its own included; None: all before it.
+    `window_attn_skip_freq` stands for every n-th layer without a window, or is a list of flags."""
+    window, frequency = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
+    if window is None:
+        return [None] * num_layers
+    if frequency is None:
+        flags = [True] * num_layers
+    elif isinstance(frequency, int):
+        flags = [layer % frequency != 0 for layer in range(1, num_layers + 1)]
+    else:
+        flags = [bool(flag) for flag in frequency]
+    return [window[0] + 1 if flag else None for flag in flags]
+
+
 def checkpoint_model_file(path: str) -> Path | None:
     """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
     which all have the same model; None where there is none."""
@@ -230,6 +245,7 @@ _TENSOR_FIELDS = """
     num_layers hidden_size num_attention_heads num_query_groups kv_channels num_moe_experts
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias qk_layernorm add_qkv_bias add_bias_linear gated_linear_unit
+    softmax_type
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     attention_output_gate linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads

@@ -16,6 +16,10 @@ from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import ModelShape
 
 DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
+# MLATransformerConfig has fields for YaRN. GPTModel, for other attention, reads attributes of
+# TransformerConfig with this before the same names.
+YARN_PREFIX = "yarn_"
+_ROUNDED = "correction_range_round_to_int"
 
 # Megatron-Core's llama3 scaling has these as constants.
 _LLAMA3_CONSTANTS = {
@@ -56,11 +60,16 @@ class RopeKinds:
     percent: float | None = None  # where config.json names none; None: always 1
     # The key with the number of rotated channels of a head, which may stand for the percentage.
     width_key: str | None = None
+    # where config.json has neither rope_parameters nor rope_scaling
+    unnamed: Mapping[str, Any] = field(default_factory=dict)
+    latent: bool = True  # the layers compute the angles, not GPTModel
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
     """What a config.json says of rotary positions, and a line for each thing not supported."""
     settings, names, problems = _settings(hf)
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+        settings = {**kinds.unnamed, **settings}
     if kinds.width_key is not None:
         problems += _percent_of_width(hf, kinds.width_key, settings, names)
     kind = settings.get("rope_type", DEFAULT)
@@ -88,7 +97,7 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
         return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
     if kind == LLAMA3:
         return Rope(base, percent, factor), _llama3_problems(settings, names)
-    megatron, problems = _yarn(settings, names)
+    megatron, problems = _yarn(settings, names, kinds)
     return Rope(base, percent, megatron=megatron), problems
 
 
@@ -97,10 +106,16 @@ def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if shape.rotary_llama3_factor is not None:
         scaling = {"rope_type": LLAMA3, "factor": shape.rotary_llama3_factor, **_LLAMA3_CONSTANTS}
-    elif shape.megatron.get("rope_type") == YARN:
+    elif shape.megatron.get("rope_type") == YARN or f"{YARN_PREFIX}mscale" in shape.megatron:
         names = {key: ours for key, (ours, _) in _YARN_FIELDS.items()}
         names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-        scaling = {"type": YARN} | {key: shape.megatron[ours] for key, ours in names.items()}
+        prefix = "" if kinds.latent else YARN_PREFIX
+        values = {key: shape.megatron.get(f"{prefix}{ours}") for key, ours in names.items()}
+        scaling = {"type": YARN} | values
+        if not shape.megatron.get(f"{prefix}{_ROUNDED}", True):
+            scaling["truncate"] = False
+    elif kinds.unnamed:
+        scaling = {"rope_type": DEFAULT}
     found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
     if kinds.width_key is not None:
         return found | {kinds.width_key: round(shape.rotary_percent * shape.kv_channels)}
@@ -186,9 +201,10 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
 
 
 def _yarn(
-    settings: Mapping[str, Any], names: Mapping[str, str]
+    settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of MLATransformerConfig for YaRN, and what is not supported."""
+    """Fields of MLATransformerConfig for YaRN, or what GPTModel reads, and what is not
+    supported."""
     megatron: dict[str, Any] = {"rope_type": YARN}
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
@@ -196,7 +212,8 @@ def _yarn(
         if not _is_number(value) or value <= 0:
             where = names.get(key, f"rope_scaling.{key}")
             problems.append(f"{where} = {format_value(value)}: must be a number above 0")
-    for key, legal in (("attention_factor", None), ("truncate", True)):
+    legal_values = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
+    for key, legal in legal_values.items():
         if settings.get(key, legal) != legal:
             where, value = names[key], format_value(settings[key])
             problems.append(f"{where} = {value}: not supported; allowed: {format_value(legal)}")
@@ -209,6 +226,10 @@ def _yarn(
         "mscale": float(scale) if scale and all_dims else 1.0,
         "mscale_all_dim": float(all_dims),
     }
+    if not kinds.latent:
+        del megatron["rope_type"]
+        megatron[_ROUNDED] = settings.get("truncate", True)
+        megatron = {f"{YARN_PREFIX}{name}": value for name, value in megatron.items()}
     return megatron, problems
 
 

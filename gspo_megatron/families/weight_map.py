@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gspo_megatron.families import Family
@@ -37,21 +38,52 @@ class Box:
     Megatron tensor.
 
     One of the two may have fewer dimensions: these are then the last ones of the other, whose size
-    along the others is 1.
+    along the others is 1. `axes` names, for each dimension of the HF tensor, which of those it is
+    in the Megatron tensor (None: all in the same order); `step` is the distance of elements along
+    its last one.
     """
 
     name: str
     source: tuple[int, ...]
     target: tuple[int, ...]
     size: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+    step: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its elements have the same order on both sides."""
+        return self.axes is None and self.step == 1
 
     @property
     def source_size(self) -> tuple[int, ...]:
-        return aligned(self.size, len(self.source), 1)
+        return self._in_source(self.size, missing=1)
 
     @property
     def source_slices(self) -> Slices:
-        return tuple(slice(at, at + n) for at, n in zip(self.source, self.source_size, strict=True))
+        steps = (*[1] * (len(self.source) - 1), self.step)
+        return tuple(
+            slice(at, at + (n - 1) * step + 1, step if step > 1 else None)
+            for at, n, step in zip(self.source, self.source_size, steps, strict=True)
+        )
+
+    def _in_source(self, values: Sequence[int], missing: int) -> tuple[int, ...]:
+        """Values of the Megatron tensor's dimensions, for those of the HF tensor."""
+        last = aligned(values, len(self.source), missing)
+        return last if self.axes is None else tuple(last[axis] for axis in self.axes)
+
+    def to_source(self, part: Tensor) -> Tensor:
+        """The box's elements [size], as they stand in the HF tensor."""
+        if self.axes is None:
+            return part.reshape(self.source_size)
+        ordered = [self.source_size[self.axes.index(axis)] for axis in range(len(self.axes))]
+        return part.reshape(ordered).permute(self.axes)
+
+    def to_target(self, part: Tensor) -> Tensor:
+        """The box's elements, read from the HF tensor, as they stand in the Megatron tensor."""
+        if self.axes is not None:
+            part = part.permute([self.axes.index(axis) for axis in range(len(self.axes))])
+        return part.reshape(self.size)
 
     @property
     def target_slices(self) -> Slices:
@@ -71,9 +103,10 @@ class Box:
             starts.append(first - part.start)
             sizes.append(last - first)
             shifts.append(first - at)
-        shifts = aligned(shifts, len(self.source), 0)
+        *shifts, last = self._in_source(shifts, missing=0)
+        shifts = [*shifts, last * self.step]
         source = tuple(at + shift for at, shift in zip(self.source, shifts, strict=True))
-        return Box(self.name, source, tuple(starts), tuple(sizes))
+        return replace(self, source=source, target=tuple(starts), size=tuple(sizes))
 
 
 def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
@@ -175,23 +208,21 @@ def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read)
     for box in boxes:
         for block in split(box):
             part = read(block.name, block.source_slices)
-            out[block.target_slices].copy_(part.view(block.size))
+            out[block.target_slices].copy_(block.to_target(part))
 
 
 def split(box: Box) -> Iterator[Box]:
     """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
-    more = len(box.size) - len(box.source)
-    axis, source_axis = max(0, more), max(0, -more)
+    axis = max(0, len(box.size) - len(box.source))
     rows = box.size[axis]
     step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
     for first in range(0, rows, step):
-        size = (*box.size[:axis], min(step, rows - first), *box.size[axis + 1 :])
-        target = _moved(box.target, axis, first)
-        yield Box(box.name, _moved(box.source, source_axis, first), target, size)
-
-
-def _moved(place: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:
-    return (*place[:axis], place[axis] + by, *place[axis + 1 :])
+        part = list(box.target_slices)
+        start = box.target[axis] + first
+        part[axis] = slice(start, min(start + step, part[axis].stop))
+        found = box.cut(part)
+        assert found is not None, "rows of the box itself"
+        yield replace(found, target=tuple(each.start for each in part))
 
 
 # Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up
@@ -205,7 +236,10 @@ _ALIASES = (
     ),
     (re.compile(r"\.self_attention\.in_proj\.layer_norm_(\w+)"), r".input_layernorm.\1"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(\w+)"), r".pre_mlp_layernorm.\1"),
-    (re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.weight"), r".mlp.experts.weight\1"),
+    (
+        re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)"),
+        r".mlp.experts.\2\1",
+    ),
 )
 
 
@@ -218,9 +252,9 @@ def native_name(name: str) -> str:
 
 def is_one_matrix(name: str) -> bool:
     """Whether the tensor of this name holds gate and up projection of an expert as the halves of
-    one matrix [2 * ffn, hidden]; under its native name it is [2, ffn, hidden]."""
+    one matrix [2 * ffn, hidden], or their biases; under its native name it is [2, ffn, hidden]."""
     known = native_name(name)
-    return known != name and ".experts.weight1" in known
+    return known != name and re.search(r"\.experts\.(weight|bias)1", known) is not None
 
 
 def is_vocabulary(name: str) -> bool:
@@ -322,6 +356,11 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
     }
     if shape.megatron.get("add_qkv_bias"):
         recipes["self_attention.linear_qkv.bias"] = qkv("_bias")
+    if shape.megatron.get("add_bias_linear"):
+        recipes["self_attention.linear_proj.bias"] = copy(parts["o_bias"], hidden)
+    if shape.megatron.get("softmax_type") == "learnable":
+        sinks = copy(parts["sinks"], shape.num_attention_heads)
+        recipes["self_attention.core_attention.softmax_offset"] = sinks
     if shape.megatron.get("qk_layernorm"):
         for part in "qk":
             norm = copy(parts[f"{part}_norm"], heights[part] if shape.joint_qk_norm else width)
@@ -417,6 +456,10 @@ def _mixture(
     if shape.megatron.get("moe_router_enable_expert_bias"):
         box = Box(parts["router_bias"], (0, 0) if row_bias else (0,), (0,), (experts,))
         recipes["mlp.router.expert_bias"] = TensorRecipe((experts,), (box,))
+    if shape.megatron.get("add_bias_linear"):
+        recipes["mlp.router.bias"] = copy(parts["router_linear_bias"], experts)
+    if "interleaved_gate_up" in parts:
+        return recipes | _interleaved_experts(parts, hidden, width, experts)
     for expert in range(experts):
         both, down = (_joint_expert if joint_experts else _expert)(parts, expert, hidden, width)
         recipes[f"mlp.experts.weight1[{expert}]"] = both
@@ -451,3 +494,25 @@ def _joint_expert(
     ]
     down = Box(parts["experts_down"], (expert, 0, 0), (0, 0), (hidden, width))
     return TensorRecipe((2, width, hidden), tuple(both)), TensorRecipe((hidden, width), (down,))
+
+
+def _interleaved_experts(
+    parts: Mapping[str, str], hidden: int, width: int, experts: int
+) -> dict[str, TensorRecipe]:
+    """All experts of a layer are a few tensors in gpt-oss's files: gate_up_proj [experts, hidden,
+    2 * width] with gate and up in turn on the last axis, down_proj [experts, width, hidden], and
+    their biases."""
+    recipes = {}
+    for expert in range(experts):
+        weight = partial(Box, parts["interleaved_gate_up"], size=(1, width, hidden), step=2)
+        bias = partial(Box, parts["interleaved_gate_up_bias"], size=(1, width), step=2)
+        halves = range(2)
+        boxes = [weight((expert, 0, n), (n, 0, 0), axes=(0, 2, 1)) for n in halves]
+        recipes[f"mlp.experts.weight1[{expert}]"] = TensorRecipe((2, width, hidden), tuple(boxes))
+        boxes = [bias((expert, n), (n, 0)) for n in halves]
+        recipes[f"mlp.experts.bias1[{expert}]"] = TensorRecipe((2, width), tuple(boxes))
+        down = Box(parts["transposed_down"], (expert, 0, 0), (0, 0), (hidden, width), (0, 2, 1))
+        recipes[f"mlp.experts.weight2[{expert}]"] = TensorRecipe((hidden, width), (down,))
+        down = Box(parts["down_bias"], (expert, 0), (0,), (hidden,))
+        recipes[f"mlp.experts.bias2[{expert}]"] = TensorRecipe((hidden,), (down,))
+    return recipes

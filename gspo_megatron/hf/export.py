@@ -192,7 +192,7 @@ class _ModelCopy:
             return
         assert out is not None
         for box, data in mine:
-            out[box.source_slices].copy_(data[box.target_slices].reshape(box.source_size))
+            out[box.source_slices].copy_(box.to_source(data[box.target_slices]))
         sizes = {
             rank: [box.numel for _, box in theirs]
             for rank, theirs in parts.items()
@@ -202,8 +202,7 @@ class _ModelCopy:
         _exchange([dist.P2POp(dist.irecv, data, rank, group) for rank, data in packed.items()])
         for rank, counts in sizes.items():
             for (_, box), run in zip(parts[rank], packed[rank].split(counts), strict=True):
-                place = out[box.source_slices]
-                place.copy_(run.view(place.shape))
+                out[box.source_slices].copy_(box.to_source(run))
 
 
 def _exchange(messages: list[dist.P2POp]) -> None:

@@ -55,7 +55,15 @@ SIDE_FILES = (
 
 FP8 = "F8_E4M3"  # in blocks, each with a scale beside it; an import makes BF16 of it
 SCALES = "_scale_inv"  # behind the name of an FP8 tensor
+BYTES = "U8"
+# Experts in MXFP4: two tensors of bytes for one, by the ends of their names. The blocks hold 32
+# values of four bits each, the scales a power of two for each block.
+MXFP4 = "MXFP4"
+FP4_PARTS = ("_blocks", "_scales")
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+FP4_BLOCK = 32
 
+_PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
 
@@ -102,6 +110,7 @@ class HfFolder:
             name.replace("model.language_model.", "model.", 1): tensor
             for name, tensor in self._read_tensors(problems).items()
         }
+        self._add_mxfp4(problems)
         self._mapped: dict[Path, mmap.mmap] = {}
         self._read_bytes = 0
         if problems:
@@ -122,7 +131,7 @@ class HfFolder:
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that holds the values of a tensor of a legal dtype."""
         stored = self.tensors[name].dtype
-        return torch.bfloat16 if stored == FP8 else DTYPES[stored]
+        return torch.bfloat16 if stored in (FP8, MXFP4) else DTYPES[stored]
 
     @property
     def block_size(self) -> tuple[int, int]:
@@ -132,10 +141,12 @@ class HfFolder:
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
         """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
-        to; of FP8 weights, their values in fp32. Safe in any thread.
+        to; of FP8 and MXFP4 weights, their values in fp32. Safe in any thread.
 
         Raises KeyError for a name that the folder lacks.
         """
+        if self.tensors[name].dtype == MXFP4:
+            return self._mxfp4(name, slices)
         part = self._stored(name, slices)
         if self.tensors[name].dtype != FP8:
             return part
@@ -149,10 +160,48 @@ class HfFolder:
             scales = scales.narrow(axis, first, wanted.stop - wanted.start)
         return part.float() * scales
 
+    def _add_mxfp4(self, problems: list[str]) -> None:
+        """Enter each tensor of MXFP4 experts under its own name, in the shape of a bf16 file:
+        [experts, in, out]. The blocks are [experts, out, in / 32, 16], the scales without the
+        last."""
+        quantized = self.config.get("quantization_config")
+        if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "mxfp4":
+            return
+        blocks, scales = FP4_PARTS
+        for name in [name for name in self.tensors if name.endswith(blocks)]:
+            base = name.removesuffix(blocks)
+            entry, beside = self.tensors[name], self.tensors.get(base + scales)
+            fits = len(entry.shape) == 4 and entry.shape[-1] == FP4_BLOCK // 2
+            if beside is None:
+                problems.append(f"{self.path}: {base}{scales}, the scales of {name}, is missing")
+            elif not fits or entry[0] != BYTES or beside[:2] != (BYTES, entry.shape[:3]):
+                problems.append(
+                    f"{self.path}: {name} is {entry.dtype} {list(entry.shape)}, and {base}{scales} "
+                    f"{beside.dtype} {list(beside.shape)}; MXFP4 has bytes [experts, rows, blocks, "
+                    "16] and [experts, rows, blocks]"
+                )
+            else:
+                experts, rows, count, _ = entry.shape
+                shape = (experts, count * FP4_BLOCK, rows)
+                self.tensors[base] = FileTensor(MXFP4, shape, entry.file, entry.offset)
+
+    def _mxfp4(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """Values of an MXFP4 tensor, of which only the touched blocks are read."""
+        experts, columns, rows = slices
+        first = columns.start // FP4_BLOCK
+        touched = slice(first, -(-columns.stop // FP4_BLOCK))
+        blocks, scales = (self._stored(name + part, (experts, rows, touched)) for part in FP4_PARTS)
+        values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+        # the low four bits of a byte come first
+        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        found = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
+        start = columns.start - first * FP4_BLOCK
+        return found.flatten(-2).narrow(-1, start, columns.stop - columns.start).mT
+
     def _stored(self, name: str, slices: Sequence[slice]) -> Tensor:
         """The same as it is in the file."""
         entry = self.tensors[name]
-        dtype = torch.float8_e4m3fn if entry.dtype == FP8 else DTYPES[entry.dtype]
+        dtype = _PACKED.get(entry.dtype) or DTYPES[entry.dtype]
         count = math.prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
@@ -299,6 +348,8 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
         elif entry.dtype == FP8 and folder.config.get("quantization_config"):
             problems += _scale_problems(folder, name)
             scales.add(name + SCALES)
+        elif entry.dtype == MXFP4:
+            scales |= {name + part for part in FP4_PARTS}
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
     # a tied embedding may be there twice

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.families.weight_map import Box
 from gspo_megatron.files import SETTLED, folder_lacks, make_folder, settle, sync, sync_folders
 from gspo_megatron.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
 
@@ -141,6 +142,35 @@ class HfWriter(NewFolder):
         self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
         # The kernel lets one thread at a time write to a file; others would spin.
         self._writing = threading.Lock()
+        # parts of tensors in another order than their boxes, by name and first index, and how
+        # many elements each still lacks
+        self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
+
+    def write_box(self, box: Box, part: Tensor) -> None:
+        """Write the elements [box.size] of a box, in the planned dtype.
+
+        Where their order in the HF tensor is another one, that index of its first axis is
+        written when all of it is there: single elements would take a system call each.
+        """
+        planned = self.tensors[box.name]
+        part = box.to_source(part).to(planned.dtype)
+        if box.is_plain:
+            self.write(box.name, part, box.source_slices)
+            return
+        assert len(part) == 1, "more than one index of the first axis"
+        first = box.source_slices[0]
+        with self._writing:
+            whole, missing = self._parts.pop((box.name, first.start), (None, 0))
+            if whole is None:
+                whole = torch.empty((1, *planned.shape[1:]), dtype=planned.dtype)
+                missing = whole.numel()
+            whole[(slice(0, 1), *box.source_slices[1:])] = part
+            missing -= box.numel
+            if missing:
+                self._parts[box.name, first.start] = whole, missing
+        if not missing:
+            rest = [slice(0, size) for size in planned.shape[1:]]
+            self.write(box.name, whole, [first, *rest])
 
     def write(self, name: str, tensor: Tensor, slices: Sequence[slice] | None = None) -> None:
         """Write a tensor, or the block of it that `slices` cut out; it has the planned dtype."""

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from gspo_megatron.models.core_attention import attend
+from gspo_megatron.models.core_attention import attend, attend_causally, window_of
 from gspo_megatron.platform.cpu import faster
 
 # Reading, writing and reading again, compared with reading once.
@@ -62,20 +66,28 @@ class KeyValueCache:
     right, and then copied to rows of the batch (`place`), where they take the place of whatever was
     there. Keys of padding and of an earlier sequence come after a row's position, and are
     overwritten when the row grows.
+
+    A layer with a window keeps as many keys as a query sees: that of position p is in place
+    p % window, where the next one overwrites the first that no later query sees.
     """
 
-    def __init__(self, frequencies: Tensor, rows: int, max_length: int) -> None:
+    def __init__(
+        self, frequencies: Tensor, rows: int, max_length: int, factor: float = 1.0
+    ) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
+        factor: of their cos and sin, under YaRN;
         rows, max_length: the numbers of sequences and positions to allocate."""
         self._frequencies = frequencies
-        self._cos, self._sin = frequencies.cos(), frequencies.sin()
+        self._cos, self._sin = frequencies.cos() * factor, frequencies.sin() * factor
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._recurrent: set[int] = set()  # layers whose states have one size
+        self._windows: dict[int, int | None] = {}  # by layer
         self._prompts: PromptStates | None = None
         self._lengths: Tensor | None = None  # of the prompts, [prompts]
         self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
-        self._slots: dict[int, Tensor] = {}  # by number of heads, [sequences * heads]
+        # by number of heads and of places, [sequences * heads]
+        self._slots: dict[tuple[int, int], Tensor] = {}
         self._parts: list[Part] = []
 
     def start_prefill(self, length: int, lengths: Tensor | None = None) -> PromptStates:
@@ -87,25 +99,35 @@ class KeyValueCache:
         self.angles = self._frequencies[:length]
         return self._prompts
 
-    def place(self, prompts: PromptStates, chosen: Tensor, rows: Tensor) -> None:
-        """Let `rows` [n] begin with the prefilled prompts `chosen` [n]."""
+    def place(self, prompts: PromptStates, chosen: Tensor, rows: Tensor, lengths: Tensor) -> None:
+        """Let `rows` [n] begin with the prefilled prompts `chosen` [n], of `lengths` [n] tokens."""
         for layer, states in prompts.items():
             for cached, of_prompts in zip(self._of_layer(layer, *states), states):
-                cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
+                places = cached.shape[2]
+                if of_prompts.shape[2] <= places:
+                    cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
+                    continue
+                # the last position before a prompt's end that belongs in each place
+                last = lengths[:, None] - 1
+                kept = last - (last - torch.arange(places, device=last.device)) % places
+                cached[rows] = of_prompts[chosen[:, None], :, kept.clamp(min=0)].transpose(1, 2)
+
+    def _places(self, layer: int, states: Tensor) -> int:
+        """How many keys a row of a layer holds; the states of a delta net have one size."""
+        if layer in self._recurrent:
+            return states.shape[2]
+        return min(self._windows[layer] or self._max_length, self._max_length)
 
     def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The batch's keys and values [rows, heads, positions, dim], allocated when first used, for
         states like `key` and `value` [any, heads, any, dim]."""
         if layer not in self._layers:
             sizes = [
-                (self._num_rows, s.shape[1], self._length_of(layer, s), s.shape[3])
+                (self._num_rows, s.shape[1], self._places(layer, s), s.shape[3])
                 for s in (key, value)
             ]
             self._layers[layer] = key.new_zeros(sizes[0]), value.new_zeros(sizes[1])
         return self._layers[layer]
-
-    def _length_of(self, layer: int, states: Tensor) -> int:
-        return states.shape[2] if layer in self._recurrent else self._max_length
 
     @property
     def is_prefill(self) -> bool:
@@ -153,55 +175,78 @@ class KeyValueCache:
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
 
-    def _slots_of(self, heads: int) -> Tensor:
+    def _slots_of(self, heads: int, places: int) -> Tensor:
         """[sequences * heads]: where the new tokens' states are among all in a layer's cache."""
-        if heads not in self._slots:
+        if (heads, places) not in self._slots:
             rows = torch.arange(self._num_rows * heads, device=self._positions.device)
-            slots = rows.view(-1, heads) * self._max_length + self._positions[:, None]
-            self._slots[heads] = slots.flatten()
-        return self._slots[heads]
+            slots = rows.view(-1, heads) * places + self._positions[:, None] % places
+            self._slots[heads, places] = slots.flatten()
+        return self._slots[heads, places]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all sequences but `rows`."""
         self._num_rows = len(rows)
         self._layers = {n: (k[rows], v[rows]) for n, (k, v) in self._layers.items()}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """[length, sequences, heads, dim] each, where values may have another dim -> [length,
-        sequences, heads * dim of the values]."""
+        sequences, heads * dim of the values]. window, sinks: see `attend_causally`."""
+        self._windows[layer] = window
         if self._prompts is not None:
             query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
             self._prompts[layer] = key, value
-            out = attend(query, key, value, scale, mask=None)
+            if window is None and sinks is None:
+                out = attend(query, key, value, scale, mask=None)
+            else:
+                out = attend_causally(query, key, value, scale, window, sinks)
             return out.permute(2, 0, 1, 3).flatten(2)
-        return self._attend_once(layer, query[0], key[0], value[0], scale).unsqueeze(0)
+        return self._attend_once(layer, query[0], key[0], value[0], scale, sinks).unsqueeze(0)
 
     def _attend_once(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         """One token of each sequence, [sequences, heads, dim] each -> [sequences, heads * dim]."""
         keys, values = self._of_layer(layer, key.unsqueeze(2), value.unsqueeze(2))
-        heads = keys.shape[1]
-        slots = self._slots_of(heads)
+        heads, places = keys.shape[1:3]
+        slots = self._slots_of(heads, places)
         for cached, states in ((keys, key), (values, value)):
             dim = states.shape[-1]
             cached.view(-1, dim).index_copy_(0, slots, states.reshape(-1, dim))
         # A sequence has one query. The heads that share keys pass as several queries of one head,
         # so that no keys are repeated for them.
         query = query.unflatten(1, (heads, -1))
+        if sinks is not None:
+            sinks = sinks.view(heads, -1, 1)
         # bf16 would round the scores
         by_products = faster.applies_to(query) and query.dtype.itemsize >= 4
         for part in self._parts:
-            mask, rows = part.mask, part.rows
+            # A window that is full is seen whole, in whatever order its keys are.
+            mask, rows = part.mask[..., :places], part.rows
             seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])
             asked = query
             if rows is not None:
                 seen = tuple(states.index_select(0, rows) for states in seen)
                 asked = query.index_select(0, rows)
             if by_products:
-                found = _attend_by_products(asked, *seen, scale, part.bias(heads, query.dtype))
+                bias = part.bias(heads, query.dtype)[..., :places]
+                found = _attend_by_products(asked, *seen, scale, bias, sinks)
             else:
-                found = attend(asked, *seen, scale, mask)
+                found = attend(asked, *seen, scale, mask, sinks)
             if rows is None:
                 out = found
             else:
@@ -227,14 +272,18 @@ class Part:
 
 
 def _attend_by_products(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """[rows, heads, queries, dim] each -> as the query. With a query or two of each head the loops
-    of torch's attention for CPUs take longer than the products."""
+    of torch's attention for CPUs take longer than the products. sinks: see `attend`."""
     rows, heads = query.shape[:2]
     query, key, value = (states.flatten(0, 1) for states in (query, key, value))
     scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), value).unflatten(0, (rows, heads))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).expand(rows, *sinks.shape).flatten(0, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[1]]
+    return torch.bmm(weights, value).unflatten(0, (rows, heads))
 
 
 def _mask(positions: Tensor, length: int) -> Tensor:
@@ -261,8 +310,15 @@ class CachedSelfAttention(SelfAttention):
         turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin, neighbours)
         query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        out = cache.attend(self.layer_number, query, key, value, scale)
+        rest = scale, *window_and_sinks(self)
+        out = cache.attend(self.layer_number, query, key, value, *rest)
         return self.linear_proj(self._apply_output_gate(out, gate[0]) if gated else out)
+
+
+def window_and_sinks(attention: SelfAttention) -> tuple[int | None, Tensor | None]:
+    """Both of a layer's attention, on either layer backend; see `attend_causally`."""
+    sinks = getattr(attention.core_attention, "softmax_offset", None)
+    return window_of(attention.config, attention.layer_number), sinks
 
 
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
@@ -274,6 +330,12 @@ def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     # packed_seq: the angles of all positions
     frequencies = rotary(length, packed_seq=True)
     return frequencies[0] if isinstance(frequencies, tuple) else frequencies
+
+
+def rotary_factor(config: TransformerConfig) -> float:
+    """What cos and sin of the rotary angles are multiplied by outside latent attention: under YaRN
+    more than 1."""
+    return _yarn_get_concentration_factor_from_config(config)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:

@@ -21,7 +21,11 @@ from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
-from gspo_megatron.models.transformer_config import refuse_impossible, transformer_config
+from gspo_megatron.models.transformer_config import (
+    has_yarn,
+    refuse_impossible,
+    transformer_config,
+)
 
 # The vocabulary is padded to a multiple of this times TP: matrix units are fast at multiples of 16.
 VOCAB_MULTIPLE = 16
@@ -106,7 +110,7 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
                 ignore_virtual=False, vp_stage=vp_stage
             ),
             share_embeddings_and_output_weights=shape.tie_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="yarn" if has_yarn(megatron) else "rope",
             rotary_base=shape.rotary_base,
             rotary_percent=shape.rotary_percent,
             rope_scaling=shape.rotary_llama3_factor is not None,
@@ -175,7 +179,11 @@ def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerC
 def _count_copies_once(model: PolicyModel) -> None:
     """Transformer Engine marks the weight of every linear layer as a shard over TP, also where all
     TP ranks hold it whole: the down projections of latent attention. The gradient norm would count
-    it on each of them, and clip too much."""
+    it on each of them, and clip too much. Sinks of attention and biases of experts have no mark,
+    and each rank has those of its own heads and experts: they would count on one rank only."""
     for module in model.modules():
         if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):
             module.weight.tensor_model_parallel = False
+    for name, parameter in model.named_parameters():
+        if "softmax_offset" in name or (".mlp.experts." in name and ".bias" in name):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -2,6 +2,10 @@
 
 Megatron-Core's local DotProductAttention supports neither packed (THD) sequences nor context
 parallelism; this one does, in the layouts that Megatron-Core gives to Transformer Engine.
+
+A layer may have a window: a query sees only the last keys, its own included. And it may have sinks:
+each head has one more logit in its softmax, learned and without a value, so that the weights of the
+keys add up to less than one.
 """
 
 from __future__ import annotations
@@ -17,10 +21,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Largest mask [sequences, queries, keys] of attention with context parallelism, in elements.
+# Largest mask [sequences, queries, keys], or scores [sequences, heads, queries, keys], of a tile.
 MASK_ELEMENTS = 2**22
 
 
@@ -28,8 +37,12 @@ MASK_ELEMENTS = 2**22
 class Positions:
     """Positions of queries in their sequences, and how the queries are cut into tiles."""
 
-    of_queries: Tensor  # [sequences, queries], or [1, queries] if all sequences have the same
-    tiles: list[tuple[slice, int]]  # queries, and the number of keys that they can see
+    # [sequences, queries], or [1, queries] if all sequences have the same. `of_queries` None: of
+    # a fused kernel, which needs no mask.
+    on_host: Tensor
+    of_queries: Tensor | None
+    tiles: list[tuple[slice, slice]]  # queries, and the keys that they can see
+    window: int | None = None  # keys that a query sees, its own included; None: all before it
 
 
 @dataclass
@@ -79,6 +92,14 @@ class TorchCoreAttention(torch.nn.Module):
         assert pg_collection is not None
         self.cp_group = pg_collection.cp
         self.cp_size = self.cp_group.size()
+        self.window = window_of(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None  # [heads / TP]: the sinks
+        if config.softmax_type == "learnable":
+            self.tp_group = pg_collection.tp
+            heads = config.num_attention_heads // self.tp_group.size()
+            device = torch.cuda.current_device()
+            sinks = torch.zeros(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = torch.nn.Parameter(sinks)
 
     def forward(
         self,
@@ -138,26 +159,80 @@ class TorchCoreAttention(torch.nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Positions | None
     ) -> Tensor:
+        if self.window is not None or self.softmax_offset is not None:
+            sinks = self.softmax_offset
+            return attend_causally(query, key, value, self.scale, self.window, sinks, positions)
         if positions is None:
             return attend(query, key, value, self.scale, mask=None)
         return TiledAttention.apply(query, key, value, self.scale, positions)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over the tensor-parallel ranks as the heads are."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many keys a query of a layer (from 1 on) sees, its own included; None: all before it."""
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return config.window_size[0] + 1
+    return None
+
+
+def attend_causally(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    positions: Positions | None = None,
+) -> Tensor:
+    """[batch, heads, queries, dim] attention within a window and with `sinks` [heads], if there are
+    any. positions: of the queries, where they are not those of the keys."""
+    length = query.shape[2]
+    of_queries = torch.arange(length)[None] if positions is None else positions.on_host
+    if query.is_meta:  # where memory is estimated: what a GPU's fused kernel takes
+        everything = (slice(0, length), slice(0, key.shape[2]))
+        positions = Positions(of_queries, None, [everything], window)
+    else:
+        matrices = query.shape[0] * (1 if sinks is None else query.shape[1])
+        positions = cut_into_tiles(of_queries, matrices, query.device, window)
+    return TiledAttention.apply(query, key, value, scale, positions, sinks)
+
 
 class TiledAttention(torch.autograd.Function):
-    """Attention of a context-parallel rank's queries to all keys, a tile of the queries at a time.
+    """Attention of queries to keys at other positions or within a window, a tile of the queries at
+    a time.
 
     No mask of all queries and keys ever exists: those of the tiles are small, and the backward pass
-    computes each tile again. A tile leaves out the keys after its last query.
+    computes each tile again. A tile leaves out the keys that none of its queries sees.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, positions: Positions
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        positions: Positions,
+        sinks: Tensor | None = None,  # [heads]
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
+        ctx.save_for_backward(query, key, value, sinks)
         ctx.scale, ctx.positions = scale, positions
         tiles = [
-            attend(*_tile(query, key, value, *tile), scale, _mask(positions, *tile))
+            attend(*_tile(query, key, value, *tile), scale, _mask(positions, *tile), _column(sinks))
             for tile in positions.tiles
         ]
         return torch.cat(tiles, dim=2)
@@ -165,51 +240,93 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        states = ctx.saved_tensors
+        *states, sinks = ctx.saved_tensors
         query_grad, key_grad, value_grad = (torch.zeros_like(s) for s in states)
-        for queries, num_keys in ctx.positions.tiles:
+        sinks_grad = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks.dtype))
+        for queries, keys in ctx.positions.tiles:
             with torch.enable_grad():
-                parts = [s.detach().requires_grad_() for s in _tile(*states, queries, num_keys)]
-                out = attend(*parts, ctx.scale, _mask(ctx.positions, queries, num_keys))
-            gradients = torch.autograd.grad(out, parts, gradient[:, :, queries])
+                parts = [s.detach().requires_grad_() for s in _tile(*states, queries, keys)]
+                if sinks is not None:
+                    parts.append(sinks.detach().requires_grad_())
+                mask = _mask(ctx.positions, queries, keys)
+                out = attend(*parts[:3], ctx.scale, mask, _column(*parts[3:]))
+            gradients = torch.autograd.grad(
+                out, parts, gradient[:, :, queries], materialize_grads=True
+            )
             query_grad[:, :, queries] = gradients[0]
-            key_grad[:, :, :num_keys] += gradients[1]
-            value_grad[:, :, :num_keys] += gradients[2]
-        return query_grad, key_grad, value_grad, None, None
+            key_grad[:, :, keys] += gradients[1]
+            value_grad[:, :, keys] += gradients[2]
+            if sinks_grad is not None:
+                sinks_grad += gradients[3]
+        if sinks_grad is not None:
+            sinks_grad = sinks_grad.to(sinks.dtype)
+        return query_grad, key_grad, value_grad, None, None, sinks_grad
 
 
 def _tile(
-    query: Tensor, key: Tensor, value: Tensor, queries: slice, num_keys: int
+    query: Tensor, key: Tensor, value: Tensor, queries: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return query[:, :, queries], key[:, :, :num_keys], value[:, :, :num_keys]
+    return query[:, :, queries], key[:, :, keys], value[:, :, keys]
 
 
-def _mask(positions: Positions, queries: slice, num_keys: int) -> Tensor:
+def _column(sinks: Tensor | None = None) -> Tensor | None:
+    """[heads] -> [heads, 1, 1], as `attend` takes them."""
+    return None if sinks is None else sinks[:, None, None]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits and sums are computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _mask(positions: Positions, queries: slice, keys: slice) -> Tensor | None:
     """[sequences or 1, 1, queries, keys], true where a query sees a key."""
+    if positions.of_queries is None:
+        return None
     of_queries = positions.of_queries[:, None, queries, None]
-    return of_queries >= torch.arange(num_keys, device=of_queries.device)
+    of_keys = torch.arange(keys.start, keys.stop, device=of_queries.device)
+    mask = of_queries >= of_keys
+    return mask if positions.window is None else mask & (of_queries - of_keys < positions.window)
 
 
-def cut_into_tiles(of_queries: Tensor, num_sequences: int, device: torch.device) -> Positions:
+def cut_into_tiles(
+    of_queries: Tensor, num_sequences: int, device: torch.device, window: int | None = None
+) -> Positions:
     """Tiles of at most MASK_ELEMENTS (or of one query); `of_queries` is on the host. Queries of the
-    two zig-zag chunks are in different tiles: the first chunk sees few keys."""
+    two zig-zag chunks are in different tiles: the first chunk sees few keys. Within a window a
+    tile has at most as many queries as a query sees keys."""
     count = of_queries.shape[1]
     half = max(-(-count // 2), 1)
     tiles = []
     for first in range(0, count, half):
         last = min(first + half, count)
         most_keys = int(of_queries[:, first:last].max()) + 1
-        rows = max(MASK_ELEMENTS // (num_sequences * most_keys), 1)
+        wide = most_keys if window is None else min(most_keys, 2 * window)
+        rows = max(min(MASK_ELEMENTS // (num_sequences * wide), window or count), 1)
         for start in range(first, last, rows):
             queries = slice(start, min(start + rows, last))
             # On the meta device (`estimate`) all tiles have one shape: a new one takes long there.
-            keys = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
-            tiles.append((queries, keys))
-    return Positions(of_queries.to(device, non_blocking=True), tiles)
+            stop = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
+            # of padding queries, too, which are at the first key
+            least = 0 if window is None else int(of_queries[:, queries].min()) + 1 - window
+            tiles.append((queries, slice(max(least, 0), stop)))
+    return Positions(of_queries, of_queries.to(device, non_blocking=True), tiles, window)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """[batch, heads, queries, dim] attention with grouped key/value heads; causal without mask."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[batch, heads, queries, dim] attention with grouped key/value heads; causal without mask.
+
+    sinks: [heads, queries or 1, 1], one more logit in the softmax of each query, without a value.
+    """
+    if sinks is not None and mask is not None:
+        return _attend_with_sinks(query, key, value, scale, mask, sinks)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -219,6 +336,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor, sinks: Tensor
+) -> Tensor:
+    groups, wide = key.shape[1], _wide(query.dtype)
+    query = query.unflatten(1, (groups, -1))  # [batch, groups, heads of a group, queries, dim]
+    scores = (query.to(wide) @ key.to(wide).unsqueeze(2).mT) * scale
+    scores = scores.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    sinks = sinks.to(scores.dtype).unflatten(0, (groups, -1)).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(value.dtype) @ value.unsqueeze(2)).flatten(1, 2)
 
 
 def rows_of(states: Tensor, rows: Tensor) -> Tensor:

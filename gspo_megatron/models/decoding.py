@@ -21,7 +21,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from gspo_megatron.models.attention import CachedSelfAttention, KeyValueCache, rotate
+from gspo_megatron.models.attention import (
+    CachedSelfAttention,
+    KeyValueCache,
+    rotate,
+    window_and_sinks,
+)
 from gspo_megatron.models.experts import GroupedExperts
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.models.transformer_config import changed, without_fp8
@@ -178,6 +183,7 @@ class LocalAttention(torch.nn.Module):
         self.groups = stock.num_query_groups_per_partition
         self.queries = stock.num_attention_heads_per_partition // self.groups  # of a group
         self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
+        self.window_and_sinks = window_and_sinks(stock)
         self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights, the key's last
         if isinstance(stock.q_layernorm, TorchNorm):
             norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
@@ -199,7 +205,8 @@ class LocalAttention(torch.nn.Module):
         cos, sin = cache.cos.unsqueeze(2), cache.sin.unsqueeze(2)
         turned = rotate(turned, cos, sin, stock.config.rotary_interleaved)
         query, key = turned[:, :, :, :-1].flatten(2, 3), turned[:, :, :, -1]
-        attended = cache.attend(stock.layer_number, query, key, value, self.scale)
+        rest = self.scale, *self.window_and_sinks
+        attended = cache.attend(stock.layer_number, query, key, value, *rest)
         return stock.linear_proj(attended)
 
 

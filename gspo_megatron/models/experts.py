@@ -23,6 +23,11 @@ class GroupedExperts(MegatronModule):
 
         weight1  [local experts, 2 (gate, up) or 1, ffn / ETP, hidden]
         weight2  [local experts, hidden, ffn / ETP]
+
+    and with `add_bias_linear`, for which Megatron-Core asks for ETP = 1:
+
+        bias1    [local experts, 2 or 1, ffn]
+        bias2    [local experts, hidden]
     """
 
     def __init__(
@@ -33,7 +38,6 @@ class GroupedExperts(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        assert not config.add_bias_linear, "experts without biases only"
         assert not config.moe_apply_probs_on_input
         self.num_local_experts = num_local_experts
         self.groups = pg_collection
@@ -53,6 +57,12 @@ class GroupedExperts(MegatronModule):
             set_tensor_model_parallel_attributes(
                 tensor=weight, is_parallel=True, dim=dimension, stride=1
             )
+        self.bias1 = self.bias2 = None
+        if config.add_bias_linear:
+            shape = (num_local_experts, parts, ffn)
+            self.bias1 = torch.nn.Parameter(torch.zeros(shape, **kind))
+            shape = (num_local_experts, config.hidden_size)
+            self.bias2 = torch.nn.Parameter(torch.zeros(shape, **kind))
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -62,14 +72,31 @@ class GroupedExperts(MegatronModule):
         # Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation.
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
         states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
-        if self.config.gated_linear_unit:
-            gate, up = states.chunk(2, dim=-1)
-            states = self.activation(gate) * up
-        else:
-            states = self.activation(states)
+        probs = probs.unsqueeze(-1)
+        if self.bias1 is not None:
+            # [rows]: the expert of each row
+            counts = tokens_per_expert.to(tokens.device, non_blocking=True)
+            experts = torch.repeat_interleave(counts, output_size=len(tokens))
+            states = states + self.bias1.flatten(1).index_select(0, experts)
+        states = self._activate(states)
         # multiplied by the router's weight before the second projection, as in stock experts
-        states = (states * probs.unsqueeze(-1)).to(tokens.dtype)
-        return grouped_linear(states, self.weight2, tokens_per_expert, ends), None
+        states = (states * probs).to(tokens.dtype)
+        output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
+        if self.bias2 is not None:
+            output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)
+        return output, None
+
+    def _activate(self, states: Tensor) -> Tensor:
+        """[rows, 2 * ffn or ffn] -> [rows, ffn]"""
+        if not self.config.gated_linear_unit:
+            return self.activation(states)
+        gate, up = states.chunk(2, dim=-1)
+        limit = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        if self.config.glu_linear_offset:
+            up = up + self.config.glu_linear_offset
+        return self.activation(gate) * up
 
     def backward_dw(self) -> None:
         """Weight gradients are not delayed here, but the pipeline schedules call this."""
@@ -83,12 +110,13 @@ class GroupedExperts(MegatronModule):
         result = {}
         for name, weight in self.named_parameters(recurse=False):
             key = f"{prefix}{name}"
+            cut = [] if name == "bias2" else [(axis + 2, etp.rank(), etp.size())]
             result[key] = ShardedTensor.from_rank_offsets(
                 key,
                 weight,
                 *sharded_offsets,
                 (axis, ep.rank(), ep.size()),
-                (axis + 2, etp.rank(), etp.size()),
+                *cut,
                 replica_id=(0, 0, expert_dp.rank()),
                 prepend_axis_num=axis,
             )

@@ -22,19 +22,24 @@ _RESIDUAL_PROJECTIONS = (
 )
 _DECAY = ".A_log"  # of delta nets: logarithms of numbers between 1 and 16
 
+_ZEROS = (".bias", ".softmax_offset")
+
 
 @torch.no_grad()
 def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
-    """Draw all matrices of a model chunk, and the decay of delta nets; norms and biases keep their
-    ones and zeros."""
+    """Draw all matrices of a model chunk, and the decay of delta nets; norms keep their ones, and
+    biases and sinks are zeros."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
     assert covered == sum(p.numel() for p in model.parameters()), (
         "a parameter without a global name"
     )
     for shard in shards:
+        if any(part in shard.name for part in _ZEROS):
+            shard.data.zero_()  # a router's bias holds whatever was in memory
+            continue
         is_decay = shard.name.endswith(_DECAY)
         if shard.data.dim() < 2 and not is_decay:
             continue

@@ -147,6 +147,23 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
             f"tensor_model_parallel_size = {tp} needs it; allowed: null or true"
         )
     cp, is_engine = config.context_parallel_size, backend == "transformer_engine"
+    has_sinks = config.softmax_type == "learnable"
+    if config.softmax_type not in ("vanilla", "learnable"):
+        raise UserError(
+            f"model.megatron.softmax_type = {config.softmax_type}: not supported; allowed: vanilla "
+            "or learnable"
+        )
+    if config.multi_latent_attention and (has_sinks or config.window_size is not None):
+        raise UserError(
+            "model.megatron.multi_latent_attention = true: latent attention has neither a window "
+            "nor sinks; leave out window_size and softmax_type"
+        )
+    if is_engine and cp > 1 and (has_sinks or config.window_size is not None):
+        raise UserError(
+            f"parallel.context_parallel_size = {cp}: attention of Transformer Engine with a window "
+            "or sinks is not exact on parts of a sequence; allowed: 1, or model.backend = "
+            "torch_native"
+        )
     if is_engine and cp > 1 and not config.bf16:
         raise UserError(
             f"parallel.context_parallel_size = {cp}: attention of Transformer Engine has no fp32 "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
@@ -25,9 +26,10 @@ from gspo_megatron.config.precision import (
 )
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError, problem
+from gspo_megatron.families.rope import YARN_PREFIX
 from gspo_megatron.platform.devices import built_for_cuda
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "quick_gelu": quick_gelu}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -82,6 +84,8 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     if values.get("multi_latent_attention"):
         kind = MLATransformerConfig
         values["rotary_base"] = shape.rotary_base  # its layers compute their own rotary angles
+    if values.get("window_size") is not None:
+        values["window_size"] = tuple(values["window_size"])
     known = {field.name for field in dataclasses.fields(kind)}
     # Megatron-Core has no softmax router with a bias and refuses it; models/router.py is one.
     score_function = values.get("moe_router_score_function", "softmax")
@@ -89,12 +93,20 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         values["moe_router_score_function"] = "sigmoid"
     made = kind(**{name: value for name, value in values.items() if name in known})
     made.moe_router_score_function = score_function
+    for name, value in values.items():
+        if name.startswith(YARN_PREFIX):  # GPTModel reads them, and they are no fields
+            setattr(made, name, value)
     return made
 
 
 def has_biased_softmax(config: TransformerConfig) -> bool:
     """Whether the routers are those of models/router.py."""
     return config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax"
+
+
+def has_yarn(config: TransformerConfig) -> bool:
+    """Whether GPTModel extends the context by YaRN; layers of latent attention do so themselves."""
+    return hasattr(config, f"{YARN_PREFIX}rotary_scaling_factor")
 
 
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:

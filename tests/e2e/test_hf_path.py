@@ -111,3 +111,24 @@ def logits_of_checkpoint(
         policy = build_policy(config, resolve_parallel(config, 1), source.vocab_size)
         load_model(source.folder, policy)
         return logits_of(policy, tokens[0].tolist())
+
+
+def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
+    """Windows, sinks and biases through a whole run: two RL steps, a checkpoint, an export that
+    transformers reads. Every tensor is trained."""
+    pytest.importorskip("transformers")
+    source = write_model(tmp_path / "source", "gpt_oss", seed=9, vocab_size=VOCABULARY)
+    config = rl_config(toy, tmp_path, {"hf_path": str(source)})
+    train(config)
+    megatron_to_hf(tmp_path / "run", tmp_path / "out")
+    found, began = read_folder(tmp_path / "out"), read_folder(source)
+    assert found.keys() == began.keys()
+    still = [name for name, tensor in began.items() if torch.equal(tensor, found[name])]
+    assert not still, f"not trained: {still}"
+
+    tokens = torch.randint(VOCABULARY, (1, 21), generator=torch.Generator().manual_seed(4))
+    values = yaml.safe_load(config.read_text()) | {"parallel": {"layout": "tp=1"}}
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(values))
+    ours = logits_of_checkpoint(tmp_path / "run/checkpoints", tmp_path / "alone.yaml", tokens)
+    theirs = logits_by_transformers(tmp_path / "out", tokens)[0]
+    torch.testing.assert_close(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE)

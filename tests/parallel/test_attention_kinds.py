@@ -1,4 +1,4 @@
-"""Kinds of attention and of positions, and padding tokens: the same update on every layout."""
+"""Kinds of attention, positions and experts, and padding tokens: one update on every layout."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_next": {"num_attention_heads": 8, "hidden_size": 48},
     "qwen3_5_moe_text": {"num_attention_heads": 8, "hidden_size": 48},
+    "gpt_oss": {},  # windows of 6 tokens, sinks, biases of experts
 }
 
 
@@ -80,6 +81,9 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         ("qwen3_next", "tp=2,pp=2,ep=2"),
         pytest.param("qwen3_5_moe_text", "tp=2,pp=2,ep=2", marks=pytest.mark.full),
         pytest.param("qwen3_next", "pp=2,vpp=2", marks=pytest.mark.full),
+        ("gpt_oss", "tp=2,pp=2,ep=2"),
+        ("gpt_oss", "cp=2"),
+        pytest.param("gpt_oss", "tp=2,cp=2,ep=2", marks=pytest.mark.full),
     ],
 )
 def test_the_update_is_that_of_one_rank(

@@ -20,6 +20,7 @@ from gspo_megatron.models.attention import (
     KeyValueCache,
     PromptStates,
     Spans,
+    rotary_factor,
     rotary_frequencies,
 )
 from gspo_megatron.models.build import Policy
@@ -252,7 +253,8 @@ class _Generation:
             return
         self.rows = Rows.idle(plan.rows, self.responses)
         frequencies = rotary_frequencies(models[0], self.max_length)
-        self.cache = KeyValueCache(frequencies, plan.rows, self.max_length)
+        factor = rotary_factor(models[0].config)
+        self.cache = KeyValueCache(frequencies, plan.rows, self.max_length, factor)
         with decoding(models, self.cache):
             hidden = self._admit(None, plan)
             while True:
@@ -356,8 +358,8 @@ class _Generation:
             return hidden
         responses = torch.arange(first, first + len(rows), device=self.device)
         prompts = responses // self.per_prompt - first // self.per_prompt
-        self.cache.place(prefilled.states, prompts, rows)
         lengths = prefilled.lengths[prompts]
+        self.cache.place(prefilled.states, prompts, rows, lengths)
         limits = self.limits[responses // self.per_prompt]
         self.rows.start(rows, responses, self.samples[responses], limits, lengths, self.seed)
         if hidden is not None:

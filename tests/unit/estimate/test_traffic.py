@@ -82,11 +82,15 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
     assert {rates[axis] for axis in rates.keys() - inside} == {NETWORK_BYTES}
 
 
-@pytest.mark.parametrize("further", [{}, DELTA_NETS], ids=["attention", "delta nets"])
+WINDOWS = {"window_size": [39, 0], "window_attn_skip_freq": 2}
+
+
+@pytest.mark.parametrize("further", [{}, WINDOWS, DELTA_NETS], ids=["attention", "windows", "nets"])
 def test_the_cache_is_the_rollout_engines(
     make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
 ) -> None:
-    """Half as much again is counted on top, for the moment at which it shrinks."""
+    """Half as much again is counted on top, for the moment at which it shrinks. Every second layer
+    may have a window, and then no more keys."""
     largest = 0
     native = KeyValueCache.start_token
 

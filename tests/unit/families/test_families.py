@@ -12,7 +12,7 @@ import pytest
 from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe, family_of, family_of_shape
-from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.families.model_shape import shape_of, windows_in_layers
 from tests.unit.hf.published import CONFIGS
 
 # Of Qwen/Qwen3-30B-A3B.
@@ -162,7 +162,7 @@ def test_all_of_them_at_once() -> None:
     [
         ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}, "Gemma3ForCausalLM"),
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
-        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "nemotron_h"}, "nemotron_h"),
         ({}, "null"),
         ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
     ],
@@ -363,5 +363,38 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
         "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
-        "bailing_moe_v2 minimax_m2 ernie4_5_moe llama mixtral olmoe qwen3_next qwen3_5_moe_text"
+        "bailing_moe_v2 minimax_m2 ernie4_5_moe llama mixtral olmoe gpt_oss qwen3_next "
+        "qwen3_5_moe_text"
     )
+
+
+def test_windows_sinks_and_yarn_of_gpt_oss() -> None:
+    hf = CONFIGS["gpt_oss"]
+    megatron = shape(hf).megatron
+    # 6 keys are seen: 5 before the query's own. Megatron-Core counts layers from 1.
+    assert (megatron["window_size"], megatron["window_attn_skip_freq"]) == ([5, 0], 2)
+    assert megatron["softmax_type"] == "learnable" and megatron["add_bias_linear"] is True
+    assert megatron["activation_func_clamp_value"] == 0.7 and megatron["glu_linear_offset"] == 1.0
+    assert megatron["yarn_correction_range_round_to_int"] is False
+    assert megatron["moe_aux_loss_coeff"] == 0.0
+
+    def windows(**changes: Any) -> list[int | None]:
+        return windows_in_layers(shape(hf | changes).megatron, 4)
+
+    sliding, full = "sliding_attention", "full_attention"
+    assert windows() == windows(layer_types=None) == [6, None, 6, None]
+    assert windows(layer_types=[full, sliding, sliding, sliding]) == [None, 6, 6, 6]
+    assert windows(layer_types=[full] * 4, sliding_window=None) == [None] * 4
+    for changes, named in (
+        ({"sliding_window": None}, "sliding_window = null: must be an integer from 1"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"layer_types": [sliding]}, "layer_types = ['sliding_attention']: must be"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5: not supported; allowed: 1.702"),
+        ({"attention_bias": False}, "attention_bias = false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "allowed: quant_method = mxfp4"),
+    ):
+        [line] = problems(hf | changes)
+        assert named in line
+    [line] = problems(QWEN3_30B_A3B | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert "quant_method = fp8" in line

@@ -98,9 +98,10 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
 def of_ours(hf: dict[str, Any]) -> dict[str, Any]:
     shape = shape_of(describe(hf))
     latent = hf["model_type"] in LATENT
+    scaling = "yarn" if "yarn_beta_fast" in shape.megatron else "rope"
     found = {
         "theta": shape.rotary_base,
-        "scaling": shape.megatron.get("rope_type", "rope").replace("rope", "default"),
+        "scaling": shape.megatron.get("rope_type", scaling).replace("rope", "default"),
         "rotated": shape.rotary_percent,
         "heads": shape.num_query_groups,
         "width": None if latent else shape.kv_channels,

@@ -88,6 +88,37 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    window = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "num_hidden_layers": layers,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "layer_types": kinds,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150_000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False} | window,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.9,
+        "tie_word_embeddings": False,
+        "vocab_size": 201_088,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+
+
 # Parameters in units of 10^9, without the layers for further tokens.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
@@ -249,6 +280,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         ),
         396.0,
     ),
+    "gpt-oss-20b": (gpt_oss(layers=24, experts=32), 20.91),
+    "gpt-oss-120b": (gpt_oss(layers=36, experts=128), 116.83),
     "Llama-3.1-8B": (
         {
             "architectures": ["LlamaForCausalLM"],

@@ -259,6 +259,27 @@ CONFIGS["qwen3_5_moe_text"] = _DELTA | {
     "attn_output_gate": True,
     "mtp_num_hidden_layers": 0,
 }
+# A window of 6 tokens, YaRN from 8 tokens on, and gates and ups that reach the limit.
+CONFIGS["gpt_oss"] = _COMMON | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 28,
+    "attention_bias": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "swiglu_limit": 0.7,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 0.7,  # bounds of 0.5 and 2.5 channels, which rounding would move
+        "beta_slow": 0.07,
+        "original_max_position_embeddings": 8,
+        "truncate": False,
+    },
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "n_group": 1,
@@ -317,6 +338,9 @@ def _attention(config: dict[str, Any]) -> Shapes:
         if biased or config.get("attention_bias"):
             yield f"self_attn.{part}_proj.bias", (rows,)
     yield "self_attn.o_proj.weight", (hidden, queries)
+    if config["model_type"] == "gpt_oss":
+        yield "self_attn.o_proj.bias", (hidden,)
+        yield "self_attn.sinks", (config["num_attention_heads"],)
     if config["model_type"] in ("olmoe", "minimax_m2"):
         yield "self_attn.q_norm.weight", (queries,)
         yield "self_attn.k_norm.weight", (keys,)
@@ -415,6 +439,14 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     (experts,) = (config[key] for key in keys if key in config)
+    if family == "gpt_oss":  # gate and up in turn on the last axis
+        yield "mlp.router.weight", (experts, hidden)
+        yield "mlp.router.bias", (experts,)
+        yield "mlp.experts.gate_up_proj", (experts, hidden, 2 * width)
+        yield "mlp.experts.gate_up_proj_bias", (experts, 2 * width)
+        yield "mlp.experts.down_proj", (experts, width, hidden)
+        yield "mlp.experts.down_proj_bias", (experts, hidden)
+        return
     by_numbers = family in ("mixtral", "minimax_m2")
     start = "block_sparse_moe." if by_numbers else "mlp."
     names = ("w1", "w3", "w2") if by_numbers else ()

@@ -53,6 +53,16 @@ VARIANTS: list[Variant] = [
     ("glm4_moe_lite", {"rope_scaling": YARN}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    # other layers with a window, of one token; rounded bounds of YaRN; and none at all
+    (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "sliding_window": 1,
+            "rope_scaling": YARN | {"beta_fast": 0.7, "beta_slow": 0.07},
+        },
+    ),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 4, "rope_scaling": {"rope_type": "default"}}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
     ("minimax_m2", {"num_key_value_heads": 6, "rotary_dim": 12}),
     (

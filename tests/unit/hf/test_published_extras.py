@@ -1,5 +1,5 @@
-"""What published folders have beside plain weights: FP8 in blocks, layers for further tokens, a
-vision model."""
+"""What published folders have beside plain weights: FP8 in blocks, experts in MXFP4, layers for
+further tokens, a vision model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.integrations import mxfp4
 
 from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.storage import read_index, tensors_of
@@ -126,6 +127,78 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: st
     with pytest.raises(DataError, match="o_proj") as error:
         policy_of(config_of(source))
     assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def mxfp4_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """A model as OpenAI publishes it, whose experts' matrices are square: config, tensors, and
+    the tensors of a bf16 export by transformers' own code."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config = model_config("gpt_oss", "bfloat16", **sizes, quantization_config=method)
+    tensors = random_tensors(config, seed)
+    plain = dict(tensors)
+    generator = torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if name.endswith(("up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        draw = {"generator": generator, "dtype": torch.uint8}
+        blocks = torch.randint(0, 256, (*shape, 16), **draw)
+        scales = torch.randint(121, 126, shape, **draw)  # powers of two from 2^-6 on
+        scales[0, 0, 0], scales[1, 0, 0] = 0, 200
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    return config, tensors, plain
+
+
+def test_any_part_of_mxfp4_experts_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    config, tensors, plain = mxfp4_model(seed=10)
+    folder = HfFolder(write_folder(tmp_path / "mxfp4", config, tensors))
+    draw = random.Random(10)
+    for name in (name for name in plain if name.endswith(("up_proj", "down_proj"))):
+        for step in (None, 2):
+            pairs = [sorted(draw.sample(range(n + 1), 2)) for n in plain[name].shape]
+            part = (*(slice(*pair) for pair in pairs[:-1]), slice(*pairs[-1], step))
+            found = folder.read(name, part)
+            assert torch.equal(found.to(torch.bfloat16), plain[name][part]), (name, part)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_mxfp4_folder_is_the_model_of_its_bf16_export(tmp_path: Path, dtype: str) -> None:
+    config, tensors, plain = mxfp4_model(seed=11)
+    source = write_folder(tmp_path / "mxfp4", config, tensors)
+    policy = policy_of(config_of(source, dtype))
+    export_hf(policy, tmp_path / "again", hf_config=config, dtype=torch.bfloat16)
+    assert_same_bits(read_folder(tmp_path / "again"), plain)
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert "quantization_config" not in written
+    assert written == {k: v for k, v in config.items() if k != "quantization_config"}
+
+
+def test_a_converted_mxfp4_folder_comes_back_as_bf16(tmp_path: Path) -> None:
+    config, tensors, plain = mxfp4_model(seed=12)
+    source = write_folder(tmp_path / "mxfp4", config, tensors)
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "again", max_shard_bytes=100_000)
+    assert_same_bits(read_folder(tmp_path / "again"), plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors, name: tensors.pop(f"{name}_scales"), "_scales, the scales of"),
+        (
+            lambda tensors, name: tensors.update({f"{name}_scales": tensors[f"{name}_scales"][1:]}),
+            "MXFP4 has bytes",
+        ),
+        (lambda tensors, name: tensors.pop(f"{name}_blocks"), "down_proj is missing"),
+    ],
+)
+def test_mxfp4_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: str) -> None:
+    config, tensors, _ = mxfp4_model(seed=13)
+    change(tensors, "model.layers.2.mlp.experts.down_proj")
+    source = write_folder(tmp_path / "mxfp4", config, tensors)
+    with pytest.raises(DataError, match=named):
+        policy_of(config_of(source))
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,25 @@ def cp_group(size: int = 1, rank: int = 0) -> SimpleNamespace:
 
 
 def attention(
-    group: SimpleNamespace | None = None, scale: float | None = None
+    group: SimpleNamespace | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> TorchCoreAttention:
-    config = SimpleNamespace(attention_dropout=0.0, kv_channels=DIM)
-    groups = SimpleNamespace(cp=group or cp_group())
-    return TorchCoreAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        kv_channels=DIM,
+        num_attention_heads=0 if sinks is None else len(sinks),
+        params_dtype=torch.float64,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=2,
+        softmax_type="vanilla" if sinks is None else "learnable",
+    )
+    groups = SimpleNamespace(cp=group or cp_group(), tp=cp_group())
+    built = TorchCoreAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+    if sinks is not None:
+        built.softmax_offset = torch.nn.Parameter(sinks)
+    return built
 
 
 def packed_params(boundaries: list[int]) -> PackedSeqParams:
@@ -57,20 +71,31 @@ def random_states(seed: int, tokens: int, heads: int, groups: int) -> tuple[Tens
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: list[int], scale: float = DIM**-0.5
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: list[int],
+    scale: float = DIM**-0.5,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[tokens, heads * dim], one sequence, query and head at a time."""
     heads, per_group = query.shape[1], query.shape[1] // key.shape[1]
     rows = []
     for start, end in zip(boundaries, boundaries[1:]):
         for token in range(start, end):
-            seen = slice(start, token + 1)
+            first = start if window is None else max(start, token + 1 - window)
+            seen = slice(first, token + 1)
             outputs = []
             for head in range(heads):
                 group = head // per_group
                 scores = scale * (key[seen, group] @ query[token, head])
-                weights = torch.exp(scores - scores.max())
-                outputs.append((weights / weights.sum()) @ value[seen, group])
+                most = scores.detach().max()
+                weights = torch.exp(scores - most)
+                total = weights.sum()
+                if sinks is not None:  # takes its share and gives nothing
+                    total = total + torch.exp(sinks[head] - most)
+                outputs.append((weights / total) @ value[seen, group])
             rows.append(torch.cat(outputs))
     return torch.stack(rows)
 
@@ -110,6 +135,34 @@ def test_packed_attention_with_gradients(
     assert output.dtype == dtype
     expected = reference(*states, boundaries)
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("mask_elements", [40, core_attention.MASK_ELEMENTS])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize("boundaries", [[0, 9, 18], [0, 3, 20, 21, 34]], ids=str)
+def test_windows_and_sinks_with_gradients(
+    boundaries: list[int],
+    has_sinks: bool,
+    window: int | None,
+    mask_elements: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_attention, "MASK_ELEMENTS", mask_elements)
+    states = random_states(4, boundaries[-1], 4, 2)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64) if has_sinks else None
+    layer = attention(window=window, sinks=sinks)
+    learned = () if layer.softmax_offset is None else (layer.softmax_offset,)
+    output = layer(*states, packed_seq_params=packed_params(boundaries))
+    expected = reference(*states, boundaries, DIM**-0.5, window, *learned)
+    assert_same_with_gradients(output, expected, (*states, *learned), 1e-12)
+
+
+def test_every_layer_has_the_window_that_its_number_says() -> None:
+    config = SimpleNamespace(window_size=(4, 0), window_attn_skip_freq=2)
+    assert [core_attention.window_of(config, number) for number in (1, 2, 3, 4)] == [5, None] * 2
+    config.window_attn_skip_freq = [0, 1, 1]
+    assert [core_attention.window_of(config, number) for number in (1, 2, 3)] == [None, 5, 5]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -216,7 +269,7 @@ def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatc
         cut_into_tiles(of_queries[None], 1, torch.device(kind)).tiles for kind in ("cpu", "meta")
     )
     assert [tile for tile, _ in here] == [tile for tile, _ in meta]
-    shapes = {(tile.stop - tile.start, keys) for tile, keys in meta}
+    shapes = {(tile.stop - tile.start, keys.stop - keys.start) for tile, keys in meta}
     assert len(meta) > 100 and len(shapes) <= 4
 
 

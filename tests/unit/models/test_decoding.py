@@ -13,7 +13,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from gspo_megatron.config import resolve_parallel
-from gspo_megatron.models.attention import COPY_COST, KeyValueCache, Spans, rotary_frequencies
+from gspo_megatron.models.attention import (
+    COPY_COST,
+    KeyValueCache,
+    Spans,
+    rotary_factor,
+    rotary_frequencies,
+)
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.decoding import LocalExperts, LocalLayer, LocalLinear, decoding
 from tests.unit.hf.policies import config_of
@@ -49,7 +55,8 @@ def policy(
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.models[0].named_parameters():
-            if "bias" in name or "norm" in name:  # they begin as zeros and ones
+            # they begin as zeros and ones
+            if any(part in name for part in ("bias", "norm", "softmax_offset")):
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return policy
 
@@ -68,12 +75,13 @@ def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
     def forward(ids: Tensor, positions: Tensor) -> Tensor:
         return model(input_ids=ids, position_ids=positions, attention_mask=None)
 
-    cache = KeyValueCache(rotary_frequencies(model, 20), len(rows), 20)
+    frequencies, factor = rotary_frequencies(model, 20), rotary_factor(model.config)
+    cache = KeyValueCache(frequencies, len(rows), 20, factor)
     outputs = []
     with decoding(policy.models, cache):
         states = cache.start_prefill(padded.shape[1], lengths)
         forward(padded, torch.arange(padded.shape[1]).expand_as(padded))
-        cache.place(states, rows, rows)
+        cache.place(states, rows, rows, lengths)
         for number in range(TOKENS):
             positions = lengths + number
             cache.start_token(positions, spans, torch.tensor(long_rows, dtype=torch.long))

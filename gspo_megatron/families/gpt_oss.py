@@ -1,0 +1,114 @@
+"""GptOssForCausalLM: gpt-oss-20b and 120b. Sliding windows in every second layer, sinks, biases
+everywhere, clamped experts with an offset, YaRN; experts in MXFP4 or, in other exports, bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families import family as f
+from gspo_megatron.families.model_shape import windows_in_layers
+from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
+
+_ATTENTION = "model.layers.{layer}.self_attn."
+_MLP = "model.layers.{layer}.mlp."
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOW = 128  # where config.json names none
+
+
+def _check(hf: Mapping[str, Any]) -> list[str]:
+    problems = []
+    count, window = hf.get("num_hidden_layers"), hf.get("sliding_window", _WINDOW)
+    kinds = hf.get("layer_types")
+    fits = kinds is None or (isinstance(kinds, list) and len(kinds) == count)
+    if not fits or not set(kinds or ()) <= {_SLIDING, _FULL}:
+        wrong = f"must be {_SLIDING} or {_FULL} for each of the {count} layers"
+        problems.append(f"layer_types = {format_value(kinds)}: {wrong}")
+    elif (kinds is None or _SLIDING in kinds) and (type(window) is not int or window < 1):
+        wrong = f"must be an integer from 1, for the layers with {_SLIDING}"
+        problems.append(f"sliding_window = {format_value(window)}: {wrong}")
+    return problems
+
+
+def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of TransformerConfig. A query sees `sliding_window` keys, its own included;
+    Megatron-Core counts those before it. Without `layer_types` layers 2, 4, ... are full."""
+    kinds = hf.get("layer_types")
+    if _check(hf) or (kinds is not None and _SLIDING not in kinds):
+        return {}
+    before, flags = hf.get("sliding_window", _WINDOW) - 1, None
+    if kinds is not None:
+        flags = [int(kind == _SLIDING) for kind in kinds]
+        flags = None if flags == [int(layer % 2 == 0) for layer in range(len(kinds))] else flags
+    return {"window_size": [before, 0], "window_attn_skip_freq": flags or 2}
+
+
+def _write_windows(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    windows = windows_in_layers(megatron, megatron["num_layers"])
+    return {
+        "sliding_window": max((each for each in windows if each is not None), default=_WINDOW),
+        "layer_types": [_FULL if each is None else _SLIDING for each in windows],
+    }
+
+
+FAMILY = f.Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=(
+        *f.SIZES[:3],
+        f.key_value_heads(8),
+        # all layers have experts, of this width
+        f.Field("intermediate_size", "moe_ffn_hidden_size"),
+        f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        f.Field("head_dim", "kv_channels", 64),
+        f.Field("num_local_experts", "num_moe_experts"),
+        f.Field("num_experts_per_tok", "moe_router_topk", 4),
+        f.Field("swiglu_limit", "activation_func_clamp_value", 7.0),
+    ),
+    always={
+        **f.LINEAR_ROUTER,
+        # Published is 0.9, and `output_router_logits` false: transformers adds no such loss.
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_pre_softmax": False,
+        "qk_layernorm": False,
+        "add_qkv_bias": True,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "activation_func": "quick_gelu",
+        "glu_linear_offset": 1.0,
+    },
+    only={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    spellings={"num_experts": "num_local_experts"},
+    quantizations=(f.MXFP4,),
+    has_windows=True,
+    check=_check,
+    read_rest=_read_windows,
+    write_rest=_write_windows,
+    rope=RopeKinds(
+        (DEFAULT, YARN),
+        base=150_000.0,
+        unnamed={
+            "rope_type": YARN,
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        latent=False,
+    ),
+    max_position_embeddings=131_072,
+    names={
+        **f.EMBEDDINGS,
+        **f.NORMS,
+        **f.ATTENTION,
+        **{f"{part}_bias": f"{_ATTENTION}{part}_proj.bias" for part in "qkvo"},
+        "sinks": _ATTENTION + "sinks",
+        "router": _MLP + "router.weight",
+        "router_linear_bias": _MLP + "router.bias",
+        "interleaved_gate_up": _MLP + "experts.gate_up_proj",
+        "interleaved_gate_up_bias": _MLP + "experts.gate_up_proj_bias",
+        "transposed_down": _MLP + "experts.down_proj",
+        "down_bias": _MLP + "experts.down_proj_bias",
+    },
+)
