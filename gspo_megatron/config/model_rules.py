@@ -166,7 +166,22 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         if (layers + extra) % chunks:
             all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
-            yield _PP, f"{wrong}; legal: pp * vpp that divides {layers + extra}"
+            legal = f"legal: pp * vpp that divides {layers + extra}"
+            yield _PP, f"{wrong}; {legal}, or {_uneven(layers, layout, bool(extra))}"
+
+
+def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
+    """The field that splits the layers unevenly, with the value that makes the largest stage
+    smallest. `replaces`: it takes the place of the fields that count embedding and loss."""
+    instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
+    chunks = layout.vpp or 1
+    shares = range(chunks, layers, chunks)  # layers of each stage but the last
+    splits = [(share, layers - share * (layout.pp - 1)) for share in shares]
+    splits = [(share, last) for share, last in splits if last > 0 and last % chunks == 0]
+    if splits:
+        share, last = min(splits, key=max)
+        return f"model.megatron.{LAST} = {last} ({share} layers in each other stage){instead}"
+    return f"model.megatron.{WRITTEN_OUT}, as in Et*3|t*4L{instead}"
 
 
 def _chunks(layout: Layout) -> str:
@@ -267,7 +282,7 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     """The sides of the weights that FP8 multiplies by, 0 where the model has no such weights, and
     over how many ranks each is split."""
     tp, groups = layout.tp, shape.num_query_groups
-    channels = 0 if shape.megatron.get("multi_latent_attention") else shape.kv_channels
+    channels = 0 if shape.has_latent_attention else shape.kv_channels
     return {
         "hidden_size": (shape.hidden_size, 1),
         "num_attention_heads * kv_channels": (shape.num_attention_heads * channels, tp),

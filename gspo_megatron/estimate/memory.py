@@ -67,7 +67,9 @@ def rank_memory(
     config: Any = model.policy.config
     layers = sum(len(m.decoder.layers) for m in model.policy.models)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
+    # of a layer and token; latent attention keeps keys and values of all heads, too
+    channels = sum(model.config.resolved_model().head_channels)
+    cached = heads * channels * config.params_dtype.itemsize
     cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens

@@ -123,7 +123,8 @@ def step_cost(
     # Per token: two for each weight in a matrix product, and attention over half of the sequence on
     # average. An input embedding is looked up.
     outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.kv_channels * work.longest
+    channels = sum(shape.head_channels)
+    attention = shape.num_layers * shape.num_attention_heads * channels * work.longest
     flops = 2.0 * (active_parameters - outside) + attention
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
 _MLP = "model.layers.{layer}.mlp."
+
+
+def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    # vLLM has its own name for the width of an expert. It also reads first_k_dense_replace instead
+    # of mlp_layer_types.
+    width = {"expert_hidden_dim": megatron.get("moe_ffn_hidden_size")}
+    return r.write_shared(megatron, "num_shared_experts") | width
+
 
 FAMILY = f.Family(
     model_type="hy_v3",
@@ -30,10 +41,12 @@ FAMILY = f.Family(
     rope=RopeKinds(base=11_158_840.0),
     max_position_embeddings=131_072,
     read_pattern=r.dense_first(1, has_types=True),
-    write_pattern=r.write_layer_types,
+    write_pattern=lambda experts: (
+        (r.write_dense_first(experts) or {}) | r.write_layer_types(experts)
+    ),
     check=r.layer_problems,
     read_rest=lambda hf: r.read_shared(hf, "num_shared_experts"),
-    write_rest=lambda megatron: r.write_shared(megatron, "num_shared_experts"),
+    write_rest=_write_rest,
     names={
         **f.EMBEDDINGS,
         **f.NORMS,

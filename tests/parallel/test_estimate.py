@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
+from tests.unit.hf.policies import config_of
+from tests.unit.hf.published import VOCABULARY, write_model
 
 STATE_TOLERANCE = 0.01
 # Packed batches come within 1.5%, padded ones within 5%: experts do not get equally many tokens.
@@ -36,9 +39,9 @@ WIDE: dict[str, Any] = {
 LENGTHS = [(20, 70), (33, 41), (8, 100), (50, 30)]
 
 
-def measured_state(config: Config) -> dict[str, int]:
+def measured_state(config: Config, vocab_size: int = VOCAB_SIZE) -> dict[str, int]:
     """Bytes of this rank after an optimizer step."""
-    policy = build_on_ranks(config)
+    policy = build_on_ranks(config, vocab_size)
     trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
     for model in policy.models:
         for parameter in model.parameters():
@@ -90,15 +93,24 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
 
 
-def estimated_state(config: Config) -> list[dict[str, int]]:
+def estimated_state(config: Config, vocab_size: int = VOCAB_SIZE) -> list[dict[str, int]]:
     world_size = config.world_size_hint()
     parallel = resolve_parallel(config, world_size)
     found = []
     for rank in range(world_size):
-        with rank_model(config, parallel, rank, VOCAB_SIZE) as model:
+        with rank_model(config, parallel, rank, vocab_size) as model:
             state = state_bytes(model)
         found.append({name: sum(kinds.values()) for name, kinds in vars(state).items()})
     return found
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_state_of_uneven_stages(pool: Pool, tmp_path: Path, family: str) -> None:
+    """Of latent attention, and of biases and shared experts: 3 layers and 1."""
+    folder = write_model(tmp_path / "model", family, seed=1)
+    config = config_of(folder, "bfloat16", "tp=2,pp=2,ep=2", num_layers_in_last_pipeline_stage=1)
+    measured = pool.each(config, measured_state, vocab_size=VOCABULARY)
+    assert_same_state(measured, estimated_state(config, VOCABULARY))
 
 
 STATE_LAYOUTS = ["tp=2,pp=2,ep=2", "tp=1", "ep=2,dp=4", "pp=2,vpp=2,dp=2", "cp=2,ep=2,etp=2"]
@@ -113,7 +125,11 @@ STATE_LAYOUTS = ["tp=2,pp=2,ep=2", "tp=1", "ep=2,dp=4", "pp=2,vpp=2,dp=2", "cp=2
 def test_state_is_what_real_ranks_hold(pool: Pool, layout: str, precision: str) -> None:
     config = odd_moe(layout, training={"precision": precision})
     measured = pool.each(config, measured_state)
-    for rank, (real, found) in enumerate(zip(measured, estimated_state(config), strict=True)):
+    assert_same_state(measured, estimated_state(config))
+
+
+def assert_same_state(measured: list[dict[str, int]], estimated: list[dict[str, int]]) -> None:
+    for rank, (real, found) in enumerate(zip(measured, estimated, strict=True)):
         for part, num_bytes in real.items():
             expected = pytest.approx(num_bytes, rel=STATE_TOLERANCE)
             assert found[part] == expected, f"{part} of rank {rank}"
