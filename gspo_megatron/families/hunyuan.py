@@ -13,8 +13,7 @@ _MLP = "model.layers.{layer}.mlp."
 
 
 def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    # vLLM has its own name for the width of an expert. It also reads first_k_dense_replace instead
-    # of mlp_layer_types.
+    # vLLM has its own name for the width of an expert.
     width = {"expert_hidden_dim": megatron.get("moe_ffn_hidden_size")}
     return r.write_shared(megatron, "num_shared_experts") | width
 
@@ -41,9 +40,7 @@ FAMILY = f.Family(
     rope=RopeKinds(base=11_158_840.0),
     max_position_embeddings=131_072,
     read_pattern=r.dense_first(1, has_types=True),
-    write_pattern=lambda experts: (
-        (r.write_dense_first(experts) or {}) | r.write_layer_types(experts)
-    ),
+    write_pattern=r.write_layer_types,
     check=r.layer_problems,
     read_rest=lambda hf: r.read_shared(hf, "num_shared_experts"),
     write_rest=_write_rest,

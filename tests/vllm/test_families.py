@@ -28,15 +28,15 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-TYPES = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+# transformers reads the kinds of layers, and vLLM the number of dense ones
+TYPES = {"mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 1}
 SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "glm4_moe": HEADS,
     "llama": HEADS,
     # without YaRN vLLM takes another rotary kernel
     "glm4_moe_lite": LATENT | TYPES,
-    # vLLM has names of its own for two sizes
-    "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28, "first_k_dense_replace": 1},
+    "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28},  # vLLM's name of a size
     "mixtral": HEADS,
     "olmoe": NO_WIDTH | {"num_key_value_heads": 2},
     "qwen2": NO_WIDTH,
