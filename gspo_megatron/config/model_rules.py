@@ -170,18 +170,27 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
             yield _PP, f"{wrong}; {legal}, or {_uneven(layers, layout, bool(extra))}"
 
 
-def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
-    """The field that splits the layers unevenly, with the value that makes the largest stage
-    smallest. `replaces`: it takes the place of the fields that count embedding and loss."""
-    instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
+def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
+    """Layers of each stage but the last, and of the last one, which has the loss, too: such that
+    the largest stage is as small as possible. None where no such numbers are multiples of vpp."""
     chunks = layout.vpp or 1
-    shares = range(chunks, layers, chunks)  # layers of each stage but the last
-    splits = [(share, layers - share * (layout.pp - 1)) for share in shares]
-    splits = [(share, last) for share, last in splits if last > 0 and last % chunks == 0]
-    if splits:
-        share, last = min(splits, key=max)
-        return f"model.megatron.{LAST} = {last} ({share} layers in each other stage){instead}"
-    return f"model.megatron.{WRITTEN_OUT}, as in Et*3|t*4L{instead}"
+    splits = [
+        (share, last)
+        for share in range(chunks, layers, chunks)
+        if (last := layers - share * (layout.pp - 1)) > 0 and last % chunks == 0
+    ]
+    return min(splits, key=lambda split: (max(split), split[1]), default=None)
+
+
+def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
+    """The field that splits the layers unevenly. `replaces`: it takes the place of the fields that
+    count embedding and loss."""
+    instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
+    split = uneven_stages(layers, layout)
+    if split is None:
+        return f"model.megatron.{WRITTEN_OUT}, as in Et*3|t*4L{instead}"
+    share, last = split
+    return f"model.megatron.{LAST} = {last} ({share} layers in each other stage){instead}"
 
 
 def _chunks(layout: Layout) -> str:
