@@ -46,7 +46,7 @@ FULL = [
     Case("glm4_moe", "cp=2,ep=2", "r2"),
     Case("glm4_moe_lite", "ep=2,dp=2", "r3"),
     Case("hy_v3", "pp=2,ep=2", "r2"),
-    Case("llama", "tp=2,pp=2", "none"),
+    Case("llama", "tp=2,pp=2", "off"),
 ]
 
 
@@ -87,7 +87,7 @@ def test_fine_tuning_and_rl(toy: Path, tmp_path: Path, case: Case) -> None:
     for record in found:
         assert record["mismatch/abs_mean"] < SAME_LOGPROBS
         assert record["grad_norm"] > 0
-        assert (case.replay == "none") == ("replay/bytes" not in record)
+        assert (case.replay == "off") == ("replay/bytes" not in record)
 
     megatron_to_hf(folder / "run", out := tmp_path / "out")
     began, ended = read_folder(source), read_folder(out)
