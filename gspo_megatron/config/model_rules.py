@@ -166,7 +166,7 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         if (layers + extra) % chunks:
             all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
-            legal = f"legal: pp * vpp that divides {layers + extra}"
+            legal = f"allowed: pp * vpp that divides {layers + extra}"
             yield _PP, f"{wrong}; {legal}, or {_uneven(layers, layout, bool(extra))}"
 
 

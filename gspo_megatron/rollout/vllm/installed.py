@@ -68,7 +68,7 @@ def unserved(config: Config) -> list[str]:
     with contextlib.suppress(ConfigError):  # of a model that no family has
         name = family_of_shape(shape).architecture
         if found.get("models") and name not in found["models"]:
-            wrong = f"vLLM {found['version']} has no {name}; legal: megatron, or another vLLM"
+            wrong = f"vLLM {found['version']} has no {name}; allowed: megatron, or another vLLM"
             return [problem("rollout.engine", "vllm", wrong)]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
@@ -79,7 +79,7 @@ def unserved(config: Config) -> list[str]:
     if not sizes or size in sizes:
         return []
     wrong = (
-        f"vLLM {found['version']} on CPUs has no attention for heads of {size}; legal: "
+        f"vLLM {found['version']} on CPUs has no attention for heads of {size}; allowed: "
         f"{', '.join(map(str, sizes))} ({kind})"
     )
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]

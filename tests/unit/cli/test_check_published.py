@@ -92,7 +92,7 @@ def test_layers_that_no_number_of_stages_divides(tmp_path: Path, gspo: Command) 
     assert code == 2
     assert err == (
         "parallel.pipeline_model_parallel_size = 8: 61 layers do not split evenly into 8 chunks; "
-        f"legal: pp * vpp that divides 61, or {LAST} = 5 (8 layers in each other stage)\n"
+        f"allowed: pp * vpp that divides 61, or {LAST} = 5 (8 layers in each other stage)\n"
     )
     advised = err.partition(" or ")[2].partition(" (")[0].replace(" ", "")
     assert advised == WORDS["DeepSeek-V3"][1]

@@ -68,7 +68,7 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(tmp_path: Path, package: d
     python = install(tmp_path, **package)
     [line] = unserved(config(python))
     assert line.startswith("model.megatron.kv_channels = 16: vLLM 9.8")
-    assert line.endswith("for heads of 16; legal: 32, 64 (head_dim in config.json)")
+    assert line.endswith("for heads of 16; allowed: 32, 64 (head_dim in config.json)")
     assert unserved(config(python, 64)) == []
 
 
@@ -78,7 +78,7 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
     latent = write_model(tmp_path / "model", "deepseek_v3", seed=1)
     [line] = unserved(config(python, hf_path=latent))
     assert line.startswith("model.megatron.kv_lora_rank = 14: vLLM 9.8 on CPUs has no attention")
-    assert line.endswith("heads of 20; legal: 576 (kv_lora_rank + qk_rope_head_dim in config.json)")
+    assert line.endswith("heads of 20; allowed: 576 (kv_lora_rank + qk_rope_head_dim in config.json)")
     published = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     latent = write_model(tmp_path / "published", "deepseek_v3", seed=1, **published)
     assert unserved(config(python, hf_path=latent)) == []
@@ -90,7 +90,7 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
     for number, package in enumerate(({}, {"name": "vllm", "version": "9.8"})):
         python = install(tmp_path / str(number), **package)
         assert unserved(config(python, hf_path=llama)) == [
-            "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; legal: megatron, "
+            "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; allowed: megatron, "
             "or another vLLM"
         ]
 
