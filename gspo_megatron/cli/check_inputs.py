@@ -138,7 +138,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         get_reward,
         suite_rewards,
     )
-    from gspo_megatron.rollout.vllm.installed import unfit_heads
+    from gspo_megatron.rollout.vllm.installed import unserved
 
     inputs = reward = environment = None
     tools: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             build_objective(own, config.rollout.max_response_tokens)
     if with_files:
         with gathered_in(problems):
-            problems += unfit_heads(config)
+            problems += unserved(config)
         with gathered_in(problems):
             inputs = read_inputs(config, tools)
         if environment is not None and inputs is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
@@ -14,7 +16,10 @@ from rich.table import Table
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
+from gspo_megatron.errors import ConfigError
+from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.observe.progress import number
 
 if TYPE_CHECKING:
@@ -142,7 +147,15 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
     """All parameters, and those that take part in one token, without the rows that pad the
-    vocabulary. None for shapes beyond the formula."""
+    vocabulary: of the tensors of the model's family, or by a formula for other models of the plain
+    kind. None where neither is known."""
+    with contextlib.suppress(ConfigError):
+        tensors = weight_map(family_of_shape(shape), shape, vocab_size).recipes
+        sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+        sizes = {name: size for name, size in sizes.items() if not name.endswith("expert_bias")}
+        routed = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
+        idle = routed - routed * (shape.moe_router_topk or 0) // (shape.num_moe_experts or 1)
+        return sum(sizes.values()), sum(sizes.values()) - idle
     megatron = shape.megatron
     if megatron.get("normalization") != "RMSNorm" or any(map(megatron.get, _NOT_COUNTED.split())):
         return None

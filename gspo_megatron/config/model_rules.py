@@ -221,7 +221,31 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         if (layers + extra) % chunks:
             all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
-            yield _PP, f"{wrong}; allowed: pp * vpp that divides {layers + extra}"
+            legal = f"allowed: pp * vpp that divides {layers + extra}"
+            yield _PP, f"{wrong}; {legal}, or {_uneven(layers, layout, bool(extra))}"
+
+
+def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
+    """Layers of each stage but the last, and of the last one, which has the loss, too: such that
+    the largest stage is as small as possible. None where no such numbers are multiples of vpp."""
+    chunks = layout.vpp or 1
+    splits = [
+        (share, last)
+        for share in range(chunks, layers, chunks)
+        if (last := layers - share * (layout.pp - 1)) > 0 and last % chunks == 0
+    ]
+    return min(splits, key=lambda split: (max(split), split[1]), default=None)
+
+
+def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
+    """The field that splits the layers unevenly. `replaces`: it takes the place of the fields that
+    count embedding and loss."""
+    instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
+    split = uneven_stages(layers, layout)
+    if split is None:
+        return f"model.megatron.{WRITTEN_OUT}, as in Et*3|t*4L{instead}"
+    share, last = split
+    return f"model.megatron.{LAST} = {last} ({share} layers in each other stage){instead}"
 
 
 def _chunks(layout: Layout) -> str:
@@ -322,7 +346,7 @@ def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     """The sides of the weights that FP8 multiplies by, 0 where the model has no such weights, and
     over how many ranks each is split."""
     tp, groups = layout.tp, shape.num_query_groups
-    channels = 0 if shape.megatron.get("multi_latent_attention") else shape.kv_channels
+    channels = 0 if shape.has_latent_attention else shape.kv_channels
     sizes = delta_net_sizes(shape.megatron) if any(delta_net_layers(shape)) else {}
     keys, values = (
         sizes.get(f"linear_num_{kind}_heads", 0) * sizes.get(f"linear_{kind}_head_dim", 0)

@@ -76,14 +76,17 @@ def rank_memory(
     windows = (window_of(config, layer.layer_number) for layer in attending)
     places = sum(min(work.longest, window or work.longest) for window in windows)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    cached = 2 * heads * config.kv_channels * config.params_dtype.itemsize  # of a layer and token
-    cached *= places
-    cached += sum(net.state_bytes for net in delta_nets)
+    # of a layer and token; latent attention keeps keys and values of all heads, too
+    channels = sum(model.config.resolved_model().head_channels)
+    cached = heads * channels * config.params_dtype.itemsize
+    cached = cached * places + sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
-    reference = sum(state.parameters.values()) if section and section.kl != "none" else 0
+    # frozen weights: of the reference policy, and of a teacher
+    copies = (section.kl != "none") + (section.distillation.teacher is not None) if section else 0
+    reference = copies * sum(state.parameters.values())
     on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,
@@ -136,7 +139,7 @@ def by_component(memory: RankMemory) -> dict[str, int]:
     }
     return rows | {
         "FP8 copies of weights": memory.fp8_copies,
-        "reference policy": memory.reference,
+        "reference policy, teacher": memory.reference,
         "training: kept activations": memory.activations,
         "training: temporary, in one pass": memory.workspace,
         "  of it the log-prob head": memory.head,

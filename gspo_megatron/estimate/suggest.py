@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config import Layout, ResolvedParallel, apply_layout, resolve_parallel
+from gspo_megatron.config.model_rules import LAST, uneven_stages
 from gspo_megatron.config.rules import check_config
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
@@ -29,7 +30,7 @@ PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 _PLACED_BY = (
     *PLACEMENT,
     "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
+    LAST,
     "pipeline_model_parallel_layout",
 )
 _BYTES = {"fp32": 4, "fp64": 8}
@@ -107,9 +108,10 @@ def overrides(config: AnyConfig, original: AnyConfig) -> str:
     texts = [f"parallel.layout={config.layout()}"]
     if config.training.recompute != original.training.recompute:
         texts.append(f"training.recompute={config.training.recompute}")
-    for name in PLACEMENT:
-        if config.model.megatron.get(name) != original.model.megatron.get(name):
-            texts.append(f"model.megatron.{name}=true")
+    for name in (*PLACEMENT, LAST):
+        value = config.model.megatron.get(name)
+        if value != original.model.megatron.get(name):
+            texts.append(f"model.megatron.{name}={'true' if value is True else value}")
     return " ".join(texts)
 
 
@@ -119,7 +121,7 @@ def _candidates(
     for layout, placed in _layouts(config, world_size):
         laid_out = apply_layout(config, layout)
         if placed:
-            fields = config.model.megatron | dict.fromkeys(PLACEMENT, True)
+            fields = config.model.megatron | placed
             laid_out = with_values(laid_out, "model", megatron=fields)
         try:
             check_config(laid_out, world_size)
@@ -135,8 +137,9 @@ def _candidates(
             yield replace(plain, config=changed, cost=cost)
 
 
-def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, bool]]:
-    """All splits whose tp stays inside a node, and whether embedding and loss count as layers."""
+def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
+    """All splits whose tp stays inside a node, and fields that place the layers: none, embedding
+    and loss as layers, or a smaller last stage where neither way divides the layers."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):
@@ -145,9 +148,19 @@ def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, bool]
                 for ep in _divisors(world_size // pp, shape.num_moe_experts or 1):
                     for vpp in (None, 2, 3, 4, 6) if pp > 1 else (None,):
                         layout = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, cp=cp)
-                        yield layout, False
+                        yield layout, {}
                         if pp > 1 and not placed:
-                            yield layout, True
+                            yield layout, dict.fromkeys(PLACEMENT, True)
+                            yield from _with_smaller_last_stage(shape.num_layers, layout)
+
+
+def _with_smaller_last_stage(
+    layers: int, layout: Layout
+) -> Iterator[tuple[Layout, dict[str, Any]]]:
+    chunks = layout.pp * (layout.vpp or 1)
+    split = uneven_stages(layers, layout)
+    if layers % chunks and (layers + 2) % chunks and split is not None:
+        yield layout, {LAST: split[1]}
 
 
 def _kept_activations(

@@ -137,7 +137,7 @@ def step_cost(
         for window, is_delta in zip(windows, kinds, strict=True)
         if not is_delta
     )
-    attention = 2 * seen * shape.num_attention_heads * shape.kv_channels
+    attention = seen * shape.num_attention_heads * sum(shape.head_channels)
     flops = 2.0 * (active_parameters - outside) + attention + sum(kinds) * _delta_flops(shape)
     # passes per token in units of a forward pass: a backward pass counts as two
     passes = 4.0 if config.training.recompute == "full" else 3.0

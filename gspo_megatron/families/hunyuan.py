@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
 _MLP = "model.layers.{layer}.mlp."
+
+
+def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    # vLLM has its own name for the width of an expert.
+    width = {"expert_hidden_dim": megatron.get("moe_ffn_hidden_size")}
+    return r.write_shared(megatron, "num_shared_experts") | width
+
 
 FAMILY = f.Family(
     model_type="hy_v3",
@@ -33,7 +43,7 @@ FAMILY = f.Family(
     write_pattern=r.write_layer_types,
     check=r.layer_problems,
     read_rest=lambda hf: r.read_shared(hf, "num_shared_experts"),
-    write_rest=lambda megatron: r.write_shared(megatron, "num_shared_experts"),
+    write_rest=_write_rest,
     names={
         **f.EMBEDDINGS,
         **f.NORMS,

@@ -59,6 +59,20 @@ class ModelShape(ModelPreset):
         """Whether some layer has an MLP of `ffn_hidden_size` instead of experts."""
         return self.num_moe_experts is None or self.megatron.get("moe_layer_freq", 1) != 1
 
+    @property
+    def has_latent_attention(self) -> bool:
+        """Multi-head latent attention, as in DeepSeek-V3."""
+        return bool(self.megatron.get("multi_latent_attention"))
+
+    @property
+    def head_channels(self) -> tuple[int, int]:
+        """Channels of a query or key of one head, and those of a value."""
+        megatron = self.megatron
+        if not self.has_latent_attention:
+            return self.kv_channels, self.kv_channels
+        keys = megatron.get("qk_head_dim", 128) + megatron.get("qk_pos_emb_head_dim", 64)
+        return keys, megatron.get("v_head_dim", 128)  # Megatron-Core's defaults
+
 
 def shape_of(
     preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any

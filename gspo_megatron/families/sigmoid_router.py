@@ -114,4 +114,6 @@ def write_dense_first(experts: list[bool]) -> dict[str, Any] | None:
 
 
 def write_layer_types(experts: list[bool]) -> dict[str, Any]:
-    return {"mlp_layer_types": ["sparse" if each else "dense" for each in experts]}
+    """The kind of each layer, and the number of dense layers at the start, which vLLM reads."""
+    dense = write_dense_first(experts) or {}
+    return dense | {"mlp_layer_types": ["sparse" if each else "dense" for each in experts]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
+from tests.unit.hf.policies import config_of
+from tests.unit.hf.published import write_model
 
 STATE_TOLERANCE = 0.01
 # Packed batches come within 1.5%, padded ones within 5%: experts do not get equally many tokens.
@@ -113,7 +116,11 @@ STATE_LAYOUTS = ["tp=2,pp=2,ep=2", "tp=1", "ep=2,dp=4", "pp=2,vpp=2,dp=2", "cp=2
 def test_state_is_what_real_ranks_hold(pool: Pool, layout: str, precision: str) -> None:
     config = odd_moe(layout, training={"precision": precision})
     measured = pool.each(config, measured_state)
-    for rank, (real, found) in enumerate(zip(measured, estimated_state(config), strict=True)):
+    assert_same_state(measured, estimated_state(config))
+
+
+def assert_same_state(measured: list[dict[str, int]], estimated: list[dict[str, int]]) -> None:
+    for rank, (real, found) in enumerate(zip(measured, estimated, strict=True)):
         for part, num_bytes in real.items():
             expected = pytest.approx(num_bytes, rel=STATE_TOLERANCE)
             assert found[part] == expected, f"{part} of rank {rank}"
@@ -145,7 +152,10 @@ def test_activations_are_what_autograd_keeps(
     """Experts get equally many tokens in the estimate and not in reality: the ranks of a stage are
     compared in sum."""
     training = {"precision": "bf16", "recompute": recompute, "packing": packing}
-    config = odd_moe(layout, training=training, **WIDE)
+    assert_same_activations(pool, odd_moe(layout, training=training, **WIDE))
+
+
+def assert_same_activations(pool: Pool, config: Config) -> None:
     world_size = config.world_size_hint()
     measured = pool.each(config, measured_activations, lengths=LENGTHS)
     parallel = resolve_parallel(config, world_size)
@@ -159,3 +169,15 @@ def test_activations_are_what_autograd_keeps(
         for chunk, each in enumerate(passes):
             real = sum(kept[chunk] for kept in of_stage) / ranks
             assert each.saved_bytes == pytest.approx(real, rel=ACTIVATION_TOLERANCE), (stage, chunk)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_latent_attention_biases_and_uneven_stages(pool: Pool, tmp_path: Path, family: str) -> None:
+    """Of a published folder; 3 layers and 1. Values are as wide as keys (10 + 6): for other widths
+    torch's attention on CPUs keeps the scores, which kernels of GPUs do not."""
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512}
+    sizes |= {"moe_intermediate_size": 192, "v_head_dim": 16}
+    folder = write_model(tmp_path / "model", family, seed=1, **sizes)
+    config = config_of(folder, "bfloat16", "tp=2,pp=2,ep=2", num_layers_in_last_pipeline_stage=1)
+    assert_same_state(pool.each(config, measured_state), estimated_state(config))
+    assert_same_activations(pool, config)

@@ -95,10 +95,18 @@ def merged(body: str, file: str, folder: Path) -> Path:
     else:
         base = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
         base["model"].pop("hf_path")
+        if (shape := ROOT / file).with_name("config.json").exists():
+            base["model"]["hf_path"] = str(shape.parent)
     for section, values in yaml.safe_load(body).items():
         base[section] = base.get(section, {}) | values
     (folder / "config.yaml").write_text(yaml.safe_dump(base))
     return folder / "config.yaml"
+
+
+def shape_of(file: str, ranks: int) -> list[str]:
+    """The words that name the model's sizes, where its folder has no config.json."""
+    has_own = (ROOT / file).with_name("config.json").exists()
+    return [] if has_own else [f"model.preset={PRESETS[ranks]}"]
 
 
 def label(recipe: Recipe) -> str:
@@ -114,8 +122,8 @@ def test_a_recipe_passes_the_check_at_its_size(
     (tmp_path / "my_rewards.py").write_text(reward)
     monkeypatch.chdir(tmp_path)  # rewards are searched in the current directory
     body, file, ranks, _ = recipe
-    preset = f"model.preset={PRESETS[ranks]}"
-    config = load_any_config(str(merged(body, file, tmp_path)), [preset], None)
+    words = shape_of(file, ranks)
+    config = load_any_config(str(merged(body, file, tmp_path)), words, None)
     check_run(config, ranks, with_files=False, fresh=False)
 
 
@@ -124,8 +132,8 @@ def test_a_recipe_passes_the_check_at_its_size(
 def test_the_memory_of_a_recipe_is_the_estimate(recipe: Recipe, tmp_path: Path) -> None:
     body, file, ranks, gigabytes = recipe
     words = ("--no-files", "--world-size", ranks, "--gpu-memory", 80)
-    preset = f"model.preset={PRESETS[ranks]}"
-    said = gspo("check", merged(body, file, tmp_path), preset, *words).stdout
+    of_model = shape_of(file, ranks)
+    said = gspo("check", merged(body, file, tmp_path), *of_model, *words).stdout
     found = int(re.search(r"worst_rank_bytes=(\d+)", said)[1])
     assert found / 1e9 == pytest.approx(gigabytes, abs=0.06)
 

@@ -138,6 +138,10 @@ def _lacks(found: Mapping[str, Any], needs: Needs) -> Iterator[str]:
 
 def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
     """What differs between the trainer's model and that of a server's config.json."""
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "deepseek_yarn":
+        # vLLM writes the name of its own rotary layer into the configuration of latent attention
+        config = {**config, "rope_parameters": {**rope, "rope_type": "yarn"}}
     try:
         preset = describe(config)
     except ConfigError as error:

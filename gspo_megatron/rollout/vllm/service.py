@@ -183,6 +183,7 @@ class Service:
                 routes=self.fleet.settings.needs.with_routes,
                 on_cpu=self.settings["on_cpu"],
                 workers=section.tensor_parallel_size,
+                latent=self.config.resolved_model().has_latent_attention,
             ),
             "max_model_len": self.config.resolved_model().max_sequence_length,
             "tensor_parallel_size": section.tensor_parallel_size,

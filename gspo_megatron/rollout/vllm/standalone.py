@@ -48,6 +48,7 @@ def server_command(
         routes=bool(shape.num_moe_experts),
         on_cpu=on_cpu,
         workers=options.get("tensor_parallel_size", 1),
+        latent=shape.has_latent_attention,
     )
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True

@@ -184,7 +184,10 @@ class WeightSync:
             all_prompts += prompts
             tokens += batch.tokens.view(len(prompts), -1)[:, -count:].tolist()
             logprobs += batch.rollout_logprobs.view(-1, count).tolist()
-        largest, mean = tolerances(self.config.training.precision)
+        largest, mean = tolerances(
+            self.config.training.precision,
+            latent=self.config.resolved_model().has_latent_attention,
+        )
         return WeightCheck(all_prompts, tokens, logprobs, largest, mean)
 
 

@@ -8,7 +8,10 @@ import pytest
 
 from gspo_megatron.cli.check_tables import count_parameters
 from gspo_megatron.config import ModelShape, load_config
+from gspo_megatron.families import describe
+from gspo_megatron.families.model_shape import shape_of as shape_of_preset
 from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.families.test_published_sizes import PUBLISHED
 
 
 def shape_of(path: Path, *overrides: str) -> ModelShape:
@@ -117,6 +120,23 @@ def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter)
     outside = 11 * 8 + 8  # tied embedding of 11, final norm
     always = outside + 2 * (attention + norms) + router + mlp
     assert count_parameters(shape, 11) == (always + 3 * expert, always + 2 * expert)
+
+
+# The model cards: "671B total, 37B activated", "16B total, 3B activated", "106B total, 12B active".
+# Here with input and output embedding, without the layers for further tokens.
+@pytest.mark.parametrize(
+    ("name", "active_billions"),
+    [("DeepSeek-V3", 37.6), ("Moonlight-16B-A3B", 3.0), ("GLM-4.5-Air", 13.4)],
+)
+def test_parameters_of_latent_attention_biases_and_shared_experts(
+    name: str, active_billions: float
+) -> None:
+    hf, billions = PUBLISHED[name]
+    counted = count_parameters(shape_of_preset(describe(hf)), hf["vocab_size"])
+    assert counted is not None
+    total, active = counted
+    assert total / 1e9 == pytest.approx(billions, rel=0.005)
+    assert active / 1e9 == pytest.approx(active_billions, rel=0.03)
 
 
 def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWriter) -> None:

@@ -176,6 +176,10 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
     [
         ("qwen3_30b_a3b", 32, "bf16", 30532122624, "worst_rank_bytes"),
         ("qwen3_235b_a22b", 256, "bf16", 235093634560, "worst_rank_bytes"),
+        ("moonlight_16b_a3b", 16, "bf16", 15960108544, "worst_rank_bytes"),
+        pytest.param(
+            *("glm_4_5_air", 64, "bf16", 106852245504, "worst_rank_bytes"), marks=pytest.mark.full
+        ),
         # nothing that FP8 needs is installed here; nobody asks for it without the files
         pytest.param(
             *("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
@@ -188,7 +192,10 @@ def test_the_large_examples_fit(
 ) -> None:
     """With the figures that their pages quote."""
     folder = ROOT / "examples" / example
-    words = ("--no-files", f"model.preset={example.replace('_', '-')}", "--gpu-memory=80")
+    shape = f"model.preset={example.replace('_', '-')}"
+    if (folder / "config.json").exists():
+        shape = f"model.hf_path={folder}"
+    words = ("--no-files", shape, "--gpu-memory=80")
     words = (*words, f"training.precision={precision}", "--world-size", world_size)
     code, out, _ = gspo("check", folder / "config.yaml", *words)
     said = pairs(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from tests.unit.estimate.conftest import ConfigMaker
-from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+from tests.unit.hf.policies import config_of, policy_of
+from tests.unit.hf.published import write_model
+from tests.unit.models.one_rank import one_rank_groups
 
 TOKENS, HIDDEN, LAYERS, TOPK = 96, 64, 4, 2
 STEP: dict[str, Any] = {
@@ -82,15 +85,15 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
     assert {rates[axis] for axis in rates.keys() - inside} == {NETWORK_BYTES}
 
 
-WINDOWS = {"window_size": [39, 0], "window_attn_skip_freq": 2}
-
-
-@pytest.mark.parametrize("further", [{}, WINDOWS, DELTA_NETS], ids=["attention", "windows", "nets"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_the_cache_is_the_rollout_engines(
-    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
+    make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
-    """Half as much again is counted on top, for the moment at which it shrinks. Every second layer
-    may have a window, and then no more keys."""
+    """Half as much again is counted on top, for the moment at which it shrinks. Keys and values of
+    latent attention have different widths; layers with windows have no more keys than these, and
+    delta nets have a state of one size."""
+    sizes = {"vocab_size": 99, "max_position_embeddings": 96}
+    folder = write_model(tmp_path / "model", family, seed=1, **sizes)
     largest = 0
     native = KeyValueCache.start_token
 
@@ -102,11 +105,9 @@ def test_the_cache_is_the_rollout_engines(
 
     monkeypatch.setattr(KeyValueCache, "start_token", watched)
     with one_rank_groups():
-        policy = tiny_policy(99, model={"megatron": {"num_layers": LAYERS, **further}})
-        engine = MegatronEngine(policy, pad_id=0, eos_id=1)
+        engine = MegatronEngine(policy_of(config_of(folder)), pad_id=0, eos_id=1)
         prompts = [tuple(range(2, 26))] * 8
         engine.generate(Requests(prompts, list(range(8)), 4), Sampling(max_tokens=72), seed=3)
-    own = {"training": {"precision": "fp32"}, "model": {"megatron": further}}
-    config = make_config("tiny", "tp=1", **STEP | own)
-    _, found = sent(config, 1)
+    own = {"training": {"precision": "fp32"}, "model": {"hf_path": str(folder)}}
+    _, found = sent(make_config("tiny", "tp=1", **STEP | own), 1)
     assert found.worst.kv_cache == largest * 3 // 2

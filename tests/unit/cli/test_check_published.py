@@ -1,0 +1,103 @@
+"""Published models on 1,024 ranks: `check` finds each of them a sound run that fits into 80 GB."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.config import check_config, load_config
+from gspo_megatron.families import FAMILIES, family_of
+from tests.unit.cli.conftest import Command
+from tests.unit.cli.test_check_estimate import pairs
+from tests.unit.families.test_published_sizes import PUBLISHED
+
+RANKS = 1024
+# Words of the command: of most models, and of those that do not fit so or have unequal stages.
+EXPERTS = ("parallel.layout=tp=2,ep=4",)
+DENSE = ("parallel.layout=tp=2",)
+LAST = "model.megatron.num_layers_in_last_pipeline_stage"
+WORDS: dict[str, tuple[str, ...]] = {
+    "DeepSeek-V3": ("parallel.layout=tp=8,pp=8,ep=32", f"{LAST}=5"),
+    "Kimi-K2": ("parallel.layout=tp=8,pp=8,ep=32", f"{LAST}=5"),
+    "GLM-4.5": ("parallel.layout=tp=4,pp=4,ep=32",),
+    "GLM-4.6": ("parallel.layout=tp=4,pp=4,ep=32",),
+    "GLM-4.5-Air": ("parallel.layout=tp=4,pp=2,ep=16",),
+    "GLM-4.7-Flash": ("parallel.layout=tp=4,ep=8,pp=2", f"{LAST}=23"),
+    "Qwen3-235B-A22B": ("parallel.layout=tp=4,pp=2,ep=32",),
+    "Qwen3-Coder-480B-A35B": ("parallel.layout=tp=8,pp=2,ep=32",),
+    "Hy3-preview": ("parallel.layout=tp=8,pp=2,ep=32",),
+    "Mixtral-8x22B": ("parallel.layout=tp=8,pp=4,ep=8",),
+    "Qwen2-57B-A14B": ("parallel.layout=tp=4,ep=8",),
+    "Mixtral-8x7B": ("parallel.layout=tp=4,ep=8",),
+    "Llama-3.1-70B": ("parallel.layout=tp=8,pp=2",),
+    "Qwen2.5-72B": ("parallel.layout=tp=8,pp=2",),
+    "Qwen3-32B": ("parallel.layout=tp=8",),
+}
+CONFIG = """
+data: {tokenizer: far, prompts: far.jsonl, max_prompt_tokens: 2048}
+rollout: {group_size: 8, prompts_per_step: 1024, max_response_tokens: 4096, batch_size: 32}
+reward: {name: math}
+training: {steps: 200, precision: bf16, micro_batch_tokens: 8192, recompute: full}
+model: {max_sequence_length: 6144}
+"""
+QUICK = ("Moonlight-16B-A3B",)
+
+
+def words_of(name: str, folder: Path) -> list[str]:
+    """The words of `check` for a published model, whose config.json is written to the folder."""
+    hf, *_ = PUBLISHED[name]
+    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "run.yaml").write_text(CONFIG)
+    has_experts = any("experts_per_tok" in key for key in hf)
+    words = WORDS.get(name, EXPERTS if has_experts else DENSE)
+    return [str(folder / "run.yaml"), f"model.hf_path={folder}", *words]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_layout_is_legal(name: str, tmp_path: Path) -> None:
+    config = load_config(*split(words_of(name, tmp_path)))
+    check_config(config, RANKS, here=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in PUBLISHED],
+)
+def test_a_rank_of_each_stage_fits(name: str, tmp_path: Path, gspo: Command) -> None:
+    """And all ranks together have the parameters of the model card, without the layers for further
+    tokens."""
+    words = ("--no-files", f"--world-size={RANKS}", "--gpu-memory=80")
+    code, out, err = gspo("check", *words_of(name, tmp_path), *words)
+    assert (code, err) == (0, "")
+    said = pairs(out)
+    assert said["fits"] == "yes"
+    assert int(said["parameters_total"]) / 1e9 == pytest.approx(PUBLISHED[name][1], rel=0.005)
+
+
+def split(words: list[str]) -> tuple[Path, list[str]]:
+    return Path(words[0]), words[1:]
+
+
+def test_each_family_has_a_published_model() -> None:
+    assert {family_of(hf).model_type for hf, *_ in PUBLISHED.values()} == FAMILIES.keys()
+
+
+def test_layers_that_no_number_of_stages_divides(tmp_path: Path, gspo: Command) -> None:
+    """DeepSeek-V3 has 61: `check` names the field that splits them, and takes its value."""
+    path, *words = words_of("DeepSeek-V3", tmp_path)
+    words = ["check", path, "--no-files", f"--world-size={RANKS}", *words[:-1]]
+    code, _, err = gspo(*words)
+    assert code == 2
+    assert err == (
+        "parallel.pipeline_model_parallel_size = 8: 61 layers do not split evenly into 8 chunks; "
+        f"allowed: pp * vpp that divides 61, or {LAST} = 5 (8 layers in each other stage)\n"
+    )
+    advised = err.partition(" or ")[2].partition(" (")[0].replace(" ", "")
+    assert advised == WORDS["DeepSeek-V3"][1]
+    of_both = [f"model.megatron.account_for_{part}_in_pipeline_split=true" for part in ("loss",)]
+    _, _, err = gspo(*words, *of_both)
+    assert f"or {LAST} = 5 (8 layers in each other stage), without " in err
+    _, _, err = gspo(*words, "parallel.layout=tp=8,pp=8,vpp=2,ep=32")
+    assert "or model.megatron.pipeline_model_parallel_layout, as in Et*3|t*4L" in err

@@ -1,0 +1,18 @@
+"""Layouts that the search for fitting ones looks at."""
+
+from __future__ import annotations
+
+from gspo_megatron.estimate.suggest import suggest
+from tests.unit.estimate.conftest import ConfigMaker
+
+
+def test_layers_that_no_number_of_stages_divides(make_config: ConfigMaker) -> None:
+    """5 of them, and 7 with embedding and loss: 3 and 2 on two stages."""
+    model = {"vocab_size": 80, "megatron": {"num_layers": 5}}
+    rollout = {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 16}
+    config = make_config("tiny", "tp=1", model=model, rollout=rollout)
+    found = suggest(config, 2, 80, (10**6, 10**6), 80e9, count=40).found
+    staged = [each for each in found if "pp=2" in each.overrides]
+    last = "parallel.layout=pp=2 model.megatron.num_layers_in_last_pipeline_stage=2"
+    assert last in {each.overrides for each in staged}
+    assert all([rank.layers for rank in each.estimate.ranks] == [3, 2] for each in staged)
