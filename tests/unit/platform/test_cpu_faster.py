@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gspo_megatron.platform.cpu import faster, needed, windows
+from tests.programs import run_program
 
 needs_substitutions = pytest.mark.skipif(
     not (faster.IS_ON and needed.is_needed()), reason="there is CUDA, or GSPO_CPU_FASTER=0"
@@ -30,6 +31,33 @@ def test_a_rank_alone_sends_its_tokens_to_nobody() -> None:
     expected = ours.__wrapped__(alone, rows, None, [6])
     assert torch.equal(expected, rows) and expected.grad_fn.name() == "_AllToAllBackward"
     assert ours(alone, rows, None, [6]) is rows
+
+
+STEPS = """
+import sys
+import gspo_megatron.platform
+import torch
+for kind in (torch.optim.AdamW, torch.optim.SGD):
+    weight = torch.nn.Parameter(torch.arange(1.0, 6.0))
+    optimizer = kind([weight], lr=0.1, weight_decay=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        weight.pow(3).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(weight.tolist())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@needs_substitutions
+def test_optimizers_step_as_torch_s_own_and_import_no_compiler() -> None:
+    lines = [
+        run_program(sys.executable, "-c", STEPS, environ={"GSPO_CPU_FASTER": on}).stdout.split("\n")
+        for on in ("1", "0")
+    ]
+    assert lines[0][:2] == lines[1][:2]
+    assert [each[2] for each in lines] == ["False", "True"]
 
 
 @needs_substitutions
