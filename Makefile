@@ -7,13 +7,15 @@ VENV ?= .venv
 PYTHON ?=
 BIN := $(abspath $(VENV))/bin
 
-# Tests run in parallel processes; more threads than cores would only slow them down.
-# They start hundreds of programs, which shall not compile the package each time.
+# Tests run in parallel processes; more threads than cores would only slow them down. They start hundreds of
+# programs, which shall not compile the package each time.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
-# Two processes take all tests in the order of tests/conftest.py, what takes longest first.
-SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
+# So many processes take all tests in the order of tests/conftest.py, what takes longest first. On two
+# cores that is one more than cores: many tests wait half of their time, for servers, signals and jobs.
+JOBS ?= 3
+SHARED_OUT := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-full lint docs format clean

@@ -163,7 +163,7 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     _, second = runs.ranks(process, 2)
     wait_until(lambda: runs.steps() >= 2, process)
     second.send_signal(signal.SIGSTOP)
-    time.sleep(20)
+    time.sleep(10)
     assert process.poll() is None and runs.steps() < STEPS
     second.send_signal(signal.SIGCONT)
     runs.end(process)
