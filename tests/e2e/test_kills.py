@@ -122,7 +122,7 @@ class Runs:
         return [found[number] for number in range(count)]
 
     def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert left == []

@@ -66,7 +66,7 @@ def finish(cluster: Cluster, run: Run, number: str) -> str:
 
 
 def assert_nothing_runs(run: Run) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := processes(run):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

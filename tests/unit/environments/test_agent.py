@@ -358,9 +358,9 @@ open({str(tmp_path / "pids")!r}, "w").write(json.dumps([os.getpid(), child.pid])
 time.sleep(600)
 """,
         ["a"],
-        seconds=3.0,
+        seconds=6.0,
     )
-    assert "took longer than environment.options.seconds = 3" in str(episode.error)
+    assert "took longer than environment.options.seconds = 6" in str(episode.error)
     for pid in json.loads((tmp_path / "pids").read_text()):
         assert not psutil.pid_exists(pid)
 
