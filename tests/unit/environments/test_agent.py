@@ -359,7 +359,8 @@ open({str(told)!r}, "w").write(json.dumps([os.getpid(), child.pid]))
 time.sleep(600)
 """
     seconds = 3.0
-    while not (told.exists() and told.read_text()):  # it had too little time to begin: the machine does other work
+    # where the machine does other work, it may have too little time to begin
+    while not (told.exists() and told.read_text()):
         episode, _ = play(program, ["a"], seconds=seconds)
         assert f"took longer than environment.options.seconds = {seconds:g}" in str(episode.error)
         seconds *= 4
