@@ -7,18 +7,15 @@ VENV ?= .venv
 PYTHON ?=
 BIN := $(abspath $(VENV))/bin
 
-# Tests run in parallel processes; more threads than cores would only slow them down.
-TEST_ENV := OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"
+# Tests run in parallel processes; more threads than cores would only slow them down. They start hundreds of
+# programs, which shall not compile the package each time.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 
-# $(call pytest,FOLDER,OPTIONS): run the tests of a folder, if it exists. pytest's exit status 5 means
-# that no test of the folder is selected, for example because all are marked `full`.
-define pytest
-if [ -d $(1) ]; then \
-    echo "== $(1)"; \
-    $(PYTEST) $(2) $(1) || { status=$$?; [ $$status -eq 5 ] || exit $$status; }; \
-fi
-endef
+# So many processes take all tests in the order of tests/conftest.py, what takes longest first. On two
+# cores that is one more than cores: many tests wait half of their time, for servers, signals and jobs.
+JOBS ?= 3
+SHARED_OUT := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-full lint docs dist format clean
@@ -33,27 +30,14 @@ demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, i
 	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
 
 test-fast: lint  ## lint, and the unit tests without those that are marked `slow`: before a commit
-	@$(call pytest,tests/unit,-n 2 -m 'not full and not slow')
+	@$(PYTEST) $(SHARED_OUT) -m 'not full and not slow' tests/unit
 
 test: lint  ## the tests of CI: lint, and all tests that take seconds
-	@$(call pytest,tests/unit,-n 2)
-	@$(call pytest,tests/parallel,-n 2 --dist loadfile)
-	@$(call pytest,tests/cuda_rehearsal,-n 2 --dist loadfile)
-	@$(call pytest,tests/gpu,-k cpu)
-	@$(call pytest,tests/slurm,-n 2 --dist loadgroup)
-	@$(call pytest,tests/vllm,-n 2 --dist loadgroup)
-	@$(call pytest,tests/e2e,-n 2 --dist loadgroup)
-	@$(call pytest,tests/docs,-n 2)
+	@$(PYTEST) $(SHARED_OUT) tests
 
 test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
-	@$(call pytest,tests/unit,-n 2 -m '')
-	@$(call pytest,tests/parallel,-n 2 --dist loadfile -m '')
-	@$(call pytest,tests/cuda_rehearsal,-n 2 --dist loadfile -m '')
-	@$(call pytest,tests/gpu,-m '')
-	@$(call pytest,tests/slurm,-n 2 --dist loadgroup -m '')
-	@$(call pytest,tests/vllm,-n 2 --dist loadgroup -m '')
-	@$(call pytest,tests/e2e,-n 2 --dist loadgroup -m '')
-	@$(call pytest,tests/docs,-n 2 -m '')
+	@$(PYTEST) $(SHARED_OUT) -m '' --ignore tests/gpu tests
+	@$(PYTEST) -m '' tests/gpu
 
 lint: docs  ## ruff, the layers of the package, size limits, types; the links of the documentation
 	@$(BIN)/ruff check --quiet --output-format concise

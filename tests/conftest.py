@@ -22,7 +22,13 @@ for _name in filter(_LAUNCHER.fullmatch, list(os.environ)):
 import pytest  # noqa: E402
 
 _ALONE = "pytest to be called for tests/gpu alone"
-_GPU_TESTS = Path(__file__).resolve().parent / "gpu"
+_TESTS = Path(__file__).resolve().parent
+_GPU_TESTS = _TESTS / "gpu"
+# In the order in which processes of pytest-xdist take their tests. What takes minutes comes first:
+# at the end there are only short tests left, and no process waits for another.
+_ORDER = ("vllm", "slurm", "e2e", "docs", "parallel", "cuda_rehearsal", "gpu", "unit")
+# One process has all tests of a file, which share what takes long to set up.
+_BY_FILE = ("parallel", "cuda_rehearsal", "gpu", "unit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,8 +44,10 @@ def of_gpus_alone(arguments: Sequence[str], folder: Path) -> bool:
     return bool(paths) and all(path.is_relative_to(_GPU_TESTS) for path in paths)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order them for several processes; skip the tests marked `gpu` where there is no GPU."""
+    if getattr(config.option, "loadgroup", False):  # of pytest-xdist, in its processes
+        _share_out(items)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
@@ -48,3 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU, and {_ALONE}"))
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Mark what one process shall have, and put what takes longest first: in each folder that is
+    what shares a server or a run, then what is marked `slow`."""
+
+    def place(item: pytest.Item) -> tuple[int, bool, bool]:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder in _BY_FILE:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(_TESTS))))
+        is_alone = item.get_closest_marker("xdist_group") is None
+        at = _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+        return at, is_alone, item.get_closest_marker("slow") is None
+
+    items.sort(key=place)

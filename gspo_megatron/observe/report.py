@@ -37,10 +37,8 @@ from gspo_megatron.observe.metrics_files import (
     series,
     steps_done,
 )
-from gspo_megatron.observe.plots import COMPARISONS, plot_comparison, plot_run
 from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
 from gspo_megatron.observe.suite_table import only_suites, print_suites
-from gspo_megatron.observe.timing_plots import plot_timeline
 from gspo_megatron.observe.trackers import flattened
 
 _logger = logging.getLogger(__name__)
@@ -393,6 +391,10 @@ def _console(stream: TextIO | None) -> Console:
 
 
 def _report_one(run: Run, out: Path) -> str:
+    # not at the top: a run without plots does not wait for matplotlib
+    from gspo_megatron.observe.plots import plot_run
+    from gspo_megatron.observe.timing_plots import plot_timeline
+
     records, phase = run.records, main_phase(run.records)
     tiles = [
         (
@@ -449,6 +451,8 @@ def _report_several(runs: Sequence[Run]) -> str:
 
 def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[ReportSection]:
     """Runs of one phase; `suffix` names the phase in the headings, `path` is for the picture."""
+    from gspo_megatron.observe.plots import COMPARISONS, plot_comparison
+
     by_group, sections = groups(runs), []
     if plot_comparison(runs, path, COMPARISONS[phase]) is not None:
         sections.append(ReportSection(f"Curves{suffix}", [Picture(path, f"curves{suffix}")]))

@@ -118,7 +118,7 @@ class RunLogger:
         if not self.is_main:
             return
         self.close()
-        # not at the top: no rank but this one needs matplotlib
+        # not at the top: no rank but this one needs it
         from gspo_megatron.observe.report import finish_run
 
         finish_run(self.folder, plots=self.plots)

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))  # no compiler, or kernels of CUDA
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def host() -> Iterator[Host]:
     """Ranks on rehearsed devices."""
     host = Host()
@@ -37,7 +37,7 @@ def host() -> Iterator[Host]:
     host.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cpus() -> Iterator[Pool]:
     """The same ranks on CPUs."""
     pool = Pool()
@@ -60,7 +60,6 @@ def make_config(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeConf
 
     def make(**overrides: Any) -> Config:
         path = write_config(toy, tmp_path_factory.mktemp("run"))
-        overrides = {"logging__plots": False, **overrides}
         return load_config(path, [override(k.replace("__", "."), v) for k, v in overrides.items()])
 
     return make

@@ -33,7 +33,7 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     toy.mkdir()
     write_toy_dataset(toy, "mixed", train=64, test=8, seed=1)
     config, run, environ = write_config(toy, tmp_path), tmp_path / "run", rehearsal()
-    words = ["training.precision=bf16", "checkpoint.interval=1", "logging.plots=false"]
+    words = ["training.precision=bf16", "checkpoint.interval=1"]
     gspo("train", config, *words, "parallel.layout=tp=2", **environ)
     assert json.loads((run / "environment.json").read_text())["gpu"]["names"] == ["host memory"] * 2
     # on another layout, from a checkpoint written in the background

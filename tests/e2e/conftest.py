@@ -19,9 +19,13 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process of pytest-xdist has all tests of a module that share a run."""
-    runs = {"base", "dumped_run", "finished", "published", "undisturbed"}
+    runs, folder = (
+        {"base", "dumped_run", "finished", "published", "undisturbed"},
+        Path(__file__).parent,
+    )
     for item in items:
-        if runs.intersection(getattr(item, "fixturenames", ())):
+        is_ours = item.path.is_relative_to(folder)
+        if is_ours and runs.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
@@ -40,7 +44,8 @@ def config_file(toy: Path, tmp_path: Path) -> Path:
 
 
 def write_config(toy: Path, folder: Path) -> Path:
-    """The smallest run worth the name: one rank, two steps."""
+    """The smallest run worth the name: one rank, two steps. Plots would take as long as the rest
+    of it."""
     config = {
         "data": {
             "prompts": str(toy / "train.jsonl"),
@@ -51,7 +56,7 @@ def write_config(toy: Path, folder: Path) -> Path:
         "reward": {"name": "per_character"},
         "objective": {"name": "gspo", "mini_batches": 2},
         "training": {"steps": 2, "precision": "fp32"},
-        "logging": {"dir": str(folder / "run")},
+        "logging": {"dir": str(folder / "run"), "plots": False},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

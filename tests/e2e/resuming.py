@@ -64,7 +64,6 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
     # and a schedule that a resumed run has to continue, not to begin again
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
-    config["logging"]["plots"] = False
     for section, values in sections.items():
         config[section] = {**config.get(section, {}), **values}
     config_file.write_text(yaml.safe_dump(config))

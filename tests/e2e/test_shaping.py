@@ -48,7 +48,6 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path) -> None:
         "reward.overlong_buffer=1",
         "reward.overlong_penalty=0.5",
         "logging.samples_per_step=3",
-        "logging.plots=false",
         PYTHONPATH=str(tmp_path),
     )
     run = tmp_path / "run"

@@ -107,7 +107,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
     shutil.copytree(base / phase, again)
     for step in range(3, STEPS + 1):
         shutil.rmtree(again / "checkpoints" / f"{phase}_{step:08d}")
-    words = (f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}")
+    words = (f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}", "logging.plots=false")
     errors = run(phase, base / f"{phase}.yaml", *words)
     assert f"resuming from {again / 'checkpoints' / f'{phase}_00000002'}" in errors
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")

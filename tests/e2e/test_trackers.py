@@ -12,7 +12,7 @@ from tests.programs import gspo
 
 def test_tensorboard_has_the_metrics_of_a_new_run_and_of_the_resumed_one(config_file: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    words = ("train", config_file, "logging.trackers=[tensorboard]", "logging.plots=false")
+    words = ("train", config_file, "logging.trackers=[tensorboard]")
     run = config_file.parent / "run"
     for steps in (1, 2):
         gspo(*words, f"training.steps={steps}", "checkpoint.interval=1")

@@ -27,7 +27,8 @@ KEYS = [
 def test_a_run_leaves_the_whole_run_folder_and_warns_once(config_file: Path) -> None:
     """Rollout and trainer differ by fp32 rounding, some 1e-7, with the same weights; a clip range
     inside this noise is warned of."""
-    result = gspo("train", config_file, "objective.clip_low=1e-10", "objective.clip_high=1e-10")
+    clip = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
+    result = gspo("train", config_file, *clip, "logging.plots=true")
     run = config_file.parent / "run"
     _, *records = all_records(run, "rl")  # the first is of an evaluation
     assert [r["step"] for r in records] == [1, 2]
@@ -56,7 +57,6 @@ def test_one_key_changes_the_layout_and_not_the_first_step(config_file: Path) ->
         "training.steps=1",
         "objective.mini_batches=1",
         "model.megatron.moe_aux_loss_coeff=0.0",
-        "logging.plots=false",
     )
     found = {}
     for layout, more in (("tp=1", ()), ("tp=2,pp=2,ep=2", ()), ("dp=2,ep=2", PADDED)):

@@ -1,4 +1,4 @@
-"""One pool of processes for all tests of a session."""
+"""One pool of processes for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.parallel.pool import Pool
 from tests.parallel.updates import Updates
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[Pool]:
     processes = Pool()
     yield processes
     processes.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def updates(pool: Pool) -> Updates:
     return Updates(pool)

@@ -16,8 +16,10 @@ from tests.vllm.environment import find_vllm_python
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One process of pytest-xdist has all tests that compare with the undisturbed run."""
+    folder = Path(__file__).parent
     for item in items:
-        if "undisturbed" in getattr(item, "fixturenames", ()):
+        is_ours = item.path.is_relative_to(folder)
+        if is_ours and "undisturbed" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("undisturbed"))
 
 
@@ -32,7 +34,7 @@ def prefix() -> Path:
         pytest.skip(f"no Slurm: {reason}")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("slurm"), prefix) as cluster:
         yield cluster
@@ -61,7 +63,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def undisturbed(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same run, done without any interruption."""
     run = make_run(tmp_path_factory.mktemp("undisturbed"))

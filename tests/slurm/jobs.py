@@ -182,7 +182,7 @@ Disturbance = Callable[[Cluster, Run, str], None]
 
 def wait_for_line(cluster: Cluster, number: str, line: str, count: int = 1) -> None:
     """Until the job's log has it so many times."""
-    cluster.wait(number, lambda job: cluster.log(job).count(line) >= count, timeout=90)
+    cluster.wait(number, lambda job: cluster.log(job).count(line) >= count, timeout=300)
 
 
 def signalled(cluster: Cluster, run: Run, number: str) -> None:

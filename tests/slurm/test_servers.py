@@ -66,7 +66,7 @@ def finish(cluster: Cluster, run: Run, number: str) -> str:
 
 
 def assert_nothing_runs(run: Run) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := processes(run):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
@@ -129,7 +129,7 @@ def lose_the_servers(cluster: Cluster, run: Run, number: str) -> str:
     since = time.monotonic()
     node_failed(cluster, run, number)
     # one restart, whose agent is silent for 30 s
-    assert time.monotonic() - since < 30 + PROBE_SECONDS + 60
+    assert time.monotonic() - since < 30 + PROBE_SECONDS + 180
     log = finish(cluster, run, number)
     second = cluster.nodes[1]
     assert f"server 0 on {second}: there is no sign of life from {second} for " in log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
 import sys
 import time
@@ -47,11 +48,12 @@ def python(steps: ModuleType, name: str, code: str, **options: Any) -> Any:
 def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
     steps: ModuleType, run: ModuleType, tmp_path: Path
 ) -> None:
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', 'gpu-visit-child']); import time; print('began', flush=True); time.sleep(99)"  # noqa: E501
+    mark = f"gpu-visit-child-{os.getpid()}"  # no other tests' on this machine
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}']); import time; print('began', flush=True); time.sleep(99)"  # noqa: E501
     chosen = [
         (python(steps, "good", "print('rate=2.5 name=x equal=1')"), 20.0),
         (python(steps, "bad", "raise SystemExit('broken: a cause')"), 20.0),
-        (python(steps, "hangs", child), 2.0),
+        (python(steps, "hangs", child), 5.0),
         (python(steps, "absent", "", needs="no_such_package_at_all"), 20.0),
         (python(steps, "cannot", f"print('no GPU'); raise SystemExit({steps.NOT_HERE})"), 20.0),
         (python(steps, "refused", "print('a key is wrong'); raise SystemExit(2)"), 20.0),
@@ -68,11 +70,8 @@ def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
     assert "no_such_package_at_all is not installed" in kept["absent"]["says"]
     assert "broken: a cause" in (tmp_path / "logs.txt").read_text()
     assert "TIME OUT" in (tmp_path / "visit.txt").read_text()
-    left = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "gpu-visit-child" in (p.info["cmdline"] or [])
-    ]
+    found = psutil.process_iter(["cmdline"])
+    left = [process for process in found if mark in (process.info["cmdline"] or [])]
     assert not left
 
 
@@ -83,7 +82,7 @@ def test_what_was_seen_is_kept_when_the_time_is_over(
     results: dict[str, Any] = {"machine": {}, "steps": {}}
     began = time.monotonic()
     run.run_all(chosen, tmp_path, results, 6.0)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     kept = json.loads((tmp_path / "visit.json").read_text())["steps"]
     assert kept["first"]["status"] == "ok"
     assert kept["second"]["says"] == "no time was left"

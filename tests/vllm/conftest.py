@@ -56,7 +56,7 @@ def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm_server(
     vllm_python: Path,
     tiny_qwen3_moe: Callable[[int], Path],

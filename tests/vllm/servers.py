@@ -9,7 +9,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -25,12 +24,13 @@ from gspo_megatron.rollout.vllm.process import (
     common_environment,
     cpu_environment,
     end_with_parent,
+    hold_port,
     needed_arguments,
     option_words,
 )
 from tests.programs import command_environment
 
-START_SECONDS = 300  # 14 on an idle machine
+START_SECONDS = 300  # 9 on an idle machine
 _REQUEST_SECONDS = 120
 _STOP_SECONDS = 20
 _TAIL = 3000  # characters of the log, in a failure
@@ -124,10 +124,11 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
     """A server with these options of vLLM, by the Python of its environment; its log goes to
     `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
     it does not start."""
-    port = free_port()
+    held = hold_port("127.0.0.1", 0)
+    port = held.getsockname()[1]
     server = Server(port, folder / "server.log")
     words = option_words({**options, "host": "127.0.0.1", "port": port})
-    program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
+    program = (str(python), "-m", "gspo_vllm_server")
     with server.log.open("wb") as log:
         process = subprocess.Popen(
             [*program, *words],
@@ -143,6 +144,7 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
         yield server
     finally:
         end_group(process)
+        held.close()
 
 
 def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
@@ -166,13 +168,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tail(log: Path) -> str:

@@ -100,7 +100,7 @@ class Killer:
                 each.kill()
         if victim in ("trainer", "all"):
             self.process.communicate()
-            wait_for(lambda: not any(map(is_alive, self.seen)), seconds=30)
+            wait_for(lambda: not any(map(is_alive, self.seen)), seconds=120)
             # The service has ended by itself, unless it had only begun: then it had no server yet,
             # and the next start clears its folder.
             if victim == "trainer" and had_server:
@@ -136,7 +136,7 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     for number, victim in enumerate(random.sample(victims, kills)):
         killer.kill_after(2 + number, victim, seconds=1.0)
     run.finish(killer.process)
-    wait_for(lambda: not any(map(is_alive, killer.seen)), seconds=30)
+    wait_for(lambda: not any(map(is_alive, killer.seen)), seconds=120)
 
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     assert trained_prompts(run) == synchronous_prompts(steps)

@@ -90,8 +90,8 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         listeners = addresses_of_listeners(each.pid for each in family)
         assert set(listeners) == {"127.0.0.1"} and port in listeners["127.0.0.1"], listeners
         server.terminate()
-        assert server.wait(30) == 0
-        wait_for(lambda: not any(map(is_alive, family)), seconds=20)
+        assert server.wait(60) == 0
+        wait_for(lambda: not any(map(is_alive, family)), seconds=120)
     finally:
         server.kill()
         log.close()

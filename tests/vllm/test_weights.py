@@ -50,7 +50,7 @@ SETTINGS = FleetSettings(
 STEP = 3e-3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def second_server(
     vllm_python: Path, tiny_qwen3_moe: Callable[[int], Path], tmp_path_factory: Any
 ) -> Iterator[Running]:

@@ -42,6 +42,7 @@ def prepare_torch() -> None:
         for name, own in COLLECTIVES.items():
             setattr(dist, name, substitute(getattr(dist, name), own))
         _share_gloo_devices()
+        _step_without_compiler()
 
 
 def adapt_megatron() -> None:
@@ -63,6 +64,18 @@ def _keep_freed_memory() -> None:
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
             set_option(option, value)
+
+
+def _step_without_compiler() -> None:
+    """Have torch's optimizers not import torch's compiler, a second of each rank's start. They do
+    so only to tell it that it shall leave them alone, and nothing is compiled on a CPU."""
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method: Any = getattr(torch.optim.Optimizer, name)
+        setattr(torch.optim.Optimizer, name, getattr(method, "__wrapped__", method))
+    for optimizer in (torch.optim.Adam, torch.optim.SGD):  # AdamW is an Adam
+        step: Any = optimizer.step
+        if hasattr(step, "__wrapped__"):
+            optimizer.step = torch.no_grad()(step.__wrapped__)
 
 
 def _share_gloo_devices() -> None:

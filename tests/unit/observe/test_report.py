@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from gspo_megatron.errors import DataError, UserError
-from gspo_megatron.observe import progress, report
+from gspo_megatron.observe import plots, progress, report
 from gspo_megatron.observe.metrics_files import (
     SAMPLES_FILE,
     JsonLinesWriter,
@@ -439,7 +439,7 @@ def test_a_plot_that_fails_does_not_make_the_run_fail(
     def fail(run_dir: Path, out_dir: Path) -> None:
         raise MemoryError("no room for a picture")
 
-    monkeypatch.setattr(report, "plot_run", fail)
+    monkeypatch.setattr(plots, "plot_run", fail)
     text = printed_at_the_end(make_run("run"), plots=True)
     assert "report  not written: MemoryError: no room for a picture" in text
     assert "reward" in text

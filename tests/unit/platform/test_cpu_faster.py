@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gspo_megatron.platform.cpu import faster, needed, windows
+from tests.programs import run_program
 
 needs_substitutions = pytest.mark.skipif(
     not (faster.IS_ON and needed.is_needed()), reason="there is CUDA, or GSPO_CPU_FASTER=0"
@@ -30,6 +31,33 @@ def test_a_rank_alone_sends_its_tokens_to_nobody() -> None:
     expected = ours.__wrapped__(alone, rows, None, [6])
     assert torch.equal(expected, rows) and expected.grad_fn.name() == "_AllToAllBackward"
     assert ours(alone, rows, None, [6]) is rows
+
+
+STEPS = """
+import sys
+import gspo_megatron.platform
+import torch
+for kind, momentum in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.25, weight_decay=0.0, **momentum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (2 * weight).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(*weight.tolist())
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@needs_substitutions
+def test_optimizers_step_and_import_no_compiler() -> None:
+    """With a constant gradient, Adam takes its learning rate at each step, and the momentum of SGD
+    adds 0.9 of the first step to the second."""
+    adam, sgd, has_compiler = run_program(sys.executable, "-c", STEPS).stdout.splitlines()
+    assert [float(each) for each in adam.split()] == pytest.approx([1 - 2 * 0.25] * 3)
+    assert [float(each) for each in sgd.split()] == pytest.approx([1 - 2 * 0.25 * 2.9] * 3)
+    assert has_compiler == "False"
 
 
 @needs_substitutions

@@ -101,9 +101,9 @@ def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> Non
     assert code == 1 and "Timeout" in err and "in keep_the_interpreter" in err
 
 
-@pytest.mark.parametrize("timeout", [1.0, 0.0])
+@pytest.mark.parametrize("timeout", [2.5, 0.0])
 def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None:
-    assert end(start(tmp_path, 0, "work(2, watcher.beat)", timeout)) == (0, "done\n", "")
+    assert end(start(tmp_path, 0, "work(4, watcher.beat)", timeout)) == (0, "done\n", "")
     assert not (tmp_path / "hang").exists()
 
 
@@ -121,5 +121,5 @@ def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None
         code, _, err = end(process)
         assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
-        assert silence_in(stacks) < 4  # not since the wait began
+        assert silence_in(stacks) < 6  # 6 since the wait began
         assert "in stand_still" in stacks and "no stacks from" not in err

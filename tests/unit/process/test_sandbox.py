@@ -134,8 +134,8 @@ SHARED = """
 import multiprocessing, os
 from multiprocessing import shared_memory
 lock = multiprocessing.Lock()
-block = shared_memory.SharedMemory(create=True, size=1 << 12, name="gspo_escaped_block")
-written = os.open("/dev/shm/gspo_escaped", os.O_CREAT | os.O_WRONLY)
+block = shared_memory.SharedMemory(create=True, size=1 << 12, name="ESCAPED_block")
+written = os.open("/dev/shm/ESCAPED", os.O_CREAT | os.O_WRONLY)
 try:
     while True:
         os.write(written, bytes(1 << 12))
@@ -145,6 +145,8 @@ size = sum(os.stat(f"/dev/shm/{name}").st_blocks * 512 for name in os.listdir("/
 print([full, size, os.stat("/dev/shm").st_dev, sorted(os.listdir("/dev/shm"))], flush=True)
 os._exit(0)
 """
+ESCAPED = f"gspo_escaped_{os.getpid()}"  # no other tests' on this machine
+SHARED = SHARED.replace("ESCAPED", ESCAPED)
 
 
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
@@ -158,8 +160,8 @@ def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: Use
         full, size, device, names = ast.literal_eval(outcome.stdout.decode())
         assert full == errno.ENOSPC and (1 << 20) - (1 << 15) <= size <= 1 << 20
         assert device != os.stat("/dev/shm").st_dev
-        assert names == ["gspo_escaped", "gspo_escaped_block"]  # the lock has no name any more
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("gspo_escaped")]
+        assert names == [ESCAPED, f"{ESCAPED}_block"]  # the lock has no name any more
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(ESCAPED)]
 
 
 def test_a_sandbox_ends_with_its_owner() -> None:

@@ -177,9 +177,9 @@ def test_votes_of_equal_answers_are_equal(response: str, answer: str | None) -> 
 
 @pytest.mark.parametrize("text", ["9^{9^{9^9}}", "(10^9)!", "2^{-10^{12}}", r"10^{9999}+1"])
 def test_the_value_of_a_huge_number_is_not_computed(text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert read_answer(Sample("", "", rf"\boxed{{{text}}}", False))
-    assert time.monotonic() - start < 4.0
+    assert time.process_time() - start < 4.0
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_an_update_ends_in_time(tmp_path: Path, path: str) -> None:
         doubles[1].faults[path] = late(60)
         start = time.monotonic()
         await fleet.update(weights(tmp_path, 1))
-        assert 2.5 < time.monotonic() - start < 20
+        assert 2.5 < time.monotonic() - start < 50
         [problem] = fleet.problems()
         said = rf"server 1: weights of version 1: {path}: no answer within [\d.]+ s"
         assert re.fullmatch(said, problem), problem
@@ -296,7 +296,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
         start = time.monotonic()
         for each in await asyncio.gather(*(fleet.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
             assert_is_right(each, 0)
-        assert 8 < time.monotonic() - start < 30  # silent for two seconds, then six of work
+        assert 8 < time.monotonic() - start < 50  # silent for two seconds, then six of work
         [problem] = fleet.problems()
         assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
 

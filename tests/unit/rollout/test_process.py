@@ -164,7 +164,7 @@ def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:
         server = psutil.Process(int(told.read_text()))
         tests.kill()
         tests.wait()
-        server.wait(10)
+        server.wait(60)
     finally:
         tests.kill()
         with contextlib.suppress(OSError, ValueError):
@@ -182,7 +182,7 @@ def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path)
         assert Path(folder).is_dir()
         starter.kill()
         starter.wait()
-        server.wait(30)  # ten seconds of patience, and what a busy machine adds
+        server.wait(60)  # ten seconds of patience, and what a busy machine adds
         assert not Path(folder).exists()
     finally:
         starter.kill()

@@ -180,7 +180,7 @@ def test_a_server_that_dies_or_gives_up_takes_no_other_with_it(
     receiving = {"sound", "dying"}  # the service knows that the third is gone
     receivers = {"gone": 1, "dying": 1, "sound": 1}
     stream.send(plan, receivers, iter(sent.items()), lambda: receiving)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 50  # the group's own limit is 60 s
     assert dying.process.wait(30) == 9
     assert_same(sound.received(), sent)
     sent, [again] = model(1), start("dying-1", 1)  # started again: another key
@@ -201,7 +201,7 @@ def test_a_server_that_hangs_is_dropped_when_the_service_gives_it_up(
     worker.begin(plan, hangs="a")
     hangs, rest, began = Path(f"{worker.path}.hangs"), iter(sent.items()), time.monotonic()
     stream.send(plan, {"hanging": 1}, rest, lambda: [] if hangs.exists() else ["hanging"])
-    assert hangs.exists() and time.monotonic() - began < 45  # the group's own limit is 60 s
+    assert hangs.exists() and time.monotonic() - began < 55  # the group's own limit is 60 s
     assert next(rest, None) is None  # the other ranks take part in it, so it has to be consumed
     worker.process.kill()
     wait_until(lambda: stream._stuck[0][0].is_completed(), seconds=30)
