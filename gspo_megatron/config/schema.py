@@ -5,6 +5,8 @@ What several keys get wrong together is in rules.py; pre-training and fine-tunin
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -30,14 +32,40 @@ from gspo_megatron.config.section import (
     key,
     shapes,
 )
-from gspo_megatron.families import PRESETS, preset_of_folder
+from gspo_megatron.families import PRESETS, Family, family_of, family_of_shape, preset_of_folder
 from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
+    checkpoint_model_file,
     preset_of_checkpoint,
     shape_of,
 )
+from gspo_megatron.files import parse_json
+
+
+class LoraSection(Section):
+    """Adapters beside the model's matrices (LoRA): these are trained, and nothing else."""
+
+    rank: NotNegative = shapes(0, "of an adapter's two matrices; 0: no adapters, all is trained")
+    alpha: float | None = shapes(None, "adapters count alpha / rank times; null: rank", gt=0)
+    targets: Paths = shapes(
+        ["all"],
+        "which matrices have one: attention, mlp (of dense layers), experts (routed and shared), "
+        "all (these three), or a list of those and of names as q_proj, linear_qkv and router",
+    )
+    use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
+    checkpoint: Text | None = shapes(
+        None,
+        "adapters to start from: a PEFT folder, or a checkpoint or run folder of a run with "
+        "adapters; null: new ones, which change nothing yet",
+    )
+
+    @property
+    def scale(self) -> float:
+        """By what the adapters are multiplied."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 class ModelSection(Section):
@@ -65,6 +93,7 @@ class ModelSection(Section):
     rotary_base: float | None = shapes(None, "of the rotary embedding; null: the preset's", gt=0)
     tie_embeddings: bool | None = shapes(None, "one input and output embedding; null: the preset's")
     megatron: dict[str, Any] = shapes({}, "fields of TransformerConfig, which replace the preset's")
+    lora: LoraSection = Field(default_factory=LoraSection)
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +111,17 @@ class ModelSection(Section):
         if self.preset is None and self.checkpoint_path is not None:
             return preset_of_checkpoint(self.checkpoint_path)
         return PRESETS[self.preset or "tiny"]
+
+    def family(self, shape: ModelShape) -> Family:
+        """The family whose names of tensors count: that of the weights' config.json, else one that
+        has models of this shape. Raises ConfigError."""
+        hf = None
+        if self.hf_path is not None:
+            hf = parse_json((Path(self.hf_path) / "config.json").read_bytes())
+        elif self.checkpoint_path is not None:
+            file = checkpoint_model_file(self.checkpoint_path)
+            hf = None if file is None else parse_json(file.read_bytes()).get("hf")
+        return family_of_shape(shape) if hf is None else family_of(hf)
 
 
 class ParallelSection(Section):

@@ -37,6 +37,7 @@ class GroupedExperts(MegatronModule):
         assert not config.moe_apply_probs_on_input
         self.num_local_experts = num_local_experts
         self.groups = pg_collection
+        self.register_module("lora", None)  # adapters: models/lora.py
         self.activation = config.activation_func
         etp = pg_collection.expt_tp.size()
         ffn = config.moe_ffn_hidden_size // etp
@@ -62,6 +63,8 @@ class GroupedExperts(MegatronModule):
         # Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation.
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
         states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
+        if self.lora is not None:
+            states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         if self.config.gated_linear_unit:
             gate, up = states.chunk(2, dim=-1)
             states = self.activation(gate) * up
@@ -69,7 +72,10 @@ class GroupedExperts(MegatronModule):
             states = self.activation(states)
         # multiplied by the router's weight before the second projection, as in stock experts
         states = (states * probs.unsqueeze(-1)).to(tokens.dtype)
-        return grouped_linear(states, self.weight2, tokens_per_expert, ends), None
+        output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
+        if self.lora is not None:
+            output = self.lora.add("2", output, states, tokens_per_expert, ends)
+        return output, None
 
     def backward_dw(self) -> None:
         """Weight gradients are not delayed here, but the pipeline schedules call this."""
@@ -92,6 +98,8 @@ class GroupedExperts(MegatronModule):
                 replica_id=(0, 0, expert_dp.rank()),
                 prepend_axis_num=axis,
             )
+        if self.lora is not None:
+            result |= self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
         return result
 
 

@@ -268,7 +268,8 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
     """All reduced gradients as whole tensors on rank 0 (nothing on the others), without padding of
     the vocabulary; and the largest relative difference between two ranks' copies of one."""
     _complete_shards(policy)
-    mine = [shard for model in policy.models for shard in parameter_shards(model)]
+    everything = [shard for model in policy.models for shard in parameter_shards(model)]
+    mine = [shard for shard in everything if shard.parameter.requires_grad]
     listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
     catalogue = gather_objects(listed)
     if catalogue is None:
@@ -333,7 +334,7 @@ class Recorder(Trainer):
         # Megatron-Core's norm and clipping refuse float64
         with torch.no_grad():
             for model in self.policy.models:
-                for parameter in model.parameters():
+                for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                     parameter.sub_(parameter.main_grad, alpha=DESCENT)
         return self.kept_norm, 0.0
 
