@@ -68,11 +68,11 @@ class ModelPiece:
             start += math.prod(size)
 
 
-def model_pieces(policy: Policy) -> list[ModelPiece]:
+def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
     """All parameters and buffers of the rank's chunks that belong into a checkpoint: the adapters
-    alone, where there are any."""
+    alone, where there are any, or with adapters=False the others."""
     found: list[ModelPiece] = []
-    only_adapters = policy.lora is not None
+    adapters = adapters and policy.lora is not None
     for model in policy.models:
         # First: it converts the routers' biases, which bf16 models hold in bf16, back to float32.
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
@@ -81,7 +81,7 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
         for entry in entries.values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # Transformer Engine's extra state: FP8 scales, see scale_pieces
-            if only_adapters and not is_adapter(entry.key):
+            if is_adapter(entry.key) != adapters:
                 continue
             tensor = own[entry.data.data_ptr()]
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
@@ -91,7 +91,7 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
                 if tensor.data_ptr() in covered:
                     covered[tensor.data_ptr()] += part.data.numel()
         for name, parameter in model.named_parameters():
-            if only_adapters and not is_adapter(name):
+            if is_adapter(name) != adapters:
                 continue
             assert covered[parameter.data_ptr()] == parameter.numel(), f"{name} has no global place"
     return found

@@ -5,13 +5,13 @@ What several keys get wrong together is in rules.py; pre-training and fine-tunin
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.precision import Precision
@@ -42,30 +42,6 @@ from gspo_megatron.families.model_shape import (
     shape_of,
 )
 from gspo_megatron.files import parse_json
-
-
-class LoraSection(Section):
-    """Adapters beside the model's matrices (LoRA): these are trained, and nothing else."""
-
-    rank: NotNegative = shapes(0, "of an adapter's two matrices; 0: no adapters, all is trained")
-    alpha: float | None = shapes(None, "adapters count alpha / rank times; null: rank", gt=0)
-    targets: Paths = shapes(
-        ["all"],
-        "which matrices have one: attention, mlp (of dense layers), experts (routed and shared), "
-        "all (these three), or a list of those and of names as q_proj, linear_qkv and router",
-    )
-    use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
-    checkpoint: Text | None = shapes(
-        None,
-        "adapters to start from: a PEFT folder, or a checkpoint or run folder of a run with "
-        "adapters; null: new ones, which change nothing yet",
-    )
-
-    @property
-    def scale(self) -> float:
-        """By what the adapters are multiplied."""
-        alpha = self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 class ModelSection(Section):

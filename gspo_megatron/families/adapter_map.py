@@ -10,11 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem
 from gspo_megatron.families.weight_map import TensorRecipe, WeightMap, copy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Targets that stand for several modules. The router and the shared experts' gate have no part in
 # `all`: small changes of a router change which experts compute a token.
 GROUPS = ("attention", "mlp", "experts")
@@ -124,6 +129,13 @@ def _group(name: str) -> str | None:
     if ".mlp.router." in name:
         return "router"
     return "mlp" if ".mlp." in name else None
+
+
+def merge(data: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """A block [rows, columns] of a matrix with its adapter added: the sum is computed in fp32 or
+    more, and rounded once. a: [rank, columns], b: [rows, rank]."""
+    wide = data if data.dtype.itemsize >= 4 else data.float()
+    return wide.addmm(b.to(wide.dtype), a.to(wide.dtype), alpha=scale).to(data.dtype)
 
 
 def adapter_map(adapted: Mapping[str, Adapted], rank: int) -> WeightMap:

@@ -123,18 +123,19 @@ class HfWriter(NewFolder):
         tensors: Mapping[str, Tensor],
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        single_file: str = SINGLE_FILE,
         owner: bool = True,
         durable: bool = True,
         reuse: Path | None = None,
         private: bool = False,
     ) -> None:
-        """reuse: of the same tensors, in a file system in memory: overwriting is faster than new
+        """single_file: the file's name where there is only one; reuse: of the same tensors, in a file system in memory: overwriting is faster than new
         files, for which the system has to find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         options = {"durable": durable, "reuse": reuse, "private": private}
         super().__init__(path, self.bytes, owner=owner, **options)
-        self.files = _plan(self.tensors, max_shard_bytes)
+        self.files = _plan(self.tensors, max_shard_bytes, single_file)
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
@@ -231,7 +232,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
         yield sum(at * stride for at, stride in zip(first, strides))
 
 
-def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
+def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str) -> list[_File]:
     """Tensors in their order, as many to a file as fit."""
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
@@ -242,7 +243,7 @@ def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
         groups[-1][name] = planned
         room -= planned.nbytes
     if len(groups) == 1:
-        return [_file(SINGLE_FILE, groups[0])]
+        return [_file(single_file, groups[0])]
     return [
         _file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)

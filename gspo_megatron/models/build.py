@@ -95,7 +95,8 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
     if config.model.lora.rank:
         weights = weight_map(config.model.family(shape), shape, vocab_size)
         section = config.model.lora
-        lora = Lora(section.scale, adapted_weights(weights, section.targets))
+        adapted = adapted_weights(weights, section.targets)
+        lora = Lora(section.rank, section.scale, adapted, section.checkpoint is None)
     chunks = []
     for stage in range(stages or 1):
         vp_stage = stage if stages else None
@@ -122,7 +123,7 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
             vp_stage=vp_stage,
         )
         if lora is not None and weights is not None:
-            attach_adapters(model, lora, weights, config.model.lora.rank)
+            attach_adapters(model, lora, weights)
         _aux_losses_count_micro_batches(model)
         _reduce_experts_over_their_replicas(model, megatron)
         _count_copies_once(model)

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.families.adapter_map import Adapted, Matrix, matrices_of
+from gspo_megatron.families.adapter_map import Adapted, Matrix, matrices_of, merge
 from gspo_megatron.families.weight_map import WeightMap, native_name
 from gspo_megatron.models.experts import GroupedExperts, grouped_linear
 from gspo_megatron.models.norms import sum_gradients_over_tp
@@ -47,11 +47,13 @@ COLUMN, ROW, COPIED = "column", "row", "copied"  # how a layer's weight is cut o
 class Lora:
     """The adapters of a policy on this rank."""
 
+    rank: int
     scale: float
     adapted: Mapping[str, Adapted]
-    starts_as_base: bool = (
-        True  # B was zero at the start: without adapters, the policy is the start
-    )
+    # Whether B was zero at the start: the policy without adapters is then the one that RL began
+    # with. With given adapters it is not.
+    starts_as_base: bool = True
+    base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
     pairs: dict[str, Pair] = field(default_factory=dict)  # by the name of the matrix in HF files
 
@@ -67,16 +69,14 @@ class Lora:
     @torch.no_grad()
     def merged(self, data: Tensor, name: str, at: Sequence[int]) -> Tensor:
         """A block [rows, columns] of the matrix `name`, from row and column `at` on, with its
-        adapter added. The sum is computed in fp32 or more and rounded once; the base is not
-        changed, so nothing adds up from one merge to the next."""
+        adapter added. The base is not changed, so no rounding adds up over the versions."""
         pair = self.pairs.get(name)
-        if pair is None or data.dim() < 2:
+        if pair is None:
             return data
-        wide = torch.promote_types(data.dtype, torch.float32)
         row, column = at[0] - pair.row, at[1] - pair.column
-        a = pair.matrix("a")[:, column : column + data.shape[-1]].to(wide)
-        b = pair.matrix("b")[row : row + data.shape[-2]].to(wide)
-        return torch.addmm(data.to(wide), b, a, alpha=self.scale).to(data.dtype)
+        a = pair.matrix("a")[:, column : column + data.shape[1]]
+        b = pair.matrix("b")[row : row + data.shape[0]]
+        return merge(data, a, b, self.scale)
 
 
 class AdapterPart(torch.nn.Module):
@@ -157,6 +157,9 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 class LinearAdapter(Adapter):
     """The adapters of a linear layer."""
+
+    order: Tensor | None
+    layer: Any
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, kind: str) -> None:
         super().__init__(lora)
@@ -254,8 +257,8 @@ def kind_of_layer(module: torch.nn.Module) -> str | None:
     return {"column": COLUMN, "row": ROW}.get(str(module.parallel_mode), COPIED)
 
 
-def attach_adapters(model: Any, lora: Lora, weights: WeightMap, rank: int) -> None:
-    """Freeze a model chunk and put adapters beside its layers; `rank`: that of A and B."""
+def attach_adapters(model: Any, lora: Lora, weights: WeightMap) -> None:
+    """Freeze a model chunk and put adapters beside its layers."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     shards: dict[int, list[Shard]] = {}
@@ -265,7 +268,7 @@ def attach_adapters(model: Any, lora: Lora, weights: WeightMap, rank: int) -> No
     for name, module in modules.items():
         parent, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
         if name.endswith(".mlp.experts"):
-            _attach_to_experts(module, lora, weights, rank, shards)
+            _attach_to_experts(module, lora, weights, shards)
             continue
         kind = kind_of_layer(module)
         weight = getattr(module, "weight", None)
@@ -274,7 +277,7 @@ def attach_adapters(model: Any, lora: Lora, weights: WeightMap, rank: int) -> No
         own = shards[id(weight)]
         adapted = lora.adapted.get(native_name(own[0].name))
         if adapted is not None:
-            adapter = _linear_adapter(module, kind, own, adapted, weights, lora, rank, model.config)
+            adapter = _linear_adapter(module, kind, own, adapted, weights, lora, model.config)
             parent.add_module(f"{leaf}_lora", adapter)
             _attach(module, adapter)
     if model.pre_process:
@@ -315,7 +318,6 @@ def _linear_adapter(
     adapted: Adapted,
     weights: WeightMap,
     lora: Lora,
-    rank: int,
     config: TransformerConfig,
 ) -> LinearAdapter:
     adapter = LinearAdapter(lora, module, kind)
@@ -325,7 +327,8 @@ def _linear_adapter(
     for shard in shards:
         first = (shard.data.storage_offset() - weight.storage_offset()) // weight.shape[1]
         for box in weights[shard.name].cut(shard.slices):
-            place = (*box.source, first + box.target[0], *box.size)
+            row, column = box.source
+            place = (row, column, first + box.target[0], box.size[0], box.size[1])
             places.setdefault(box.name, []).append(place)
     order = torch.full((weight.shape[0],), -1, dtype=torch.long)
     used = 0
@@ -345,7 +348,7 @@ def _linear_adapter(
             order[local : local + count] = torch.arange(used + rows, used + rows + count)
             rows += count
         used += rows
-        part = _linear_part(adapter, matrix, rank, (row, rows), (column, columns), replica)
+        part = _linear_part(adapter, matrix, (row, rows), (column, columns), replica)
         for tensor, axis in ((part.a, 1), (part.b, 0)):
             if kind == (COLUMN, ROW)[axis]:
                 set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=axis, stride=1)
@@ -372,13 +375,13 @@ def _replica(group: dist.ProcessGroup) -> tuple[int, int]:
 def _linear_part(
     adapter: LinearAdapter,
     matrix: Matrix,
-    rank: int,
     rows: tuple[int, int],
     columns: tuple[int, int],
     replica: tuple[int, int],
 ) -> AdapterPart:
     """rows, columns: the first one, and how many this rank has."""
     like: Tensor = adapter.layer.weight
+    rank = adapter.lora.rank
     cut, whole = (0, 0, replica[1]), (0, *replica)
     part = adapter.add_part(
         matrix.leaf,
@@ -395,9 +398,9 @@ def _linear_part(
 
 
 def _attach_to_experts(
-    experts: Any, lora: Lora, weights: WeightMap, rank: int, shards: Mapping[int, list[Shard]]
+    experts: Any, lora: Lora, weights: WeightMap, shards: Mapping[int, list[Shard]]
 ) -> None:
-    """Of all local experts at once, whichever backend's experts these are."""
+    """Attach adapters to all local experts at once, whichever backend's experts these are."""
     like, found = None, {}
     for parameter in experts.parameters():
         for shard in shards.get(id(parameter), ()):
@@ -412,7 +415,7 @@ def _attach_to_experts(
         indices = sorted(index for each, index in found if each == number)
         if indices:
             names = [found[number, index] for index in indices]
-            _add_expert_parts(adapter, number, indices[0], names, weights, rank, like)
+            _add_expert_parts(adapter, number, indices[0], names, weights, like)
     experts.lora = adapter
     if not isinstance(experts, GroupedExperts):  # Transformer Engine's
         for number in adapter.parts:
@@ -435,13 +438,12 @@ def _add_expert_parts(
     first: int,
     names: Sequence[str],
     weights: WeightMap,
-    rank: int,
     like: Any,
 ) -> None:
     """Add the adapters of a weight of all local experts; `first`: the number of the first one."""
     etp = parallel_state.get_expert_tensor_parallel_group()
     data = parallel_state.get_expert_data_parallel_group().rank()
-    lora, local = adapter.lora, len(names)
+    lora, rank, local = adapter.lora, adapter.lora.rank, len(names)
     total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
     chosen = {matrix.leaf: matrix for matrix in lora.adapted[names[0]].matrices}
     is_first = number == "1"  # of it the rows are cut, of the second the columns
@@ -493,12 +495,8 @@ def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return
-    grads: list[Tensor] = [
-        parameter.main_grad
-        for chunk in chunks
-        for parameter in chunk.parameters()
-        if getattr(parameter, "sum_over_expert_tp", False)
-    ]
+    parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    grads = [p.main_grad for p in parameters if getattr(p, "sum_over_expert_tp", False)]
     if grads:
         joined = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(joined, group=group)

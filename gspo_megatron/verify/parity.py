@@ -25,7 +25,7 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
-from gspo_megatron.checkpoint.start import load_initial_weights
+from gspo_megatron.checkpoint.start import load_base, load_initial_weights
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.config import (
     Config,
@@ -198,6 +198,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     hf = None  # config.json of the Hugging Face model that the weights come from
+    if policy.lora is not None and checkpoint is not None:
+        load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
         reference = None if checkpoint is None else reference_of(checkpoint)

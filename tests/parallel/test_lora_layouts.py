@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gspo_megatron.config import Config
-from gspo_megatron.config.schema import LoraSection
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.shards import parameter_shards
 from gspo_megatron.verify import parity
