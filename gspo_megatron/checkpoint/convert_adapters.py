@@ -19,6 +19,7 @@ from gspo_megatron.checkpoint.convert import (
     by_key,
     checked_tensors,
     export_checkpoint,
+    megatron_to_hf,
     write_checkpoint,
 )
 from gspo_megatron.checkpoint.convert_source import (
@@ -79,7 +80,7 @@ class Adapters:
         return add
 
 
-def adapters_to_hf(
+def any_to_hf(
     source: Path,
     destination: Path,
     *,
@@ -87,15 +88,16 @@ def adapters_to_hf(
     base: Path | None = None,
     dtype: torch.dtype | None = None,
     shard: WorkerShard = ALONE,
-) -> tuple[Path, list[str]] | None:
-    """Convert a checkpoint of adapters, or a run's newest one, to a new folder: a Hugging Face
-    model with the adapters merged into it, or a PEFT folder. Of several processes the main one does
-    it. Returns the checkpoint, and notes for the user; None, without a word, for a whole model."""
+) -> tuple[Path, list[str]]:
+    """Convert a checkpoint, or a run's newest one, as `megatron_to_hf` does. Adapters are merged
+    into their base, or become a PEFT folder; of several processes the main one does that."""
     with shard.barrier():
         path = find_checkpoint(source)[0] if shard.is_main else None
     folder = shard.gather(path)[0]
     if lora_of(read_model(folder), folder) is None:
-        return None
+        if as_peft:
+            raise DataError(f"{folder}: holds a whole model and no adapters; leave --adapter out")
+        return megatron_to_hf(source, destination, dtype=dtype, shard=shard)
     adapters: list[Adapters] = []
     with shard.barrier():
         if shard.is_main:
@@ -158,8 +160,8 @@ def merged_to_hf(
         raise DataError(f"{place}: the model that the adapters were trained on is gone; {advice}")
     if base_of(place)["fingerprint"] != adapters.base["fingerprint"]:
         raise DataError(
-            f"{place}: not the model that the adapters were trained on: other weights than those of "
-            f"{adapters.base['path']} then; legal: --base with that model"
+            f"{place}: not the model that the adapters were trained on: its weights are not those "
+            f"that {adapters.base['path']} had then; legal: --base with that model"
         )
     if not (place / "config.json").is_file():
         export_checkpoint(
@@ -238,8 +240,8 @@ def peft_to_megatron(
     place = base or Path(folder.base)
     if not (place / "config.json").is_file():
         raise DataError(
-            f"{place}: not the Hugging Face folder of the model that {source} was made for; name it "
-            "by --base"
+            f"{place}: not the Hugging Face folder of the model that {source} was made for; name "
+            "it by --base"
         )
     model = HfFolder(place)
     preset = model.describe()

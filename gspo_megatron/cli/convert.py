@@ -72,7 +72,7 @@ def add_parser(commands: Commands) -> None:
             "--base",
             metavar="FOLDER",
             type=Path,
-            help="of adapters: the model that they were trained on, if it is no longer where it was",
+            help="of adapters: the model that they were trained on, if it is not where it was",
         )
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")
         direction.add_argument(
@@ -142,26 +142,18 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> None:
     with loading():
-        from gspo_megatron.checkpoint.convert import megatron_to_hf
-        from gspo_megatron.checkpoint.convert_adapters import adapters_to_hf
+        from gspo_megatron.checkpoint.convert_adapters import any_to_hf
         from gspo_megatron.checkpoint.convert_workers import ALONE
 
-    shard, dtype = shard or ALONE, _dtype(arguments)
-    source, destination = arguments.source, arguments.destination
-    # one process is enough for adapters; the base is read by threads
-    found = adapters_to_hf(
-        source,
-        destination,
+    shard = shard or ALONE
+    taken, notes = any_to_hf(
+        arguments.source,
+        arguments.destination,
         as_peft=arguments.adapter,
         base=arguments.base,
-        dtype=dtype,
+        dtype=_dtype(arguments),
         shard=shard,
     )
-    if found is None:
-        if arguments.adapter:
-            raise UserError(f"--adapter: {source} holds a whole model and no adapters")
-        found = megatron_to_hf(source, destination, dtype=dtype, shard=shard)
-    taken, notes = found
     if shard.is_main:
         for note in notes:
             print(note, file=sys.stderr)

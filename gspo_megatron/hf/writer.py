@@ -129,8 +129,9 @@ class HfWriter(NewFolder):
         reuse: Path | None = None,
         private: bool = False,
     ) -> None:
-        """single_file: the file's name where there is only one; reuse: of the same tensors, in a file system in memory: overwriting is faster than new
-        files, for which the system has to find and clear memory."""
+        """single_file: the file's name where one is enough; reuse: a folder of the same tensors, in
+        a file system in memory: overwriting is faster than new files, for which the system has to
+        find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         options = {"durable": durable, "reuse": reuse, "private": private}
