@@ -7,7 +7,14 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
-from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
+from gspo_megatron.estimate.model import (
+    DENSE,
+    EMBEDDING,
+    EXPERTS,
+    RankModel,
+    StateBytes,
+    trained_bytes,
+)
 from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.routing.replay import expert_dtype
 
@@ -21,7 +28,7 @@ class RankMemory:
     stage: int
     layers: int
     state: StateBytes
-    reference: int  # a second copy of the weights, if there is a KL divergence
+    reference: int  # a copy of the trained weights, if there is a KL divergence that needs it
     activations: int  # of all micro-batches in flight
     in_flight: tuple[int, ...]  # of each chunk
     workspace: int  # of the running forward or backward pass
@@ -72,7 +79,13 @@ def rank_memory(
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
-    reference = sum(state.parameters.values()) if section and section.kl != "none" else 0
+    lora = model.policy.lora
+    if not section or section.kl == "none" or (lora is not None and lora.starts_as_base):
+        reference = 0  # without its adapters the policy is the reference
+    elif lora is not None:
+        reference = trained_bytes(model.policy)
+    else:
+        reference = sum(state.parameters.values())
     on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,

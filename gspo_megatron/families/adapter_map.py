@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem
-from gspo_megatron.families.weight_map import TensorRecipe, WeightMap, copy
+from gspo_megatron.families.family import Family
+from gspo_megatron.families.model_shape import ModelShape
+from gspo_megatron.families.weight_map import TensorRecipe, WeightMap, copy, weight_map
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,6 +120,22 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
         lines = f"the model has no such matrices; legal: {legal}{hint}"
         raise ConfigError([problem("model.lora.targets", shown, lines)])
     return found
+
+
+_kept: dict[str, dict[str, Adapted]] = {}  # of the last model
+
+
+def adapted_weights_of(
+    family: Family, shape: ModelShape, targets: Sequence[str]
+) -> Mapping[str, Adapted]:
+    """The same of a model of this shape. A search for layouts asks for one model many times, and a
+    large one has ten thousands of matrices."""
+    key = f"{family.model_type} {shape} {targets}"
+    if key not in _kept:
+        found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
+        _kept.clear()
+        _kept[key] = found
+    return _kept[key]
 
 
 def _group(name: str) -> str | None:
