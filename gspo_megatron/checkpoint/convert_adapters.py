@@ -161,7 +161,7 @@ def merged_to_hf(
     if base_of(place)["fingerprint"] != adapters.base["fingerprint"]:
         raise DataError(
             f"{place}: not the model that the adapters were trained on: its weights are not those "
-            f"that {adapters.base['path']} had then; legal: --base with that model"
+            f"that {adapters.base['path']} had then; allowed: --base with that model"
         )
     if not (place / "config.json").is_file():
         export_checkpoint(

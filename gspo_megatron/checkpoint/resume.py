@@ -197,7 +197,7 @@ def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | No
     checkpoint = given_checkpoint(path, "model.lora.checkpoint")
     there = lora_of(read_model(checkpoint), checkpoint)
     if there is None:
-        wrong = "holds a whole model and no adapters; legal: model.checkpoint_path for it"
+        wrong = "holds a whole model and no adapters; allowed: model.checkpoint_path for it"
         raise DataError(problem("model.lora.checkpoint", path, wrong))
     if lines := section.differences(there):
         raise DataError("\n".join(f"{checkpoint}: {line}" for line in lines))
@@ -212,7 +212,7 @@ def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
         return
     raise DataError(
         f"{checkpoint}: its adapters were trained on {there['path']}, whose weights were others "
-        f"than those of {base['path']} now; legal: the model of that time, unchanged"
+        f"than those of {base['path']} now; allowed: the model of that time, unchanged"
     )
 
 

@@ -117,7 +117,7 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
         legal = ", ".join(known)
         hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))
         shown = ", ".join(wrong)
-        lines = f"the model has no such matrices; legal: {legal}{hint}"
+        lines = f"the model has no such matrices; allowed: {legal}{hint}"
         raise ConfigError([problem("model.lora.targets", shown, lines)])
     return found
 

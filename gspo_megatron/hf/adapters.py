@@ -66,11 +66,11 @@ class PeftFolder(HfFolder):
         self.config: dict[str, Any] = read_json(file, problems) or {}
         for name, legal in _PLAIN.items() if self.config else ():
             value = self.config.get(name, legal[0])
-            if value not in legal:
+            if value not in allowed:
                 wrong = f"{name} is {format_value(value)}: not plain LoRA with one rank"
                 problems.append(f"{file}: {wrong}")
         if self.config and not (type(self.rank) is int and self.rank > 0):
-            problems.append(f"{file}: r is {format_value(self.rank)}; legal: a rank from 1 on")
+            problems.append(f"{file}: r is {format_value(self.rank)}; allowed: a rank from 1 on")
         tensors = self.path / PEFT_TENSORS
         if not tensors.is_file():
             pickles = [name.name for name in self.path.glob("adapter_model.*")]
@@ -96,7 +96,7 @@ class PeftFolder(HfFolder):
         DataError."""
         alpha: Any = self.config.get("lora_alpha")
         if type(alpha) not in (int, float) or not alpha > 0:
-            wrong = f"lora_alpha is {format_value(alpha)}; legal: a number above 0"
+            wrong = f"lora_alpha is {format_value(alpha)}; allowed: a number above 0"
             raise DataError(f"{self.path / PEFT_CONFIG}: {wrong}")
         leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in self.tensors}
         return LoraSection(
@@ -116,7 +116,7 @@ class PeftFolder(HfFolder):
             elif entry.shape != shape:
                 wrong.append(f"{name} has the shape {list(entry.shape)}; the model {list(shape)}")
             elif entry.dtype not in DTYPES:
-                wrong.append(f"{name} has the dtype {entry.dtype}; legal: {', '.join(DTYPES)}")
+                wrong.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
         foreign = [
             f"{name} belongs to no adapter of the model"
             for name in self.tensors
