@@ -74,6 +74,7 @@ setup(
             "mkdocs-material>=9.7,<10",  # `make docs`
             "tensorboard>=2.16",  # the tests read back what the tracker wrote
             "trl>=1.13,<1.14",  # a reference for the objectives; 1.14 drops GSPO-token
+            "peft>=0.21,<1",  # a reference for adapters
             "requests>=2.32",  # imported by trl 1.13, which does not list it
         ],
     },

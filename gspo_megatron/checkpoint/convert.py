@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import set_crc32_options
 
 from gspo_megatron.checkpoint.convert_source import (
+    Source,
     holds_tensors,
     open_checkpoint,
     refuse_damage,
@@ -81,6 +82,7 @@ from gspo_megatron.hf.writer import (
     write_errors,
 )
 
+Merge = Callable[[str, Sequence[slice], Tensor], Tensor]
 _FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
 _BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
 _READ_BYTES = 4 << 20  # of a checkpoint's files at once
@@ -108,7 +110,7 @@ def hf_to_megatron(
     weights = checked_weights(folder, shape, vocab_size)
     check_tokenizer(folder.side_files, vocab_size)
     check_tied_copy(folder, weights)
-    recipes, pieces = _by_key(weights), []
+    recipes, pieces = by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
         kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
@@ -127,11 +129,23 @@ def hf_to_megatron(
         fill(out, recipes[block.key], block.slices, folder.read)
         return out
 
+    write_checkpoint(destination, pieces, read, model_document, folder.side_files)
+
+
+def write_checkpoint(
+    destination: Path,
+    pieces: Sequence[Piece],
+    read: Callable[[Piece], Tensor],
+    model_document: Mapping[str, Any],
+    side_files: Iterable[Path],
+) -> None:
+    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: the values of
+    a block of one; model_document: model.json; side_files: of a tokenizer."""
     total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
-        for file in folder.side_files:
+        for file in side_files:
             copy_file(file, new.partial / "hf")
         planner = SavePlanner(pieces, _BLOCK_BYTES, read)
         records = _write_model(new.partial / "model", planner, total)
@@ -217,6 +231,21 @@ def megatron_to_hf(
     Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
     """
     checkpoint = open_checkpoint(source, shard)
+    export_checkpoint(source, checkpoint, destination, dtype, max_shard_bytes, shard)
+    return checkpoint.folder, checkpoint.notes
+
+
+def export_checkpoint(
+    source: Path,
+    checkpoint: Source,
+    destination: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    shard: WorkerShard,
+    merge: Merge = lambda _name, _slices, data: data,
+) -> None:
+    """Write the checkpoint that `source` means, a whole model, as a new Hugging Face folder.
+    merge(name, slices, data): what becomes of a block of a Hugging Face tensor."""
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
@@ -227,8 +256,8 @@ def megatron_to_hf(
     original = checkpoint.hf_config
     family = family_of_shape(shape) if original is None else family_of(original)
     weights = weight_map(family, shape, vocab_size)
-    recipes = _by_key(weights)
-    stored = _checked_tensors(model, index, recipes)
+    recipes = by_key(weights)
+    stored = checked_tensors(model, index, recipes)
     keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}
     specs = {}
     for name, size in weights.shapes.items():
@@ -248,7 +277,7 @@ def megatron_to_hf(
             mine = writer.files[shard.rank :: shard.world_size]
             names = {name for file in mine for name in file.offsets}
             try:
-                _export(model, index, recipes, writer, names, records, shard.is_main)
+                _export(model, index, recipes, writer, names, records, shard.is_main, merge)
             except DataError:
                 if records is not None:  # what is wrong with other files, too
                     refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
@@ -260,7 +289,6 @@ def megatron_to_hf(
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
                 writer.publish({"config.json": config, **made}, files)
-    return checkpoint.folder, checkpoint.notes
 
 
 def _export(
@@ -271,6 +299,7 @@ def _export(
     names: set[str],
     records: Files | None,
     progress: bool,
+    merge: Merge,
 ) -> None:
     """Read each stored block that the HF tensors of `names` need, once, and write its parts;
     records: see `_in_file_order`."""
@@ -292,7 +321,8 @@ def _export(
         data = torch.empty(block.piece.data.shape, dtype=block.piece.data.dtype)
         reader.read([replace(block.piece, data=data)])
         for box in block.boxes:
-            writer.write_box(box, data[box.target_slices])
+            part = box.to_source(data[box.target_slices])
+            writer.write_box(box, merge(box.name, box.source_slices, part))
         done(block.numel)
 
     total = sum(block.numel for blocks in work.values() for block in blocks)
@@ -339,13 +369,13 @@ def _in_file_order(
             raise DataError(f"{folder / name}: altered, its checksum is not the manifest's")
 
 
-def _by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
+def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
     """The recipes by the keys of a checkpoint, where the experts of a layer are one tensor."""
     keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
     return {key: weights[key] for key in keys}
 
 
-def _checked_tensors(
+def checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint. Raises DataError where they are not those of the model."""

@@ -44,7 +44,7 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     reads them (`convert._in_file_order`). Raises DataError with all that is wrong.
     """
     with shard.barrier():
-        found = _find(path) if shard.is_main else None
+        found = find_checkpoint(path) if shard.is_main else None
     folder, notes = shard.gather(found)[0]
     refuse_damage(path, folder, shard, notes, with_tensors=shard.world_size > 1)
     document = read_model(folder)
@@ -114,7 +114,7 @@ def _is_small(name: str) -> bool:
     return _is_needed(name) and not holds_tensors(name)
 
 
-def _find(path: Path) -> tuple[Path, list[str]]:
+def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint that a path means, and notes about damaged newer ones."""
     folders = checkpoints_at(path)
     if folders == [path]:

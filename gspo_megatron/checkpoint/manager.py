@@ -77,7 +77,8 @@ class Checkpoints:
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
-        self._model = describe_model(config, policy.vocab_size, hf)
+        base = None if policy.lora is None else policy.lora.base
+        self._model = describe_model(config, policy.vocab_size, hf, base)
         on_main(self._prepare)
 
     def saved_step(self, step: int) -> int:
@@ -104,7 +105,10 @@ class Checkpoints:
     @contextlib.contextmanager
     def reference_weights(self, *, needed: bool) -> Generator[None]:
         """Inside, if `needed`, the policy has the weights that RL starts from. A new run saves
-        them here; a resumed run reads them and gets its own weights back at the end."""
+        them here; a resumed run reads them and gets its own weights back at the end. Without its
+        adapters, a policy that began without any has them anyway."""
+        lora = self.policy.lora
+        needed = needed and (lora is None or not lora.starts_as_base)
         resumed = self.start.state is not None and self.start.state.phase == RL
         if needed and resumed:
             load_reference(self.config, self.policy)

@@ -23,6 +23,7 @@ from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
 from gspo_megatron.checkpoint.storage import Piece
+from gspo_megatron.families.adapter_map import is_adapter
 from gspo_megatron.families.weight_map import is_one_matrix, is_vocabulary, native_name
 from gspo_megatron.models.build import Policy
 
@@ -67,9 +68,11 @@ class ModelPiece:
             start += math.prod(size)
 
 
-def model_pieces(policy: Policy) -> list[ModelPiece]:
-    """All parameters and buffers of the rank's chunks that belong into a checkpoint."""
-    found = []
+def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
+    """All parameters and buffers of the rank's chunks that belong into a checkpoint: the adapters
+    alone, where there are any, or with adapters=False the others."""
+    found: list[ModelPiece] = []
+    adapters = adapters and policy.lora is not None
     for model in policy.models:
         # First: it converts the routers' biases, which bf16 models hold in bf16, back to float32.
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
@@ -78,6 +81,8 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
         for entry in entries.values():
             if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                 continue  # Transformer Engine's extra state: FP8 scales, see scale_pieces
+            if is_adapter(entry.key) != adapters:
+                continue
             tensor = own[entry.data.data_ptr()]
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             parts = list(nested_values(built)) if isinstance(built, dict) else built
@@ -86,6 +91,8 @@ def model_pieces(policy: Policy) -> list[ModelPiece]:
                 if tensor.data_ptr() in covered:
                     covered[tensor.data_ptr()] += part.data.numel()
         for name, parameter in model.named_parameters():
+            if is_adapter(name) != adapters:
+                continue
             assert covered[parameter.data_ptr()] == parameter.numel(), f"{name} has no global place"
     return found
 

@@ -20,10 +20,12 @@ from gspo_megatron.checkpoint.run_state import (
     MODEL_FILE,
     RunState,
     fingerprints,
+    lora_of,
     read_model,
     versions,
 )
 from gspo_megatron.config.load import override, parse_yaml
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import AnyConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
@@ -146,7 +148,9 @@ def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
     """Overrides that make a new run of a configuration: from the weights of a checkpoint, or from
     those that the configuration names."""
     values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
-    if checkpoint is not None:
+    if checkpoint is not None and config.model.lora.rank:
+        values["model.lora.checkpoint"] = str(checkpoint)
+    elif checkpoint is not None:
         values |= {} if config.model.hf_path is None else {"model.hf_path": None}
         values["model.checkpoint_path"] = str(checkpoint)
     return values | _new_export(config)
@@ -178,20 +182,50 @@ def check_given(config: AnyConfig, vocab_size: int) -> None:
 def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
     """The checkpoint of model.checkpoint_path; raises what the next two functions raise."""
     checkpoint = given_checkpoint(str(config.model.checkpoint_path))
+    if lora_of(read_model(checkpoint), checkpoint) is not None:
+        path = str(config.model.checkpoint_path)
+        base = (read_model(checkpoint)["base"] or {}).get("path", "their base")
+        wrong = f"holds adapters alone; name it in model.lora.checkpoint, and {base} in its place"
+        raise DataError(problem("model.checkpoint_path", path, wrong))
     weights_fit(checkpoint, config, vocab_size)
     return checkpoint
 
 
-def given_checkpoint(path: str) -> Path:
-    """The checkpoint of model.checkpoint_path, which may be a run folder. Raises DataError."""
+def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | None) -> Path:
+    """The checkpoint of model.lora.checkpoint, which may be a run folder. Raises DataError unless
+    its adapters are those of the section, trained on this base."""
+    checkpoint = given_checkpoint(path, "model.lora.checkpoint")
+    there = lora_of(read_model(checkpoint), checkpoint)
+    if there is None:
+        wrong = "holds a whole model and no adapters; allowed: model.checkpoint_path for it"
+        raise DataError(problem("model.lora.checkpoint", path, wrong))
+    if lines := section.differences(there):
+        raise DataError("\n".join(f"{checkpoint}: {line}" for line in lines))
+    refuse_other_base(checkpoint, base)
+    return checkpoint
+
+
+def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
+    """Raise DataError where a checkpoint's adapters were trained on another model than `base`."""
+    there = read_model(checkpoint).get("base")
+    if there is None or base is None or there["fingerprint"] == base["fingerprint"]:
+        return
+    raise DataError(
+        f"{checkpoint}: its adapters were trained on {there['path']}, whose weights were others "
+        f"than those of {base['path']} now; allowed: the model of that time, unchanged"
+    )
+
+
+def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
+    """The checkpoint that `key` names, which may be a run folder. Raises DataError."""
     found = checkpoints_at(Path(path))
     for checkpoint in found:
         if (checkpoint / MANIFEST).is_file():
             return checkpoint
     if found:
         wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; allowed: a whole one"
-        raise DataError(problem("model.checkpoint_path", path, wrong))
-    raise DataError(no_checkpoint(path))
+        raise DataError(problem(key, path, wrong))
+    raise DataError(no_checkpoint(path).replace("model.checkpoint_path", key, 1))
 
 
 def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = None) -> None:
@@ -233,6 +267,8 @@ def is_of_model(name: str) -> bool:
 
 def _can_take(config: AnyConfig, checkpoint: Path) -> bool:
     """Whether a run of this configuration can begin with the weights of a checkpoint."""
+    if config.model.lora.rank:
+        return False
     update = {"hf_path": None, "checkpoint_path": str(checkpoint)}
     model = config.model.model_copy(update=update)
     try:

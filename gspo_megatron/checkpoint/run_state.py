@@ -7,7 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Any
 import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import MODEL_FILE
-from gspo_megatron.files import fingerprint, parse_json
+from gspo_megatron.files import fingerprint, fingerprint_of_weights, parse_json
 from gspo_megatron.plugins import module_folders
 
 STATE_FILE = "run.json"
@@ -113,16 +114,42 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe_model(config: AnyConfig, vocab_size: int, hf: Any = None) -> dict[str, Any]:
+def describe_model(
+    config: AnyConfig, vocab_size: int, hf: Any = None, base: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """model.json, for conversions. `vocab_size`: without padding; `hf`: the config.json that the
-    model was imported from."""
+    model was imported from; `base`: what adapters were trained on, see `base_of`."""
+    adapters = {}
+    if config.model.lora.rank:
+        lora = config.model.lora.model_dump(exclude={"checkpoint"})
+        adapters = {"lora": lora, "base": None if base is None else dict(base)}
     return {
         "shape": dataclasses.asdict(config.resolved_model()),
         "vocab_size": vocab_size,
         # absolute: a conversion may run in another working directory
         "tokenizer": str(Path(config.data.tokenizer).absolute()),
         "hf": hf,
+        **adapters,
     }
+
+
+def base_of(path: str | Path) -> dict[str, str]:
+    """What is kept of the frozen model that adapters are trained on, a Hugging Face folder or a
+    checkpoint of ours: its absolute path, and a fingerprint of its weights. Raises DataError."""
+    return {"path": str(Path(path).absolute()), "fingerprint": fingerprint_of_weights(path)}
+
+
+def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None:
+    """The adapters that a checkpoint holds, as its model.json says; None where it holds a whole
+    model. Raises DataError."""
+    found = document.get("lora")
+    if found is None:
+        return None
+    try:
+        return LoraSection.model_validate(found)
+    except ValueError as error:
+        wrong = "does not describe adapters that this version knows"
+        raise DataError(f"{checkpoint / MODEL_FILE}: lora: {wrong}") from error
 
 
 def read_model(checkpoint: Path) -> dict[str, Any]:

@@ -20,17 +20,20 @@ from gspo_megatron.checkpoint.resume import (
     conclude,
     finished_text,
     fitting_checkpoint,
+    given_adapters,
     is_of_model,
     refuse_damage,
+    refuse_other_base,
     run_folder,
 )
 from gspo_megatron.checkpoint.rng import load_rng
 from gspo_megatron.checkpoint.run_lock import RunLock
-from gspo_megatron.checkpoint.run_state import read_model
+from gspo_megatron.checkpoint.run_state import base_of, read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
+from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
@@ -56,22 +59,50 @@ def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -
 
 
 def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
-    """Load a new run's first weights from a checkpoint or a Hugging Face folder, if one is
-    configured; without it the policy keeps its random weights. Returns the config.json of the
-    Hugging Face model that the weights come from, or None. Raises UserError, on all ranks alike,
-    where the folder is damaged or holds no such model.
+    """Load a new run's first weights: see `load_base`, and the adapters of model.lora.checkpoint,
+    if they are configured; without it new ones change nothing yet."""
+    hf = load_base(config, policy)
+    if config.model.lora.checkpoint is not None:
+        _load_given_adapters(config, policy, config.model.lora.checkpoint)
+    return hf
+
+
+def load_base(config: AnyConfig, policy: Policy) -> Any:
+    """Load the weights of a checkpoint or a Hugging Face folder, if one is configured; without it
+    the policy keeps its random weights. Returns the config.json of the Hugging Face model that the
+    weights come from, or None. Raises UserError, on all ranks alike, where the folder is damaged or
+    holds no such model.
     """
+    source, hf = None, None
     if config.model.checkpoint_path is not None:
-        checkpoint = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
-        refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
-        load_model(checkpoint, policy)
-        return read_model(checkpoint)["hf"]
-    if config.model.hf_path is not None:
+        source = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
+        refuse_damage(source, _damage_of(source, is_of_model))
+        load_model(source, policy, adapters=False)
+        hf = read_model(source)["hf"]
+    elif config.model.hf_path is not None:
         from gspo_megatron.hf.load import load_hf
 
-        load_hf(config.model.hf_path, policy)
-        return parse_json((Path(config.model.hf_path) / "config.json").read_bytes())
-    return None
+        source = Path(config.model.hf_path)
+        load_hf(source, policy)
+        hf = parse_json((source / "config.json").read_bytes())
+    if policy.lora is not None and source is not None:
+        policy.lora.base = on_main(lambda: base_of(source))
+    return hf
+
+
+def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
+    """Load the adapters of a PEFT folder, or of a checkpoint of ours."""
+    section = config.model.lora
+    if Path(path, PEFT_CONFIG).exists() or Path(path, PEFT_TENSORS).exists():
+        from gspo_megatron.hf.adapters import load_adapters
+
+        load_adapters(path, policy, section)
+        return
+    assert policy.lora is not None
+    base = policy.lora.base
+    checkpoint = on_main(lambda: given_adapters(path, section, base))
+    refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
+    load_model(checkpoint, policy)
 
 
 def load_reference(config: AnyConfig, policy: Policy) -> None:
@@ -150,6 +181,9 @@ def load_starting_weights(
     """Load the weights of the resumed checkpoint, or a new run's first weights. Returns the
     config.json of the Hugging Face model that they come from, or None."""
     if start.checkpoint is not None:
+        if policy.lora is not None:
+            load_base(config, policy)
+            refuse_other_base(start.checkpoint, policy.lora.base)
         load_model(start.checkpoint, policy)
         if not load_rng(start.checkpoint):
             logger.note("the layout has changed: random number generators start again")

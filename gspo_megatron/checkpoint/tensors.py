@@ -87,15 +87,15 @@ def save_tensors(
     return start_work(write, asynchronous=asynchronous)
 
 
-def load_model(folder: Path, policy: Policy) -> None:
+def load_model(folder: Path, policy: Policy, *, adapters: bool = True) -> None:
     """Read `folder`/model, of any layout, into the policy; every rank calls it. An optimizer that
     exists already keeps its fp32 copy of 16-bit weights: load its state too, or call its
-    reload_model_params.
+    reload_model_params. A policy with adapters reads these alone, or with adapters=False its base.
 
     Raises DataError, the same on all ranks.
     """
     policy.finish_parameter_gather()
-    pieces = list(pieces_to_read(model_pieces(policy)))
+    pieces = list(pieces_to_read(model_pieces(policy, adapters=adapters)))
     with torch.no_grad():
         read_pieces(folder / MODEL, pieces)
 

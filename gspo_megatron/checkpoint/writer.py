@@ -184,7 +184,7 @@ def _expected_bytes(policy: Policy) -> int:
     experts = parallel_state.get_expert_data_parallel_world_size()
     total = 0.0
     for model in policy.models:
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             copies = dense if getattr(parameter, "allreduce", True) else experts
             size = parameter.element_size() + _OPTIMIZER_BYTES
             total += parameter.numel() * size / copies

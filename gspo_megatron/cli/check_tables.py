@@ -18,6 +18,7 @@ from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import family_of_shape
+from gspo_megatron.families.adapter_map import adapted_weights_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.observe.progress import number
@@ -92,10 +93,31 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     dp = resolve_parallel(config, world_size).data_parallel_size
     rows = [("model", model), ("layout", f"{config.layout()} on {ranks}, dp={dp}")]
+    if section.lora.rank:
+        rows += _of_adapters(config, shape)
     if checked.start is not None:
         resumed = checked.start.checkpoint
         given = section.checkpoint_path or section.hf_path or "random"
         rows.append(("weights", given if resumed is None else f"{resumed}: the run is resumed"))
+    return rows
+
+
+# Below these a learning rate is one of training all weights. Adapters need about ten times as much:
+# docs/lora.md.
+_LEAST_RATE, _LEAST_RATE_OF_STAGES = 5e-6, 5e-5
+
+
+def _of_adapters(config: Any, shape: ModelShape) -> Rows:
+    lora, rate = config.model.lora, config.optimizer.learning_rate
+    adapted = adapted_weights_of(config.model.family(shape), shape, lora.targets).values()
+    count = sum(lora.rank * (m.rows + m.columns) for each in adapted for m in each.matrices)
+    leaves = sorted({matrix.leaf for each in adapted for matrix in each.matrices})
+    text = f"{count:,} parameters of rank {lora.rank}, times {lora.scale:g}, beside "
+    rows = [("adapters", text + ", ".join(leaves))]
+    least = _LEAST_RATE if isinstance(config, Config) else _LEAST_RATE_OF_STAGES
+    if rate < least:
+        told = f"optimizer.learning_rate = {rate:g} is one for training all weights; adapters need "
+        rows.append(("warning", f"{told}about ten times as much: start with {10 * rate:g}"))
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, loading, new_parser
 from gspo_megatron.errors import UserError
+from gspo_megatron.families.adapter_map import PEFT_CONFIG
 from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
@@ -55,12 +56,24 @@ def add_parser(commands: Commands) -> None:
         "first: if its contents are altered the command fails; then give the path of an older one",
     )
     to_hf.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with adapters (model.lora): write these alone, as a PEFT folder; without it "
+        "they are merged into their base",
+    )
+    to_hf.add_argument(
         "--layout",
         metavar="LAYOUT",
         help="convert a large model in as many processes as this layout has ranks, for example "
         "tp=2,pp=2; the tensors are the same",
     )
     for direction in (to_ours, to_hf):
+        direction.add_argument(
+            "--base",
+            metavar="FOLDER",
+            type=Path,
+            help="of adapters: the model that they were trained on, if it is not where it was",
+        )
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")
         direction.add_argument(
             "--dtype",
@@ -72,13 +85,14 @@ def add_parser(commands: Commands) -> None:
 def run_import(arguments: argparse.Namespace) -> int:
     with loading():
         from gspo_megatron.checkpoint.convert import hf_to_megatron
+        from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
 
-    hf_to_megatron(
-        arguments.source,
-        arguments.destination,
-        dtype=_dtype(arguments),
-        ignore_custom_code=arguments.ignore_custom_code,
-    )
+    source, destination, dtype = arguments.source, arguments.destination, _dtype(arguments)
+    if (source / PEFT_CONFIG).exists():
+        peft_to_megatron(source, destination, base=arguments.base, dtype=dtype)
+    else:
+        code = arguments.ignore_custom_code
+        hf_to_megatron(source, destination, dtype=dtype, ignore_custom_code=code)
     print(f"{arguments.destination}: written from {arguments.source}")
     return 0
 
@@ -119,6 +133,8 @@ def run_export(arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "gspo_megatron", "convert", "megatron-to-hf"]
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
+        command += ["--adapter"] if arguments.adapter else []
+        command += ["--base", str(arguments.base)] if arguments.base else []
         return launch(command, processes)
     _export(arguments)
     return 0
@@ -126,12 +142,17 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> None:
     with loading():
-        from gspo_megatron.checkpoint.convert import megatron_to_hf
+        from gspo_megatron.checkpoint.convert_adapters import any_to_hf
         from gspo_megatron.checkpoint.convert_workers import ALONE
 
     shard = shard or ALONE
-    taken, notes = megatron_to_hf(
-        arguments.source, arguments.destination, dtype=_dtype(arguments), shard=shard
+    taken, notes = any_to_hf(
+        arguments.source,
+        arguments.destination,
+        as_peft=arguments.adapter,
+        base=arguments.base,
+        dtype=_dtype(arguments),
+        shard=shard,
     )
     if shard.is_main:
         for note in notes:

@@ -135,8 +135,11 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
             "no config.resolved.yaml, config.yaml or config.json"
         )
     values = _read(path)
-    values["model"] = {**(values.get("model") or {}), "checkpoint_path": str(folder)}
-    values["model"]["hf_path"] = None
+    model = dict(values.get("model") or {})
+    if (model.get("lora") or {}).get("rank"):  # its checkpoints hold adapters
+        values["model"] = {**model, "lora": {**model["lora"], "checkpoint": str(folder)}}
+    else:
+        values["model"] = {**model, "checkpoint_path": str(folder), "hf_path": None}
     values["data"] = _with_tokenizer(dict(values.get("data") or {}), folder)
     run = folder.resolve().parents[1] if is_checkpoint else folder
     return values, str(run / "evaluation")

@@ -80,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
-    from gspo_megatron.checkpoint.convert import megatron_to_hf
+    from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 
     if arguments.source.exists():
         device_of(_python(arguments))  # whether it has vLLM, also before that
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
-        taken, notes = megatron_to_hf(arguments.source, Path(folder) / "hf")
+        taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:
             print(note, file=sys.stderr, flush=True)
         return _serve(arguments, Path(folder) / "hf", options)

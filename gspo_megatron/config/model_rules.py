@@ -12,6 +12,7 @@ from typing import Any
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
 from gspo_megatron.errors import format_value
+from gspo_megatron.families.adapter_map import adapted_weights_of
 from gspo_megatron.families.model_shape import (
     ModelShape,
     delta_net_layers,
@@ -302,6 +303,32 @@ def weights_are_named_once(plan: Plan) -> Problems:
         yield f"model.{key}", wrong
 
 
+def adapters_fit(plan: Plan) -> Problems:
+    """The model has the matrices that adapters are wanted for, and weights to freeze."""
+    model, lora = plan.config.model, plan.config.model.lora
+    key = "model.lora.rank"
+    if not lora.rank:
+        if lora.checkpoint is not None:
+            wrong = "there are no adapters with model.lora.rank = 0"
+            yield "model.lora.checkpoint", f"{wrong}; allowed: null, or the rank of these"
+        return
+    if getattr(plan.config, "phase", None) == "pretrain":
+        yield key, "pre-training trains all weights; allowed: 0"
+    elif plan.for_training and plan.here and (model.hf_path or model.checkpoint_path) is None:
+        wrong = "the frozen weights would be random"
+        yield key, f"{wrong}; allowed: 0, or set model.hf_path or model.checkpoint_path"
+    if model.megatron.get("moe_router_bias_update_rate"):
+        wrong = "routers of a frozen model stay as they are (model.lora.rank is above 0)"
+        yield "model.megatron.moe_router_bias_update_rate", f"{wrong}; allowed: leave it out"
+    shape, tp = plan.shape, plan.layout.tp
+    adapted = adapted_weights_of(model.family(shape), shape, lora.targets)
+    mixed = any(len(each.matrices) > 1 and "linear_qkv" in each.owner for each in adapted.values())
+    if mixed and tp > shape.num_query_groups:
+        wrong = "adapters of q, k and v need whole query groups on each rank"
+        legal = f"allowed: at most num_query_groups = {shape.num_query_groups}, or other targets"
+        yield "parallel.tensor_model_parallel_size", f"{wrong}; {legal}"
+
+
 _PRECISION = "training.precision"
 
 
@@ -388,4 +415,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     dropout_is_off,
     precision_is_possible,
     weights_are_named_once,
+    adapters_fit,
 )

@@ -5,11 +5,13 @@ What several keys get wrong together is in rules.py; pre-training and fine-tunin
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.precision import Precision
@@ -30,14 +32,16 @@ from gspo_megatron.config.section import (
     key,
     shapes,
 )
-from gspo_megatron.families import PRESETS, preset_of_folder
+from gspo_megatron.families import PRESETS, Family, family_of, family_of_shape, preset_of_folder
 from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
+    checkpoint_model_file,
     preset_of_checkpoint,
     shape_of,
 )
+from gspo_megatron.files import parse_json
 
 
 class ModelSection(Section):
@@ -58,17 +62,14 @@ class ModelSection(Section):
         "auto",
         "layer implementation; auto: Transformer Engine on a GPU that has it, in bf16 and FP8",
     )
-    vocab_size: Positive | None = shapes(
-        None, "vocabulary; null: the preset's, else the tokenizer's"
-    )
+    vocab_size: Positive | None = shapes(None, "vocabulary; null: the preset's or tokenizer's")
     max_sequence_length: Positive | None = shapes(
         None, "largest number of tokens of prompt and response together; null: the preset's"
     )
     rotary_base: float | None = shapes(None, "base of rotary positions; null: the preset's", gt=0)
-    tie_embeddings: bool | None = shapes(
-        None, "input and output embedding are one; null: the preset's"
-    )
+    tie_embeddings: bool | None = shapes(None, "one input and output embedding; null: the preset's")
     megatron: dict[str, Any] = shapes({}, "fields of TransformerConfig, in place of the preset's")
+    lora: LoraSection = Field(default_factory=LoraSection)
 
     @model_validator(mode="before")
     @classmethod
@@ -86,6 +87,17 @@ class ModelSection(Section):
         if self.preset is None and self.checkpoint_path is not None:
             return preset_of_checkpoint(self.checkpoint_path)
         return PRESETS[self.preset or "tiny"]
+
+    def family(self, shape: ModelShape) -> Family:
+        """The family whose names of tensors count: that of the weights' config.json, else one that
+        has models of this shape. Raises ConfigError."""
+        hf = None
+        if self.hf_path is not None:
+            hf = parse_json((Path(self.hf_path) / "config.json").read_bytes())
+        elif self.checkpoint_path is not None:
+            file = checkpoint_model_file(self.checkpoint_path)
+            hf = None if file is None else parse_json(file.read_bytes()).get("hf")
+        return family_of_shape(shape) if hf is None else family_of(hf)
 
 
 class ParallelSection(Section):

@@ -7,7 +7,14 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.estimate.activations import ChunkPass
-from gspo_megatron.estimate.model import DENSE, EMBEDDING, EXPERTS, RankModel, StateBytes
+from gspo_megatron.estimate.model import (
+    DENSE,
+    EMBEDDING,
+    EXPERTS,
+    RankModel,
+    StateBytes,
+    trained_bytes,
+)
 from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.models.core_attention import window_of
 from gspo_megatron.models.delta_net import CachedDeltaNet
@@ -23,7 +30,7 @@ class RankMemory:
     stage: int
     layers: int
     state: StateBytes
-    reference: int  # a second copy of the weights, if there is a KL divergence
+    reference: int  # a copy of the trained weights, if there is a KL divergence that needs it
     activations: int  # of all micro-batches in flight
     in_flight: tuple[int, ...]  # of each chunk
     workspace: int  # of the running forward or backward pass
@@ -84,9 +91,12 @@ def rank_memory(
     # each rank passes its own prompts, whole ones under context parallelism too
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
-    # frozen weights: of the reference policy, and of a teacher
-    copies = (section.kl != "none") + (section.distillation.teacher is not None) if section else 0
-    reference = copies * sum(state.parameters.values())
+    lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
+    # with adapters that start as none, the policy without them is the reference
+    if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
+        reference = whole if lora is None else trained_bytes(model.policy)
+    if section and section.distillation.teacher is not None:
+        reference += whole
     on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,

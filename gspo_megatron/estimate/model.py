@@ -16,6 +16,7 @@ from gspo_megatron.config import ResolvedParallel
 from gspo_megatron.config.precision import FP8, base_precision
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
+from gspo_megatron.families.adapter_map import is_adapter
 from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
@@ -111,7 +112,9 @@ def fp8_copy_bytes(policy: Policy) -> int:
     return 2 * sum(
         parameter.numel()
         for name, parameter in _parameters(policy)
-        if parameter.dim() > 1 and "router" not in name and kind_of(name, parameter) != EMBEDDING
+        if parameter.dim() > 1
+        and not ("router" in name or is_adapter(name))
+        and kind_of(name, parameter) != EMBEDDING
     )
 
 
@@ -130,7 +133,7 @@ def state_bytes(model: RankModel) -> StateBytes:
     for name, parameter in _parameters(model.policy):
         kind = kind_of(name, parameter)
         owner: Any = parameter  # to which Megatron-Core adds main_grad
-        gradients[kind] += owner.main_grad.nbytes
+        gradients[kind] += owner.main_grad.nbytes if parameter.requires_grad else 0
         parameters[kind] += parameter.nbytes
     return StateBytes(parameters, gradients, _optimizer_bytes(model))
 
@@ -157,6 +160,11 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
     return result
 
 
+def trained_bytes(policy: Policy) -> int:
+    """Bytes of the weights that are trained: all, or the adapters."""
+    return sum(p.nbytes for _, p in _parameters(policy) if p.requires_grad)
+
+
 def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
     return [pair for model in policy.models for pair in model.named_parameters()]
 
@@ -175,6 +183,7 @@ def global_parameters(model: RankModel) -> dict[str, int]:
     for name, parameter in _parameters(model.policy):
         kind, count = kind_of(name, parameter), parameter.numel()
         cut = getattr(parameter, "tensor_model_parallel", False)
+        cut = cut and not hasattr(parameter, "sum_over_expert_tp")  # of adapters, whole matrices
         if kind == EXPERTS:
             count *= parallel.expert_model_parallel_size
             count *= parallel.expert_tensor_parallel_size if cut else 1

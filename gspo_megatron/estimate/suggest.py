@@ -208,8 +208,10 @@ def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, ro
     weight = _BYTES.get(candidate.config.training.precision, 2)
     sharded = 12 if weight == 2 else 8
     replicas = parallel.data_parallel_size * parallel.context_parallel_size
-    state = candidate.dense * (weight + 4 + sharded / replicas) + candidate.experts * (
-        weight + 4 + sharded / parallel.expert_data_parallel_size
+    # of a frozen model the weights alone, beside which adapters are small
+    trained = 0 if candidate.config.model.lora.rank else 1
+    state = candidate.dense * (weight + trained * (4 + sharded / replicas)) + candidate.experts * (
+        weight + trained * (4 + sharded / parallel.expert_data_parallel_size)
     )
     return state + activations + workspace <= room * _TOLERANCE
 

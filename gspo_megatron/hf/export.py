@@ -20,6 +20,7 @@ from gspo_megatron.hf.load import weight_shards
 from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.lora import Lora
 from gspo_megatron.models.shards import Shard
 from gspo_megatron.platform.collectives import raised_everywhere
 
@@ -106,7 +107,7 @@ def stream_hf(
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
     policy.finish_parameter_gather()
-    copy = _ModelCopy(weight_shards(policy, weights), weights)
+    copy = ModelCopy(weight_shards(policy, weights), weights, policy.lora)
     device = torch.device(torch.cuda.current_device())
     for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():
         tensor = None
@@ -141,11 +142,14 @@ def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return kinds
 
 
-class _ModelCopy:
+class ModelCopy:
     """One copy of the model, spread over the ranks that share a group with the main rank."""
 
-    def __init__(self, shards: Sequence[Shard], weights: WeightMap) -> None:
-        self._shards = shards
+    def __init__(
+        self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
+    ) -> None:
+        """lora: adapters that are added to the weights on the way, if there are any."""
+        self._shards, self._lora = shards, lora
         # of each HF tensor, by rank: numbers of the rank's shards, and the box that each holds
         self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -184,15 +188,15 @@ class _ModelCopy:
     def collect(self, name: str, dtype: torch.dtype, out: Tensor | None) -> None:
         """Send this rank's parts of a tensor, as `dtype`; or, on the main rank, fill `out`."""
         parts, group = self._parts[name], self._groups.get(name)
-        mine = [(box, self._shards[n].data) for n, box in parts.get(dist.get_rank(), [])]
+        mine = [(box, self._values(n, box)) for n, box in parts.get(dist.get_rank(), [])]
         if dist.get_rank() != MAIN_RANK:
             if mine:
-                runs = [data[box.target_slices].reshape(-1).to(dtype) for box, data in mine]
+                runs = [data.reshape(-1).to(dtype) for _, data in mine]
                 _exchange([dist.P2POp(dist.isend, torch.cat(runs), MAIN_RANK, group)])
             return
         assert out is not None
         for box, data in mine:
-            out[box.source_slices].copy_(box.to_source(data[box.target_slices]))
+            out[box.source_slices].copy_(box.to_source(data))
         sizes = {
             rank: [box.numel for _, box in theirs]
             for rank, theirs in parts.items()
@@ -203,6 +207,13 @@ class _ModelCopy:
         for rank, counts in sizes.items():
             for (_, box), run in zip(parts[rank], packed[rank].split(counts), strict=True):
                 out[box.source_slices].copy_(box.to_source(run))
+
+    def _values(self, number: int, box: Box) -> Tensor:
+        """A box of a shard, with its adapter added."""
+        data = self._shards[number].data[box.target_slices]
+        if self._lora is None or len(box.source) != 2:
+            return data
+        return self._lora.merged(data.reshape(box.source_size), box.name, box.source)
 
 
 def _exchange(messages: list[dist.P2POp]) -> None:

@@ -95,10 +95,10 @@ class HfFolder:
             advice = "convert it by `gspo-megatron convert megatron-to-hf`"
             raise DataError(f"{path}: is a checkpoint of gspo-megatron; {advice}")
         problems: list[str] = []
-        config = _read_json(self.path / "config.json", problems) or {}
+        config = read_json(self.path / "config.json", problems) or {}
         self.config: dict[str, Any] = dict(language_model(config))
         if (generation := self.path / "generation_config.json").exists():
-            _read_json(generation, problems)
+            read_json(generation, problems)
         if "auto_map" in self.config and not ignore_custom_code:
             problems.append(
                 f"{self.path / 'config.json'}: auto_map: the model is defined by code in its"
@@ -225,7 +225,7 @@ class HfFolder:
     def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
         single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
         if single.exists():  # transformers, too, takes it before an index
-            return _read_header(single, problems) or {}
+            return read_header(single, problems) or {}
         if index.exists():
             return _read_indexed(index, problems)
         pickles = sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern))
@@ -239,7 +239,7 @@ class HfFolder:
         return {}
 
 
-def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
+def read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
     """All tensors of one file; None where it is damaged, which goes to `problems`."""
     try:
         # The library checks the file. Its own mapping of tensors for torch needs as much free
@@ -262,7 +262,7 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | Non
 
 
 def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
-    content = _read_json(index, problems)
+    content = read_json(index, problems)
     if content is None:
         return {}
     files = content.get("weight_map")
@@ -283,7 +283,7 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
             wrong.append(f"{index}: {file_name!r:.80} {fault}")
         elif not file.exists():
             wrong.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
-        elif (found := _read_header(file, wrong)) is not None:
+        elif (found := read_header(file, wrong)) is not None:
             differs += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
             differs += [
                 f"{file}: {name} is in the file, and not in {index.name} at this place"
@@ -294,7 +294,8 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
     return tensors
 
 
-def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none, which goes to `problems`."""
     try:
         content = parse_json(file.read_bytes())
     except OSError as error:

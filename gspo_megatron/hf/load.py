@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from gspo_megatron.families.adapter_map import is_adapter
 from gspo_megatron.families.weight_map import WeightMap, fill, is_vocabulary
 from gspo_megatron.hf.files import check_tied_copy, checked_folder
 from gspo_megatron.models.build import Policy
@@ -34,9 +35,10 @@ def load_hf(path: str | Path, policy: Policy) -> None:
 
 
 def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
-    """All of this rank's parameters, each element once, and the biases of its routers. The shards
-    may reach into the vocabulary's padding."""
-    found = [shard for model in policy.models for shard in parameter_shards(model)]
+    """All of this rank's parameters but adapters, each element once, and the biases of its routers.
+    The shards may reach into the vocabulary's padding."""
+    everything = [shard for model in policy.models for shard in parameter_shards(model)]
+    found = [shard for shard in everything if not is_adapter(shard.name)]
     covered = sum(shard.data.numel() for shard in found)
     for model in policy.models:
         for module in model.modules():
@@ -45,7 +47,8 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
                 # a buffer, so not among the parameters; every rank of the layer has all of it
                 name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
                 found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
-    parameters = sum(p.numel() for model in policy.models for p in model.parameters())
+    named = (pair for model in policy.models for pair in model.named_parameters())
+    parameters = sum(p.numel() for name, p in named if not is_adapter(name))
     assert covered == parameters, "a parameter without a global name"
     for shard in found:
         shape = weights[shard.name].shape

@@ -124,18 +124,20 @@ class HfWriter(NewFolder):
         tensors: Mapping[str, Tensor],
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        single_file: str = SINGLE_FILE,
         owner: bool = True,
         durable: bool = True,
         reuse: Path | None = None,
         private: bool = False,
     ) -> None:
-        """reuse: of the same tensors, in a file system in memory: overwriting is faster than new
-        files, for which the system has to find and clear memory."""
+        """single_file: the file's name where one is enough; reuse: a folder of the same tensors, in
+        a file system in memory: overwriting is faster than new files, for which the system has to
+        find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         options = {"durable": durable, "reuse": reuse, "private": private}
         super().__init__(path, self.bytes, owner=owner, **options)
-        self.files = _plan(self.tensors, max_shard_bytes)
+        self.files = _plan(self.tensors, max_shard_bytes, single_file)
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
@@ -147,13 +149,13 @@ class HfWriter(NewFolder):
         self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def write_box(self, box: Box, part: Tensor) -> None:
-        """Write the elements [box.size] of a box, in the planned dtype.
+        """Write the elements of a box, as they stand in the HF tensor, in the planned dtype.
 
         Where their order in the HF tensor is another one, that index of its first axis is
         written when all of it is there: single elements would take a system call each.
         """
         planned = self.tensors[box.name]
-        part = box.to_source(part).to(planned.dtype)
+        part = part.to(planned.dtype)
         if box.is_plain:
             self.write(box.name, part, box.source_slices)
             return
@@ -261,7 +263,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
         yield sum(at * stride for at, stride in zip(first, strides))
 
 
-def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
+def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str) -> list[_File]:
     """Tensors in their order, as many to a file as fit."""
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
@@ -272,7 +274,7 @@ def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[_File]:
         groups[-1][name] = planned
         room -= planned.nbytes
     if len(groups) == 1:
-        return [_file(SINGLE_FILE, groups[0])]
+        return [_file(single_file, groups[0])]
     return [
         _file(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)

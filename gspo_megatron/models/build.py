@@ -17,8 +17,11 @@ from megatron.core.utils import get_model_config
 from gspo_megatron.config import ModelShape, ResolvedParallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.families import language_model
+from gspo_megatron.families.adapter_map import adapted_weights
 from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.models.initialize import initialize_weights
+from gspo_megatron.models.lora import Lora, attach_adapters
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.specs import block_spec, choose_backend
 from gspo_megatron.models.transformer_config import (
@@ -39,6 +42,7 @@ class Policy:
     config: TransformerConfig
     vocab_size: int
     shape: ModelShape
+    lora: Lora | None = None  # the adapters, where these alone are trained
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -92,6 +96,12 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
     step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
     stages = parallel.virtual_pipeline_model_parallel_size
     ddp = ddp_config(config)
+    weights, lora = None, None
+    if config.model.lora.rank:
+        weights = weight_map(config.model.family(shape), shape, vocab_size)
+        section = config.model.lora
+        adapted = adapted_weights(weights, section.targets)
+        lora = Lora(section.rank, section.scale, adapted, section.checkpoint is None)
     chunks = []
     for stage in range(stages or 1):
         vp_stage = stage if stages else None
@@ -117,6 +127,8 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
             rope_scaling_factor=shape.rotary_llama3_factor or 1.0,
             vp_stage=vp_stage,
         )
+        if lora is not None and weights is not None:
+            attach_adapters(model, lora, weights)
         _aux_losses_count_micro_batches(model)
         _reduce_experts_over_their_replicas(model, megatron)
         _count_copies_once(model)
@@ -133,7 +145,7 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
                 disable_bucketing=stage > 0,
             )
         )
-    return Policy(chunks, megatron, vocab_size, shape)
+    return Policy(chunks, megatron, vocab_size, shape, lora)
 
 
 def ddp_config(config: AnyConfig) -> DistributedDataParallelConfig:

@@ -141,6 +141,7 @@ def _is_plain_router(router: TopKRouter) -> bool:
         and not config.moe_router_fusion
         and not config.moe_router_force_load_balancing
         and not getattr(config, "moe_router_force_biased", None)  # newer Megatron-Core
+        and getattr(router, "lora", None) is None
         and config.moe_input_jitter_eps is None
         and config.moe_expert_capacity_factor is None
     )
@@ -217,12 +218,14 @@ class LocalLinear(torch.nn.Module):
         super().__init__()
         self.weight, self.bias = stock.weight, stock.bias
         self.skip_bias_add = stock.skip_bias_add
+        self.lora = vars(stock).get("lora")
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], and the bias if others are to add it."""
-        if self.skip_bias_add:
-            return F.linear(states, self.weight), self.bias
-        return F.linear(states, self.weight, self.bias), None
+        output = F.linear(states, self.weight, None if self.skip_bias_add else self.bias)
+        if self.lora is not None and self.lora.lora.enabled:
+            output = self.lora(states, output)
+        return output, self.bias if self.skip_bias_add else None
 
 
 class LocalExperts(torch.nn.Module):

@@ -41,6 +41,7 @@ class GroupedExperts(MegatronModule):
         assert not config.moe_apply_probs_on_input
         self.num_local_experts = num_local_experts
         self.groups = pg_collection
+        self.register_module("lora", None)  # adapters: models/lora.py
         self.activation = config.activation_func
         etp = pg_collection.expt_tp.size()
         ffn = config.moe_ffn_hidden_size // etp
@@ -78,12 +79,16 @@ class GroupedExperts(MegatronModule):
             counts = tokens_per_expert.to(tokens.device, non_blocking=True)
             experts = torch.repeat_interleave(counts, output_size=len(tokens))
             states = states + self.bias1.flatten(1).index_select(0, experts)
+        if self.lora is not None:
+            states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         states = self._activate(states)
         # multiplied by the router's weight before the second projection, as in stock experts
         states = (states * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
             output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)
+        if self.lora is not None:
+            output = self.lora.add("2", output, states, tokens_per_expert, ends)
         return output, None
 
     def _activate(self, states: Tensor) -> Tensor:
@@ -120,6 +125,8 @@ class GroupedExperts(MegatronModule):
                 replica_id=(0, 0, expert_dp.rank()),
                 prepend_axis_num=axis,
             )
+        if self.lora is not None:
+            result |= self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
         return result
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gspo_megatron.models.shards import parameter_shards
+from gspo_megatron.families.adapter_map import is_adapter
+from gspo_megatron.models.shards import Shard, parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
 # are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
@@ -51,9 +53,20 @@ def initialize_weights(
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
         digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        if is_adapter(shard.name):
+            _initialize_adapter(shard, shape, generator)
+            continue
         if is_decay:
             drawn = torch.rand(shape, generator=generator)[shard.slices].mul(15).add(1).log()
         else:
             drawn = torch.randn(shape, generator=generator)[shard.slices] * std
         shard.data.zero_()  # vocabulary padding
         shard.data[tuple(slice(size) for size in drawn.shape)].copy_(drawn)
+
+
+def _initialize_adapter(shard: Shard, shape: list[int], generator: torch.Generator) -> None:
+    """A as PEFT draws it, evenly up to 1 / sqrt(in); B is zero, so the adapter changes nothing."""
+    shard.data.zero_()
+    if re.search(r"\.a(\[\d+\])?$", shard.name):
+        drawn = 2 * torch.rand(shape, generator=generator)[shard.slices] - 1
+        shard.data.copy_(drawn / math.sqrt(shape[1]))

@@ -104,7 +104,10 @@ class ReplicatedLinear(torch.nn.Module):
         sum_gradients_over_tp([self.weight], config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        return F.linear(hidden, self.weight), None
+        # As one matrix: torch would multiply token by token where the weight is frozen, and round
+        # otherwise than where it is trained.
+        rows = F.linear(hidden.flatten(0, -2), self.weight)
+        return rows.view(*hidden.shape[:-1], -1), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not delayed here."""

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
+from gspo_megatron.models.lora import sum_expert_gradients
 from gspo_megatron.platform.cpu import faster
 
 
@@ -131,6 +132,7 @@ def _finalize_gradients(
     """Sum the gradients up over the ranks. All of them know the loss's denominators beforehand, so
     none counts tokens, to exchange their number and to divide all gradients by it."""
     finalize_model_grads(model, None, **options)
+    sum_expert_gradients(model)
 
 
 def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:

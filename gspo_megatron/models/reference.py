@@ -16,20 +16,23 @@ class ReferencePolicy:
 
     There is no second model: Megatron-Core keeps parts of a model in process-wide lists (the
     routers' replay). Weights are swapped one by one, so only one of them exists three times.
+
+    With adapters there is no copy of the frozen weights. The reference is the policy without its
+    adapters, or, where RL began with given ones, with a copy of these.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         """offload: keep the copy in host memory, pinned if the policy is on a GPU."""
         self._policy = policy
-        # the routers' expert biases (without auxiliary loss) are trained too, and are buffers
-        self._tensors = [
-            tensor
-            for model in policy.models
-            for tensor in (
-                *model.parameters(),
-                *(b for name, b in model.named_buffers() if name.endswith("expert_bias")),
-            )
-        ]
+        lora = policy.lora
+        self._off = lora if lora is not None and lora.starts_as_base else None
+        self._tensors: list[torch.Tensor] = []
+        for model in policy.models if self._off is None else ():
+            self._tensors += (p for p in model.parameters() if p.requires_grad)
+            if lora is None:
+                # the routers' expert biases (without auxiliary loss) are trained too
+                biases = (b for name, b in model.named_buffers() if name.endswith("expert_bias"))
+                self._tensors += biases
         self._weights = []
         for tensor in self._tensors:
             device = torch.device("cpu") if offload else tensor.device
@@ -39,6 +42,10 @@ class ReferencePolicy:
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
         """Inside, the policy's modules compute with the reference's weights."""
+        if self._off is not None:
+            with self._off.off():
+                yield
+            return
         self._policy.finish_parameter_gather()
         self.swap()
         try:

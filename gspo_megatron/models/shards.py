@@ -48,7 +48,8 @@ def parameter_shards(model: MegatronModule) -> Iterator[Shard]:
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
             continue  # Transformer Engine's extra state
-        parameter = parameters.get(entry.data.data_ptr())
+        is_parameter = isinstance(entry.data, torch.nn.Parameter)  # on meta all have one address
+        parameter = entry.data if is_parameter else parameters.get(entry.data.data_ptr())
         if parameter is None:
             continue  # buffers, such as the expert bias
         pieces = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]

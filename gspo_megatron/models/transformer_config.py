@@ -75,6 +75,8 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
+        # the biases of a frozen model's routers stay still, too
+        **({"moe_router_bias_update_rate": 0.0} if config.model.lora.rank else {}),
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }
     values["activation_func"] = ACTIVATIONS[values.get("activation_func", "silu")]

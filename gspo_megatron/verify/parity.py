@@ -25,7 +25,7 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
-from gspo_megatron.checkpoint.start import load_initial_weights
+from gspo_megatron.checkpoint.start import load_base, load_initial_weights
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.config import (
     Config,
@@ -198,6 +198,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     policy, group = recorder.policy, data_parallel_group()
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     hf = None  # config.json of the Hugging Face model that the weights come from
+    if policy.lora is not None and checkpoint is not None:
+        load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
         reference = None if checkpoint is None else reference_of(checkpoint)
@@ -268,7 +270,8 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
     """All reduced gradients as whole tensors on rank 0 (nothing on the others), without padding of
     the vocabulary; and the largest relative difference between two ranks' copies of one."""
     _complete_shards(policy)
-    mine = [shard for model in policy.models for shard in parameter_shards(model)]
+    everything = [shard for model in policy.models for shard in parameter_shards(model)]
+    mine = [shard for shard in everything if shard.parameter.requires_grad]
     listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
     catalogue = gather_objects(listed)
     if catalogue is None:
@@ -333,7 +336,7 @@ class Recorder(Trainer):
         # Megatron-Core's norm and clipping refuse float64
         with torch.no_grad():
             for model in self.policy.models:
-                for parameter in model.parameters():
+                for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                     parameter.sub_(parameter.main_grad, alpha=DESCENT)
         return self.kept_norm, 0.0
 

@@ -18,6 +18,7 @@ from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
+from tests.parallel.test_lora_layouts import QWEN2_MOE, with_lora
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import write_model
 
@@ -44,12 +45,12 @@ def measured_state(config: Config) -> dict[str, int]:
     policy = build_on_ranks(config)
     trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
     for model in policy.models:
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.main_grad.normal_(std=1e-3)
     trainer.update()
     parameters = [p for model in policy.models for p in model.parameters()]
     weights = _storages(parameters)
-    gradients = _storages(p.main_grad for p in parameters)
+    gradients = _storages(p.main_grad for p in parameters if p.requires_grad)
     optimizer: dict[int, int] = {}
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups if part.optimizer else ():
@@ -114,7 +115,16 @@ STATE_LAYOUTS = ["tp=2,pp=2,ep=2", "tp=1", "ep=2,dp=4", "pp=2,vpp=2,dp=2", "cp=2
     + [pytest.param(layout, "fp32", marks=pytest.mark.full) for layout in STATE_LAYOUTS[1:]],
 )
 def test_state_is_what_real_ranks_hold(pool: Pool, layout: str, precision: str) -> None:
-    config = odd_moe(layout, training={"precision": precision})
+    assert_state_is_real(pool, odd_moe(layout, training={"precision": precision}))
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2,ep=2", "cp=2,ep=2,etp=2"])
+def test_state_of_adapters_is_what_real_ranks_hold(pool: Pool, layout: str) -> None:
+    config = odd_moe(layout, training={"precision": "bf16"}, **QWEN2_MOE)
+    assert_state_is_real(pool, with_lora(config))
+
+
+def assert_state_is_real(pool: Pool, config: Config) -> None:
     measured = pool.each(config, measured_state)
     assert_same_state(measured, estimated_state(config))
 
@@ -124,6 +134,15 @@ def assert_same_state(measured: list[dict[str, int]], estimated: list[dict[str, 
         for part, num_bytes in real.items():
             expected = pytest.approx(num_bytes, rel=STATE_TOLERANCE)
             assert found[part] == expected, f"{part} of rank {rank}"
+
+
+@pytest.mark.parametrize(("layout", "recompute"), [("tp=2,pp=2,ep=2", "none"), ("tp=2", "full")])
+def test_activations_with_adapters_are_what_autograd_keeps(
+    pool: Pool, layout: str, recompute: str
+) -> None:
+    training = {"precision": "bf16", "recompute": recompute}
+    config = with_lora(odd_moe(layout, training=training, **QWEN2_MOE, **WIDE))
+    assert_same_activations(pool, config)
 
 
 MODES = ["none", "selective", "full"]

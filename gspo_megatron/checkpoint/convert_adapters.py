@@ -1,0 +1,273 @@
+"""Converts adapters: merged into their base as a Hugging Face folder, and from and to PEFT folders.
+
+Adapters fit into memory; the base passes through in blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.checkpoint.convert import (
+    Merge,
+    by_key,
+    checked_tensors,
+    export_checkpoint,
+    megatron_to_hf,
+    write_checkpoint,
+)
+from gspo_megatron.checkpoint.convert_source import (
+    Source,
+    find_checkpoint,
+    open_checkpoint,
+    refuse_damage,
+)
+from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, in_threads
+from gspo_megatron.checkpoint.run_state import base_of, lora_of, read_model
+from gspo_megatron.checkpoint.storage import Piece, TorchDistReader, read_index
+from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.errors import DataError
+from gspo_megatron.families import family_of, family_of_shape
+from gspo_megatron.families.adapter_map import (
+    PEFT_TENSORS,
+    Adapted,
+    adapted_weights,
+    adapter_map,
+    merge,
+)
+from gspo_megatron.families.model_shape import ModelShape, shape_of
+from gspo_megatron.families.weight_map import (
+    Box,
+    WeightMap,
+    fill,
+    split,
+    weight_map,
+)
+from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_config
+from gspo_megatron.hf.files import HfFolder, checked_folder
+from gspo_megatron.hf.side_files import export_config, generation_files
+from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a checkpoint. `tensors`: by the names of a PEFT file."""
+
+    checkpoint: Source
+    section: LoraSection
+    base: dict[str, str]  # its path, and the fingerprint that it had
+    weights: WeightMap  # of the base
+    adapted: dict[str, Adapted]
+    tensors: dict[str, Tensor]
+
+    def merging(self) -> Merge:
+        """A function that adds to a block of a tensor of the base its adapter."""
+        pairs, scale = pairs_of(self.tensors), self.section.scale
+
+        def add(name: str, slices: Sequence[slice], data: Tensor) -> Tensor:
+            if name not in pairs:
+                return data
+            a, b = pairs[name]
+            rows, columns = slices
+            return merge(data, a[:, columns], b[rows], scale)
+
+        return add
+
+
+def any_to_hf(
+    source: Path,
+    destination: Path,
+    *,
+    as_peft: bool = False,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard: WorkerShard = ALONE,
+) -> tuple[Path, list[str]]:
+    """Convert a checkpoint, or a run's newest one, as `megatron_to_hf` does. Adapters are merged
+    into their base, or become a PEFT folder; of several processes the main one does that."""
+    with shard.barrier():
+        path = find_checkpoint(source)[0] if shard.is_main else None
+    folder = shard.gather(path)[0]
+    if lora_of(read_model(folder), folder) is None:
+        if as_peft:
+            raise DataError(f"{folder}: holds a whole model and no adapters; leave --adapter out")
+        return megatron_to_hf(source, destination, dtype=dtype, shard=shard)
+    adapters: list[Adapters] = []
+    with shard.barrier():
+        if shard.is_main:
+            adapters.append(open_adapters(source))
+            if as_peft:
+                adapters_to_peft(adapters[0], destination, dtype=dtype)
+            else:
+                merged_to_hf(adapters[0], destination, base=base, dtype=dtype)
+    return folder, adapters[0].checkpoint.notes if adapters else []
+
+
+def open_adapters(path: Path) -> Adapters:
+    """The adapters of a checkpoint, or of a run's newest one. Raises DataError where they are
+    damaged."""
+    checkpoint = open_checkpoint(path)
+    document = read_model(checkpoint.folder)
+    section = lora_of(document, checkpoint.folder)
+    if section is None:
+        raise DataError(f"{checkpoint.folder}: holds a whole model and no adapters")
+    # one process has not compared the checksums of tensors yet
+    refuse_damage(path, checkpoint.folder, ALONE, checkpoint.notes)
+    weights, adapted = _maps(checkpoint.hf_config, checkpoint.shape, checkpoint.vocab_size, section)
+    recipes = by_key(adapter_map(adapted, section.rank))
+    model = checkpoint.folder / "model"
+    index = read_index(model)
+    tensors: dict[str, Tensor] = {}
+    for key, stored in checked_tensors(model, index, recipes).items():
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        TorchDistReader(model, index).read(
+            [Piece(key, whole, tuple(whole.shape), (0,) * whole.dim())]
+        )
+        for box in recipes[key].boxes:
+            tensors[box.name] = whole[box.target_slices].reshape(box.source_size)
+    return Adapters(checkpoint, section, document["base"], weights, adapted, tensors)
+
+
+def _maps(
+    hf_config: Any, shape: ModelShape, vocab_size: int, section: LoraSection
+) -> tuple[WeightMap, dict[str, Adapted]]:
+    family = family_of_shape(shape) if hf_config is None else family_of(hf_config)
+    weights = weight_map(family, shape, vocab_size)
+    return weights, adapted_weights(weights, section.targets)
+
+
+def merged_to_hf(
+    adapters: Adapters,
+    destination: Path,
+    *,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the base with its adapters added as a new Hugging Face folder. base: where it is now,
+    if not where it was; dtype: of the tensors (default: each keeps that of the base).
+
+    Raises DataError where the base is another model than the one that the adapters were trained on.
+    """
+    place = base or Path(adapters.base["path"])
+    if not place.is_dir():
+        advice = "name its new place by --base"
+        raise DataError(f"{place}: the model that the adapters were trained on is gone; {advice}")
+    if base_of(place)["fingerprint"] != adapters.base["fingerprint"]:
+        raise DataError(
+            f"{place}: not the model that the adapters were trained on: its weights are not those "
+            f"that {adapters.base['path']} had then; allowed: --base with that model"
+        )
+    if not (place / "config.json").is_file():
+        export_checkpoint(
+            place,
+            open_checkpoint(place),
+            destination,
+            dtype,
+            MAX_SHARD_BYTES,
+            ALONE,
+            adapters.merging(),
+        )
+        return
+    checkpoint = adapters.checkpoint
+    folder, weights = checked_folder(place, checkpoint.shape, checkpoint.vocab_size)
+    specs = {
+        name: torch.empty(shape, dtype=dtype or folder.dtype_of(name), device="meta")
+        for name, shape in weights.shapes.items()
+    }
+    fp32 = {
+        box.name
+        for name, recipe in weights.recipes.items()
+        if name.endswith(".expert_bias")
+        for box in recipe.boxes
+    }
+    for name in fp32:  # the biases of routers keep their dtype
+        specs[name] = torch.empty_like(specs[name], dtype=folder.dtype_of(name))
+    main = specs[family_of(folder.config).names["embedding"]].dtype
+    config = export_config(checkpoint.shape, checkpoint.vocab_size, main, folder.config)
+    merge_block = adapters.merging()
+    with HfWriter(destination, specs) as writer:
+
+        def convert(name: str, done: Any) -> None:
+            shape = weights.shapes[name]
+            zeros = (0,) * len(shape)
+            for box in split(Box(name, zeros, zeros, shape)):
+                data = folder.read(name, box.source_slices)
+                part = merge_block(name, box.source_slices, data).to(specs[name].dtype)
+                writer.write(name, part, box.source_slices)
+                done(box.numel)
+
+        total = sum(spec.numel() for spec in specs.values())
+        in_threads(convert, list(specs), "megatron-to-hf, million weights", total)
+        writer.finish()
+        files = checkpoint.side_files or folder.side_files
+        files = [file for file in files if file.name != "config.json"]
+        writer.publish({"config.json": config, **generation_files(files)}, files)
+
+
+def adapters_to_peft(
+    adapters: Adapters, destination: Path, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write adapters as a new PEFT folder."""
+    tensors = {name: each.to(dtype or each.dtype) for name, each in adapters.tensors.items()}
+    specs = {name: each.to("meta") for name, each in tensors.items()}
+    size = sum(each.nbytes for each in tensors.values()) + 1
+    with HfWriter(destination, specs, max_shard_bytes=size, single_file=PEFT_TENSORS) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        base = adapters.base["path"]
+        document = peft_config(adapters.section, adapters.adapted, adapters.weights, base)
+        writer.publish({"adapter_config.json": document})
+
+
+def peft_to_megatron(
+    source: Path,
+    destination: Path,
+    *,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of their
+    model, if not where they say. Raises DataError with all that is wrong, before anything is
+    written."""
+    folder = PeftFolder(source)
+    place = base or Path(folder.base)
+    if not (place / "config.json").is_file():
+        raise DataError(
+            f"{place}: not the Hugging Face folder of the model that {source} was made for; name "
+            "it by --base"
+        )
+    model = HfFolder(place)
+    preset = model.describe()
+    shape, vocab_size = shape_of(preset), preset.vocab_size
+    assert vocab_size is not None
+    section = folder.settings()
+    _, adapted = _maps(model.config, shape, vocab_size, section)
+    adapters = adapter_map(adapted, section.rank)
+    folder.check(adapters)
+    recipes, pieces = by_key(adapters), []
+    for key, recipe in recipes.items():
+        kind = dtype or folder.dtype_of(recipe.boxes[0].name)
+        planned = torch.empty(recipe.shape, dtype=kind, device="meta")
+        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
+
+    def read(block: Piece) -> Tensor:
+        out = torch.empty(block.data.shape, dtype=block.data.dtype)
+        fill(out, recipes[block.key], block.slices, folder.read)
+        return out
+
+    document = {
+        "shape": dataclasses.asdict(shape),
+        "vocab_size": vocab_size,
+        "tokenizer": None,
+        "hf": model.config,
+        "lora": section.model_dump(exclude={"checkpoint"}),
+        "base": base_of(place),
+    }
+    write_checkpoint(destination, pieces, read, document, model.side_files)

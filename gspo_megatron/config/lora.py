@@ -1,0 +1,46 @@
+"""The section model.lora."""
+
+from __future__ import annotations
+
+import math
+
+from gspo_megatron.config.section import NotNegative, Paths, Section, Text, shapes
+from gspo_megatron.errors import format_value
+
+
+class LoraSection(Section):
+    """Adapters beside the model's matrices (LoRA): these are trained, and nothing else."""
+
+    rank: NotNegative = shapes(0, "of an adapter's two matrices; 0: no adapters, all is trained")
+    alpha: float | None = shapes(None, "adapters count alpha / rank times; null: rank", gt=0)
+    targets: Paths = shapes(
+        ["all"],
+        "which matrices have one: attention, mlp (of dense layers), experts (routed and shared), "
+        "all (these three), or a list of those and of names as q_proj, linear_qkv and router",
+    )
+    use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
+    checkpoint: Text | None = shapes(
+        None,
+        "adapters to start from: a PEFT folder, or a checkpoint or run folder of a run with "
+        "adapters; null: new ones, which change nothing yet",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def differences(self, there: LoraSection) -> list[str]:
+        """Keys that say something else than those of adapters in a file, one line each. `targets`
+        show in the tensors."""
+        values = {
+            "rank": (self.rank, there.rank),
+            "alpha": (self.alpha or self.rank, there.alpha or there.rank),
+            "use_rslora": (self.use_rslora, there.use_rslora),
+        }
+        return [
+            f"model.lora.{key} = {format_value(ours)}: the adapters have {format_value(theirs)}"
+            for key, (ours, theirs) in values.items()
+            if ours != theirs
+        ]

@@ -1,0 +1,171 @@
+"""The adapters of a model: which matrices have one, and their names here and in PEFT files.
+
+An adapter is a pair of matrices beside a frozen one: A [rank, in] and B [out, rank]. Every matrix
+of the Hugging Face model has a pair of its own, also where Megatron-Core joins several in one
+weight (q, k and v; gate and up). So a file of PEFT holds exactly what is trained here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem
+from gspo_megatron.families.family import Family
+from gspo_megatron.families.model_shape import ModelShape
+from gspo_megatron.families.weight_map import TensorRecipe, WeightMap, copy, weight_map
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# Targets that stand for several modules. The router and the shared experts' gate have no part in
+# `all`: small changes of a router change which experts compute a token.
+GROUPS = ("attention", "mlp", "experts")
+ALL = "all"
+
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])\[(\d+)\]$")
+_LINEAR = re.compile(r"^(.*)\.(\w+)\.weight$")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of ours, by its layout-independent name, belongs to an adapter."""
+    return "lora." in name
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the Hugging Face model with an adapter."""
+
+    name: str  # of its tensor, as model.layers.0.self_attn.q_proj.weight
+    rows: int
+    columns: int
+
+    @property
+    def module(self) -> str:
+        """The name of its module, as model.layers.0.self_attn.q_proj."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def leaf(self) -> str:
+        """The last part of it, as q_proj."""
+        return self.module.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A Megatron weight (of one expert, where it is one) with adapters."""
+
+    owner: str  # the adapters' module, as decoder.layers.0.self_attention.linear_qkv_lora
+    index: str  # of the expert, as [3], or nothing
+    matrices: tuple[Matrix, ...]
+
+    def key(self, matrix: Matrix, part: str) -> str:
+        """The layout-independent name of A (`part` a) or B (b) of one of its matrices."""
+        return f"{self.owner}.{matrix.leaf}.{part}{self.index}"
+
+
+def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
+    """The matrices of the Hugging Face model that a weight is made of; none where it is made of
+    other tensors."""
+    ends: dict[str, tuple[int, int]] = {}
+    for box in recipe.boxes:
+        if len(box.source) != 2 or not box.name.endswith(".weight"):
+            return []
+        rows, columns = (part.stop for part in box.source_slices)
+        known = ends.get(box.name, (0, 0))
+        ends[box.name] = max(known[0], rows), max(known[1], columns)
+    return [Matrix(name, *size) for name, size in ends.items()]
+
+
+def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Adapted]:
+    """The weights of a model that have adapters, by name. Raises ConfigError where a target is
+    nothing that the model has."""
+    found: dict[str, Adapted] = {}
+    known: dict[str, None] = {}
+    met: set[str] = set()
+    for name, recipe in weights.recipes.items():
+        expert, linear = _EXPERT.match(name), _LINEAR.match(name)
+        if not name.startswith("decoder.layers.") or (expert or linear) is None:
+            continue
+        matrices = matrices_of(recipe)
+        if expert is not None:
+            parent, number, index = expert.groups()
+            owner, index, kind = f"{parent}.lora", f"[{index}]", f"linear_fc{number}"
+            one_by_one = all(re.search(rf"\.{expert[3]}\.", matrix.name) for matrix in matrices)
+            matrices = matrices if one_by_one else []
+        else:
+            assert linear is not None
+            owner, index, kind = f"{linear[1]}.{linear[2]}_lora", "", linear[2]
+        group = _group(name)
+        if not matrices or group is None:
+            continue
+        chosen = []
+        for matrix in matrices:
+            names = {group, kind, matrix.leaf} | ({ALL} if group in GROUPS else set())
+            known |= dict.fromkeys(sorted(names))
+            met |= names & set(targets)
+            if names & set(targets):
+                chosen.append(matrix)
+        if chosen:
+            found[name] = Adapted(owner, index, tuple(chosen))
+    wrong = [target for target in targets if target not in met]
+    if wrong:
+        legal = ", ".join(known)
+        hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))
+        shown = ", ".join(wrong)
+        lines = f"the model has no such matrices; allowed: {legal}{hint}"
+        raise ConfigError([problem("model.lora.targets", shown, lines)])
+    return found
+
+
+_kept: dict[str, dict[str, Adapted]] = {}  # of the last model
+
+
+def adapted_weights_of(
+    family: Family, shape: ModelShape, targets: Sequence[str]
+) -> Mapping[str, Adapted]:
+    """The same of a model of this shape. A search for layouts asks for one model many times, and a
+    large one has ten thousands of matrices."""
+    key = f"{family.model_type} {shape} {targets}"
+    if key not in _kept:
+        found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
+        _kept.clear()
+        _kept[key] = found
+    return _kept[key]
+
+
+def _group(name: str) -> str | None:
+    """The target that stands for a weight and those like it."""
+    if ".self_attention." in name:
+        return "attention"
+    if ".mlp.experts." in name or ".mlp.shared_experts." in name:
+        return "experts"
+    if ".mlp.router." in name:
+        return "router"
+    return "mlp" if ".mlp." in name else None
+
+
+def merge(data: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """A block [rows, columns] of a matrix with its adapter added: the sum is computed in fp32 or
+    more, and rounded once. a: [rank, columns], b: [rows, rank]."""
+    wide = data if data.dtype.itemsize >= 4 else data.float()
+    return wide.addmm(b.to(wide.dtype), a.to(wide.dtype), alpha=scale).to(data.dtype)
+
+
+def adapter_map(adapted: Mapping[str, Adapted], rank: int) -> WeightMap:
+    """The map between the adapters' tensors here and those of a PEFT file."""
+    recipes = dict(_recipes(adapted, rank))
+    shapes = {box.name: box.size for recipe in recipes.values() for box in recipe.boxes}
+    return WeightMap(recipes, shapes)
+
+
+def _recipes(adapted: Mapping[str, Adapted], rank: int) -> Iterator[tuple[str, TensorRecipe]]:
+    for weight in adapted.values():
+        for matrix in weight.matrices:
+            stem = f"{PEFT_PREFIX}{matrix.module}"
+            yield weight.key(matrix, "a"), copy(f"{stem}.lora_A.weight", rank, matrix.columns)
+            yield weight.key(matrix, "b"), copy(f"{stem}.lora_B.weight", matrix.rows, rank)

@@ -1,0 +1,504 @@
+"""LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
+
+A layer that computes W x gives W x + scale * B (A x). A and B are cut as the layer is: of a
+column-parallel layer B by rows, of a row-parallel one A by columns; the other matrix is whole on
+every tensor-parallel rank. Only [tokens, rank] travels between ranks. Layers are found by what kind
+of module they are, so a new kind of attention or MLP that is built of them has adapters, too.
+
+Adapters are modules beside their layer, which is unchanged: a forward hook adds what they compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from gspo_megatron.errors import UserError
+from gspo_megatron.families.adapter_map import Adapted, Matrix, matrices_of, merge
+from gspo_megatron.families.weight_map import WeightMap, native_name
+from gspo_megatron.models.experts import GroupedExperts, grouped_linear
+from gspo_megatron.models.norms import sum_gradients_over_tp
+from gspo_megatron.models.shards import Shard, parameter_shards
+
+COLUMN, ROW, COPIED = "column", "row", "copied"  # how a layer's weight is cut over TP
+
+
+@dataclass
+class Lora:
+    """The adapters of a policy on this rank."""
+
+    rank: int
+    scale: float
+    adapted: Mapping[str, Adapted]
+    # Whether B was zero at the start: the policy without adapters is then the one that RL began
+    # with. With given adapters it is not.
+    starts_as_base: bool = True
+    base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
+    enabled: bool = True
+    pairs: dict[str, Pair] = field(default_factory=dict)  # by the name of the matrix in HF files
+
+    @contextlib.contextmanager
+    def off(self) -> Generator[None]:
+        """Inside, the policy is its base, bit for bit."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    @torch.no_grad()
+    def merged(self, data: Tensor, name: str, at: Sequence[int]) -> Tensor:
+        """A block [rows, columns] of the matrix `name`, from row and column `at` on, with its
+        adapter added. The base is not changed, so no rounding adds up over the versions."""
+        pair = self.pairs.get(name)
+        if pair is None:
+            return data
+        row, column = at[0] - pair.row, at[1] - pair.column
+        a = pair.matrix("a")[:, column : column + data.shape[1]]
+        b = pair.matrix("b")[row : row + data.shape[0]]
+        return merge(data, a, b, self.scale)
+
+
+class AdapterPart(torch.nn.Module):
+    """A and B of one matrix, or of the same matrix of all local experts (with one axis more)."""
+
+    def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Where A and B of one matrix are on this rank."""
+
+    part: AdapterPart
+    expert: int | None  # its number on this rank
+    row: int  # the first of the matrix's rows that B has here
+    column: int  # and the first column of A
+
+    def matrix(self, name: str) -> Tensor:
+        """a [rank, columns] or b [rows, rank]."""
+        found: Tensor = getattr(self.part, name).detach()
+        return found if self.expert is None else found[self.expert]
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one module. Its tensors know their places in the whole model."""
+
+    def __init__(self, lora: Lora) -> None:
+        super().__init__()
+        self.lora = lora
+        self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
+
+    def add_part(self, leaf: str, a: Tensor, b: Tensor, places: dict[str, Any]) -> AdapterPart:
+        """places: of a and b, the global shape, the offset in it, and the replica."""
+        part = AdapterPart(torch.nn.Parameter(a), torch.nn.Parameter(b))
+        self.add_module(leaf, part)
+        self._places |= {f"{leaf}.{name}": place for name, place in places.items()}
+        return part
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Each tensor as a piece of its global one, as Megatron-Core's modules describe theirs."""
+        assert not sharded_offsets, "layers that differ are not stacked"
+        found = {}
+        for name, parameter in self.named_parameters():
+            shape, offset, replica = self._places[name]
+            found[prefix + name] = ShardedTensor(
+                key=prefix + name,
+                data=parameter,
+                dtype=parameter.dtype,
+                local_shape=tuple(parameter.shape),
+                global_shape=shape,
+                global_offset=offset,
+                axis_fragmentations=None,
+                replica_id=replica,
+            )
+        return found
+
+
+def _in_order(up: Tensor, order: Tensor | None) -> Tensor:
+    """Bs [..., rows, rank] in the order of the layer's rows; a row of zeros stands for those of
+    matrices without an adapter."""
+    if order is None:
+        return up
+    return F.pad(up, (0, 0, 0, 1)).index_select(-2, order)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Bs [..., out, rank] one below the other, each with the columns of its own A."""
+    count, rank = len(parts), parts[0].shape[-1]
+    if count == 1:
+        return parts[0]
+    padded = [F.pad(b, (n * rank, (count - 1 - n) * rank)) for n, b in enumerate(parts)]
+    return torch.cat(padded, dim=-2)
+
+
+class LinearAdapter(Adapter):
+    """The adapters of a linear layer."""
+
+    order: Tensor | None
+    layer: Any
+
+    def __init__(self, lora: Lora, layer: torch.nn.Module, kind: str) -> None:
+        super().__init__(lora)
+        # not registered: the layer is a module of the model already
+        vars(self)["layer"] = layer
+        self.kind = kind
+        self.parts: list[AdapterPart] = []
+        # [local rows]: for each row of the layer's weight the row of the Bs, one after the other
+        self.register_buffer("order", None, persistent=False)
+
+    def forward(self, states: Tensor, output: Tensor) -> Tensor:
+        """states: the layer's input [..., in]; output: what the layer made of it, [..., out]."""
+        normed = _normed(self.layer, states)
+        down = F.linear(normed, torch.cat([part.a for part in self.parts]).to(normed.dtype))
+        up = _in_order(_side_by_side([part.b for part in self.parts]), self.order)
+        down, up = self._exchanged(down).to(output.dtype), up.to(output.dtype)
+        sum_ = torch.addmm(
+            output.flatten(0, -2), down.flatten(0, -2), up.t(), alpha=self.lora.scale
+        )
+        return sum_.view(output.shape)
+
+    def _exchanged(self, down: Tensor) -> Tensor:
+        """[tokens, ..., rank] with what the other tensor-parallel ranks have of it."""
+        layer: Any = self.layer
+        if self.kind == COPIED or getattr(layer, "explicit_expert_comm", False):
+            return down
+        group = tensor_parallel_group(layer)
+        if group.size() == 1:
+            return down
+        if self.kind == COLUMN:
+            if layer.sequence_parallel:
+                return gather_from_sequence_parallel_region(
+                    down, tensor_parallel_output_grad=True, group=group
+                )
+            return copy_to_tensor_model_parallel_region(down, group=group)
+        if layer.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(down, group=group)
+        return reduce_from_tensor_model_parallel_region(down, group=group)
+
+
+def _normed(layer: Any, states: Tensor) -> Tensor:
+    """The input of the layer's matrix: Transformer Engine fuses the norm before it."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return states
+    scale = weight.float() + float(getattr(layer, "zero_centered_gamma", False))
+    bias, size = getattr(layer, "layer_norm_bias", None), (states.shape[-1],)
+    if getattr(layer, "normalization", "RMSNorm") == "LayerNorm":
+        bias = None if bias is None else bias.float()
+        return F.layer_norm(states.float(), size, scale, bias, layer.eps).to(states.dtype)
+    return F.rms_norm(states.float(), size, scale, layer.eps).to(states.dtype)
+
+
+class ExpertsAdapter(Adapter):
+    """The adapters of all experts of a rank. The dispatcher gives every expert-tensor-parallel rank
+    the tokens of all, and sums up what they return: the ranks exchange nothing here."""
+
+    def __init__(self, lora: Lora) -> None:
+        super().__init__(lora)
+        self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # by the weight's number
+        for number in self.parts:  # as in LinearAdapter
+            self.register_buffer(f"order{number}", None, persistent=False)
+
+    def add(
+        self, number: str, output: Tensor, states: Tensor, counts: Tensor, ends: Tensor
+    ) -> Tensor:
+        """output [rows, out] of the weight of this number for states [rows, in], whose rows belong
+        to `counts` [experts] experts; `ends` as in grouped_linear."""
+        parts = self.parts[number]
+        if not parts or not self.lora.enabled:
+            return output
+        down = grouped_linear(states, torch.cat([part.a for part in parts], 1), counts, ends)
+        up = _in_order(_side_by_side([part.b for part in parts]), getattr(self, f"order{number}"))
+        return torch.add(output, grouped_linear(down, up, counts, ends), alpha=self.lora.scale)
+
+
+def tensor_parallel_group(layer: Any) -> dist.ProcessGroup:
+    """The group that a layer's weight is cut over."""
+    group = getattr(layer, "tp_group", None)
+    return parallel_state.get_tensor_model_parallel_group() if group is None else group
+
+
+def kind_of_layer(module: torch.nn.Module) -> str | None:
+    """How a linear layer is cut, by its kind of module; None for other modules. Transformer
+    Engine's layers say it in `parallel_mode`."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if "ColumnParallelLinear" in kinds:
+        return COLUMN
+    if "RowParallelLinear" in kinds:
+        return ROW
+    if kinds & {"ReplicatedLinear", "Router"}:
+        return COPIED
+    if not hasattr(module, "parallel_mode") or not hasattr(module, "weight"):
+        return None
+    return {"column": COLUMN, "row": ROW}.get(str(module.parallel_mode), COPIED)
+
+
+def attach_adapters(model: Any, lora: Lora, weights: WeightMap) -> None:
+    """Freeze a model chunk and put adapters beside its layers."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    shards: dict[int, list[Shard]] = {}
+    for shard in parameter_shards(model):
+        shards.setdefault(id(shard.parameter), []).append(shard)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent, leaf = modules[name.rpartition(".")[0]], name.rpartition(".")[2]
+        if name.endswith(".mlp.experts"):
+            _attach_to_experts(module, lora, weights, shards)
+            continue
+        kind = kind_of_layer(module)
+        weight = getattr(module, "weight", None)
+        if kind is None or weight is None or id(weight) not in shards:
+            continue
+        own = shards[id(weight)]
+        adapted = lora.adapted.get(native_name(own[0].name))
+        if adapted is not None:
+            adapter = _linear_adapter(module, kind, own, adapted, weights, lora, model.config)
+            parent.add_module(f"{leaf}_lora", adapter)
+            _attach(module, adapter)
+    if model.pre_process:
+        model.embedding.register_forward_hook(_start_graph)
+
+
+def _attach(module: Any, adapter: LinearAdapter) -> None:
+    vars(module)["lora"] = adapter
+    if isinstance(module, Router):
+        logits_of = module.gating
+
+        def gating(states: Tensor) -> Tensor:
+            logits = logits_of(states)
+            return adapter(states.to(logits.dtype), logits) if adapter.lora.enabled else logits
+
+        module.gating = gating
+        return
+
+    def add(_: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
+        if not adapter.lora.enabled:
+            return output
+        return adapter(inputs[0], output[0]), *output[1:]
+
+    module.register_forward_hook(add)
+
+
+def _start_graph(_module: Any, _inputs: Any, output: Tensor) -> None:
+    """Layers that are computed again in the backward pass, and pipeline stages, need an input with
+    a gradient; that of a frozen embedding has none."""
+    if torch.is_grad_enabled() and output.is_leaf:
+        output.requires_grad_()
+
+
+def _linear_adapter(
+    module: Any,
+    kind: str,
+    shards: Sequence[Shard],
+    adapted: Adapted,
+    weights: WeightMap,
+    lora: Lora,
+    config: TransformerConfig,
+) -> LinearAdapter:
+    adapter = LinearAdapter(lora, module, kind)
+    weight, group = module.weight, tensor_parallel_group(module)
+    replica, chosen = _replica(group), {matrix.name: matrix for matrix in adapted.matrices}
+    places: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    for shard in shards:
+        first = (shard.data.storage_offset() - weight.storage_offset()) // weight.shape[1]
+        for box in weights[shard.name].cut(shard.slices):
+            row, column = box.source
+            place = (row, column, first + box.target[0], box.size[0], box.size[1])
+            places.setdefault(box.name, []).append(place)
+    order = torch.full((weight.shape[0],), -1, dtype=torch.long)
+    used = 0
+    for name, boxes in sorted(places.items(), key=lambda item: min(p[2] for p in item[1])):
+        matrix = chosen.get(name)
+        if matrix is None:
+            continue
+        boxes.sort()
+        row, column, _, _, columns = boxes[0]
+        rows = 0
+        for start, _, local, count, _ in boxes:
+            if start != row + rows:
+                raise UserError(
+                    f"model.lora: the rows of {name} on a rank do not follow each other; allowed: "
+                    "tensor_model_parallel_size that divides the number of query groups"
+                )
+            order[local : local + count] = torch.arange(used + rows, used + rows + count)
+            rows += count
+        used += rows
+        part = _linear_part(adapter, matrix, (row, rows), (column, columns), replica)
+        for tensor, axis in ((part.a, 1), (part.b, 0)):
+            if kind == (COLUMN, ROW)[axis]:
+                set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=axis, stride=1)
+            else:  # under sequence parallelism each rank has the gradient of its own tokens
+                sum_gradients_over_tp([tensor], config)
+    _set_order(adapter, "order", order, used)
+    return adapter
+
+
+def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
+    """order: as LinearAdapter's, with -1 for rows without an adapter; used: the rows of the Bs.
+    Nothing is kept where the order is the Bs' own."""
+    order[order < 0] = used
+    if not torch.equal(order, torch.arange(len(order))):
+        setattr(adapter, name, order.to(torch.cuda.current_device()))
+
+
+def _replica(group: dist.ProcessGroup) -> tuple[int, int]:
+    """This rank among those that hold the same weight of the dense model: over TP, and over DP."""
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group.rank(), data.rank()
+
+
+def _linear_part(
+    adapter: LinearAdapter,
+    matrix: Matrix,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    replica: tuple[int, int],
+) -> AdapterPart:
+    """rows, columns: the first one, and how many this rank has."""
+    like: Tensor = adapter.layer.weight
+    rank = adapter.lora.rank
+    cut, whole = (0, 0, replica[1]), (0, *replica)
+    part = adapter.add_part(
+        matrix.leaf,
+        like.new_zeros(rank, columns[1]),
+        like.new_zeros(rows[1], rank),
+        {
+            "a": ((rank, matrix.columns), (0, columns[0]), cut if adapter.kind == ROW else whole),
+            "b": ((matrix.rows, rank), (rows[0], 0), cut if adapter.kind == COLUMN else whole),
+        },
+    )
+    adapter.parts.append(part)
+    adapter.lora.pairs[matrix.name] = Pair(part, None, rows[0], columns[0])
+    return part
+
+
+def _attach_to_experts(
+    experts: Any, lora: Lora, weights: WeightMap, shards: Mapping[int, list[Shard]]
+) -> None:
+    """Attach adapters to all local experts at once, whichever backend's experts these are."""
+    like, found = None, {}
+    for parameter in experts.parameters():
+        for shard in shards.get(id(parameter), ()):
+            like, name = parameter, native_name(shard.name)
+            if name in lora.adapted:
+                number, index = re.findall(r"\.weight([12])\[(\d+)\]$", name)[0]
+                found[number, int(index)] = name
+    if not found:
+        return
+    adapter = ExpertsAdapter(lora)
+    for number in adapter.parts:
+        indices = sorted(index for each, index in found if each == number)
+        if indices:
+            names = [found[number, index] for index in indices]
+            _add_expert_parts(adapter, number, indices[0], names, weights, like)
+    experts.lora = adapter
+    if not isinstance(experts, GroupedExperts):  # Transformer Engine's
+        for number in adapter.parts:
+            layer = getattr(experts, f"linear_fc{number}")
+            layer.register_forward_hook(functools.partial(_add_to_grouped, adapter, number))
+
+
+def _add_to_grouped(
+    adapter: ExpertsAdapter, number: str, _: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """A forward hook of a grouped linear layer, which gets states and tokens of each expert."""
+    counts = torch.as_tensor(inputs[1])
+    ends = counts.cumsum(0, dtype=torch.int32).to(inputs[0].device, non_blocking=True)
+    return adapter.add(number, output[0], inputs[0], counts, ends), *output[1:]
+
+
+def _add_expert_parts(
+    adapter: ExpertsAdapter,
+    number: str,
+    first: int,
+    names: Sequence[str],
+    weights: WeightMap,
+    like: Any,
+) -> None:
+    """Add the adapters of a weight of all local experts; `first`: the number of the first one."""
+    etp = parallel_state.get_expert_tensor_parallel_group()
+    data = parallel_state.get_expert_data_parallel_group().rank()
+    lora, rank, local = adapter.lora, adapter.lora.rank, len(names)
+    total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
+    chosen = {matrix.leaf: matrix for matrix in lora.adapted[names[0]].matrices}
+    is_first = number == "1"  # of it the rows are cut, of the second the columns
+    order, used = [], 0
+    for matrix in matrices_of(weights.recipes[names[0]]):
+        rows, columns = matrix.rows, matrix.columns
+        if is_first:
+            rows //= etp.size()
+        else:
+            columns //= etp.size()
+        has_adapter = matrix.leaf in chosen
+        order.append(torch.arange(used, used + rows) if has_adapter else torch.full((rows,), -1))
+        if not has_adapter:
+            continue
+        used += rows
+        row, column = (etp.rank() * rows, 0) if is_first else (0, etp.rank() * columns)
+        cut, whole = (0, 0, data), (0, etp.rank(), data)
+        part = adapter.add_part(
+            matrix.leaf,
+            like.new_zeros(local, rank, columns),
+            like.new_zeros(local, rows, rank),
+            {
+                "a": (
+                    (total, rank, matrix.columns),
+                    (first, 0, column),
+                    whole if is_first else cut,
+                ),
+                "b": ((total, matrix.rows, rank), (first, row, 0), cut if is_first else whole),
+            },
+        )
+        for tensor, is_cut in ((part.a, not is_first), (part.b, is_first)):
+            # The norm of all gradients counts what is marked as a shard on every rank that has it.
+            set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=2, stride=1)
+            if not is_cut:
+                vars(tensor)["sum_over_expert_tp"] = True
+                if etp.rank() > 0:  # a copy, which the norm leaves out
+                    vars(tensor)["shared"] = True
+        adapter.parts[number].append(part)
+        for expert, name in enumerate(names):
+            for each in lora.adapted[name].matrices:
+                if each.leaf == matrix.leaf:
+                    lora.pairs[each.name] = Pair(part, expert, row, column)
+    _set_order(adapter, f"order{number}", torch.cat(order), used)
+
+
+def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Sum the gradients of those matrices of experts' adapters that every expert-tensor-parallel
+    rank has whole, and applies to a shard of the rest. Data-parallel sums are made before."""
+    group = parallel_state.get_expert_tensor_parallel_group()
+    if group.size() == 1:
+        return
+    parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    grads = [p.main_grad for p in parameters if getattr(p, "sum_over_expert_tp", False)]
+    if grads:
+        joined = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(joined, group=group)
+        for grad, summed in zip(grads, joined.split([grad.numel() for grad in grads])):
+            grad.copy_(summed.view_as(grad))

@@ -1,0 +1,207 @@
+"""Training of adapters by the real command: what a checkpoint holds, resumed and killed runs, and
+what leaves: merged models and PEFT folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from gspo_megatron.checkpoint.storage import read_index, tensors_of
+from gspo_megatron.cli.main import main
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import (
+    all_records,
+    assert_same_run,
+    checkpoint_names,
+    make_small,
+    start,
+    train,
+)
+from tests.e2e.test_convert import logits_by_transformers
+from tests.programs import wait_until
+from tests.unit.hf.published import assert_same_bits, read_folder, write_model
+
+VOCABULARY, STEPS = 53, 3
+LAST = f"rl_{STEPS:08d}"
+TOLERANCE = 1e-5
+TOKENS = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
+
+
+@dataclass
+class Trained:
+    """A published model, and a run that trained adapters on it."""
+
+    source: Path
+    config: Path
+
+    @property
+    def run(self) -> Path:
+        return self.config.parent / "run"
+
+    @property
+    def last(self) -> Path:
+        return self.run / "checkpoints" / LAST
+
+
+def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
+    """A divergence from the reference is part of the loss."""
+    return make_small(
+        write_config(toy, folder),
+        model={
+            "hf_path": str(source),
+            "megatron": {},
+            "lora": {"rank": 4, "alpha": 8.0, **lora},
+        },
+        objective={"kl": "k3", "kl_coefficient": 0.1},
+        training={"steps": STEPS},
+    )
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [record for record in all_records(run, "rl") if record["step"] > 0]
+
+
+@pytest.fixture(scope="module")
+def published(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("lora")
+    # all layers have experts: PEFT takes names of experts' matrices for those of experts alone
+    source = write_model(
+        folder / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY, mlp_only_layers=[]
+    )
+    config = lora_config(toy, folder, source)
+    train(config)
+    return Trained(source, config)
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimizer(published: Trained) -> None:
+    assert checkpoint_names(published.run) == ["latest", *(f"rl_{n:08d}" for n in (1, 2, 3))]
+    for part in ("model", "optimizer"):
+        keys = tensors_of(read_index(published.last / part))
+        assert keys and all("lora." in key for key in keys)
+    model = json.loads((published.last / "model.json").read_text())
+    assert model["lora"]["rank"] == 4
+    assert model["base"]["path"] == str(published.source)
+    records = steps_of(published.run)
+    assert records[0]["kl/reference_k3"] == pytest.approx(0.0, abs=1e-7)
+    assert records[-1]["kl/reference_k3"] > 1e-5
+
+
+def test_a_resumed_run_is_the_undisturbed_one(
+    toy: Path, tmp_path: Path, published: Trained
+) -> None:
+    config = lora_config(toy, tmp_path, published.source)
+    train(config, "training.steps=2")
+    train(config)
+    assert_same_run(tmp_path / "run", published.run, LAST)
+
+
+def test_killed_while_it_saves_a_run_goes_on(toy: Path, tmp_path: Path, published: Trained) -> None:
+    config = lora_config(toy, tmp_path, published.source)
+    process = start(config)
+    folder = tmp_path / "run/checkpoints"
+    wait_until(lambda: any(folder.glob(".rl_00000002*")) or (folder / "rl_00000002").exists())
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for each in [psutil.Process(process.pid), *ranks]:
+        each.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(ranks, timeout=10)
+    time.sleep(0.1)
+    train(config)
+    assert_same_run(tmp_path / "run", published.run, LAST)
+
+
+def test_another_layout_goes_on(toy: Path, tmp_path: Path, published: Trained) -> None:
+    config = lora_config(toy, tmp_path, published.source)
+    train(config, "training.steps=2")
+    train(config, "parallel.layout=tp=2,ep=2", "training.steps=3")
+    ours, theirs = (steps_of(run)[-1] for run in (tmp_path / "run", published.run))
+    # the responses of the step are the same only if the weights are
+    for name in ("reward/mean", "loss", "grad_norm", "kl/reference_k3"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+def test_what_leaves_computes_the_same(
+    tmp_path: Path, published: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merged in transformers, as an adapter in PEFT; and the adapter comes back bit for bit."""
+    merged, adapter, again = (tmp_path / name for name in ("merged", "adapter", "again"))
+    run = str(published.run)
+    assert main(["convert", "megatron-to-hf", run, str(merged)]) == 0
+    assert main(["convert", "megatron-to-hf", run, str(adapter), "--adapter"]) == 0
+    changed, before = read_folder(merged), read_folder(published.source)
+    assert changed.keys() == before.keys()
+    moved = {name for name, tensor in changed.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}
+    names = load_file(adapter / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.0.mlp.experts.5.down_proj"
+    assert names[f"{stem}.lora_A.weight"].shape == (4, 28)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"]) == (4, 8, "none")
+    assert config["base_model_name_or_path"] == str(published.source)
+
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["convert", "hf-to-megatron", str(adapter), str(checkpoint)]) == 0
+    assert main(["convert", "megatron-to-hf", str(checkpoint), str(again), "--adapter"]) == 0
+    assert_same_bits(names, load_file(again / "adapter_model.safetensors"))
+
+    expected = logits_by_transformers(merged, TOKENS)
+    assert float((expected - logits_by_transformers(published.source, TOKENS)).abs().max()) > 1e-3
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(published.source)
+    with torch.no_grad():
+        found = peft.PeftModel.from_pretrained(base, adapter)(TOKENS).logits
+    assert float((found - expected).abs().max()) <= TOLERANCE
+
+
+def test_a_new_run_begins_with_adapters_from_outside(
+    toy: Path, tmp_path: Path, published: Trained
+) -> None:
+    """Of a PEFT folder and of a run alike; the reference is the policy that RL begins with."""
+    adapter = tmp_path / "adapter"
+    arguments = [str(published.run), str(adapter), "--adapter"]
+    assert main(["convert", "megatron-to-hf", *arguments]) == 0
+    (tmp_path / "peft").mkdir()
+    config = lora_config(toy, tmp_path / "peft", published.source, checkpoint=str(adapter))
+    train(config, "training.steps=2")
+    first = steps_of(tmp_path / "peft/run")
+    assert first[0]["kl/reference_k3"] == pytest.approx(0.0, abs=1e-7)
+    (tmp_path / "run").mkdir()
+    other = lora_config(toy, tmp_path / "run", published.source, checkpoint=str(published.run))
+    train(other, "training.steps=1")
+    train(other, "training.steps=2")  # a resumed run reads the reference again
+    assert_same_run(tmp_path / "run/run", tmp_path / "peft/run", "rl_00000002")
+    # and what comes from a wrong place is told
+    whole = yaml.safe_load(other.read_text())
+    whole["model"] = {"checkpoint_path": str(published.run)}
+    whole["logging"]["dir"] = str(tmp_path / "whole")
+    other.write_text(yaml.safe_dump(whole))
+    assert "holds adapters alone" in train(other, expect=2).stderr
+
+
+def test_a_changed_base_is_refused(
+    toy: Path, tmp_path: Path, published: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(published.source, source)
+    config = lora_config(toy, tmp_path, source)
+    train(config, "training.steps=1")
+    shutil.rmtree(source)
+    write_model(source, "qwen3_moe", seed=10, vocab_size=VOCABULARY, mlp_only_layers=[])
+    assert "whose weights were others" in train(config, expect=2).stderr
+    run = str(tmp_path / "run")
+    assert main(["convert", "megatron-to-hf", run, str(tmp_path / "out")]) == 2
+    assert "not the model that the adapters were trained on" in capsys.readouterr().err
+    moved = ["--base", str(published.source)]
+    assert main(["convert", "megatron-to-hf", run, str(tmp_path / "out"), *moved]) == 0

@@ -1,0 +1,136 @@
+"""PEFT folders from outside: what is taken, and what is refused and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
+from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.families import FAMILIES, describe
+from gspo_megatron.families.adapter_map import adapted_weights, adapter_map
+from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hf.adapters import PeftFolder, peft_config
+from tests.unit.hf.published import VOCABULARY, model_config, write_model
+
+RANK = 4
+
+
+def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) -> Path:
+    """Adapters of a qwen3_moe; changes: of their config."""
+    config = json.loads((base / "config.json").read_text())
+    weights = weight_map(FAMILIES["qwen3_moe"], shape_of(describe(config)), VOCABULARY)
+    adapted = adapted_weights(weights, targets)
+    section = LoraSection(rank=RANK, alpha=8.0, targets=targets)
+    folder.mkdir()
+    shapes = adapter_map(adapted, RANK).shapes
+    save_file(
+        {name: torch.zeros(shape) for name, shape in shapes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    document = peft_config(section, adapted, weights, str(base)) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base") / "model", "qwen3_moe", seed=1)
+
+
+def refusal(folder: Path, tmp_path: Path, base: Path | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        peft_to_megatron(folder, tmp_path / "out", base=base)
+    assert not (tmp_path / "out").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"use_dora": True}, "use_dora is true"),
+        ({"bias": "all"}, "bias is "),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is "),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is "),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is "),
+        ({"peft_type": "ADALORA"}, "peft_type is "),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),
+        ({"r": "16"}, "r is "),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": None}, "lora_alpha is "),
+        ({"lora_alpha": -1}, "lora_alpha is -1"),
+        ({"r": 8}, "has the shape"),
+    ],
+)
+def test_all_but_plain_adapters_is_refused(
+    tmp_path: Path, base: Path, changes: dict[str, Any], told: str
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"], **changes)
+    assert told in refusal(folder, tmp_path)
+
+
+def test_every_tensor_has_to_belong_to_the_model(tmp_path: Path, base: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"])
+    file = folder / "adapter_model.safetensors"
+    tensors, stem = load_file(file), "base_model.model.model.layers.0.self_attn."
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(RANK, 44)
+    del tensors[f"{stem}q_proj.lora_B.weight"]
+    tensors[f"{stem}o_proj.lora_A.weight"] = torch.zeros(RANK, 61)
+    tensors[f"{stem}k_proj.lora_A.weight"] = torch.zeros(RANK, 44, dtype=torch.int32)
+    save_file(tensors, file)
+    document = json.loads((folder / "adapter_config.json").read_text())
+    with pytest.raises((DataError, ConfigError)) as caught:
+        peft_to_megatron(folder, tmp_path / "out")
+    assert "lm_head" in str(caught.value)
+    del tensors["base_model.model.lm_head.lora_A.weight"]
+    save_file(tensors, file)
+    lines = refusal(folder, tmp_path)
+    assert f"{stem}q_proj.lora_B.weight is missing" in lines
+    assert f"{stem}o_proj.lora_A.weight has the shape [4, 61]; the model [4, 60]" in lines
+    assert f"{stem}k_proj.lora_A.weight has the dtype I32" in lines
+    assert f"adapters made for {document['base_model_name_or_path']} do not fit" in lines
+
+
+def test_a_wrong_base_is_named(tmp_path: Path, base: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"])
+    other = write_model(tmp_path / "other", "qwen3_moe", seed=2, hidden_size=52)
+    told = refusal(folder, tmp_path, other)
+    assert "has the shape" in told and f"made for {base}" in told
+    gone = write_adapter(
+        tmp_path / "gone", base, ["attention"], base_model_name_or_path="nobody/nothing"
+    )
+    assert "name it by --base" in refusal(gone, tmp_path)
+
+
+def test_pickles_are_never_read(tmp_path: Path, base: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"])
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    assert "adapter_model.bin may run code and is not read" in refusal(folder, tmp_path)
+    (folder / "adapter_model.safetensors").write_bytes(b"\x10" + bytes(40))
+    assert "damaged" in refusal(folder, tmp_path)
+
+
+def test_target_modules_name_what_is_adapted_and_nothing_else(tmp_path: Path, base: Path) -> None:
+    """Layer 1 is dense: its gate_proj has no adapter where experts alone are targets."""
+    for targets, expected in ((["attention"], 4), (["all"], 7)):
+        folder = write_adapter(tmp_path / targets[0], base, targets)
+        assert len(PeftFolder(folder).config["target_modules"]) == expected
+    folder = write_adapter(tmp_path / "experts", base, ["experts"])
+    modules = PeftFolder(folder).config["target_modules"]
+    assert "model.layers.0.mlp.experts.0.gate_proj" in modules
+    assert not any(".layers.1." in module for module in modules)
+
+
+def test_unknown_targets_are_told_with_what_there_is() -> None:
+    shape = shape_of(describe(model_config("qwen3_moe")))
+    weights = weight_map(FAMILIES["qwen3_moe"], shape, VOCABULARY)
+    with pytest.raises(ConfigError, match="q_porj.*no such matrices.*q_proj"):
+        adapted_weights(weights, ["q_porj"])
+    assert len(adapted_weights(weights, ["router"])) == 3

@@ -1,0 +1,166 @@
+"""Adapters here and in PEFT, on the same model: logits, loss, gradients, updates and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gspo_megatron.config import Config
+from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.config.schema import OptimizerSection
+from gspo_megatron.families.adapter_map import adapter_map
+from gspo_megatron.hf.adapters import adapter_shards, load_adapters
+from gspo_megatron.hf.export import export_hf
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
+from tests.unit.hf.peft_side import ALPHA, CLIP, DECAY, EPSILON, RANK, RATE, Taught, teach
+from tests.unit.hf.policies import config_of, logits_of, policy_of
+from tests.unit.hf.published import VOCABULARY, write_model
+from tests.unit.hf.transformers_side import ask, transformers_process
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+pytest.importorskip("peft")
+
+# fp32 sums in another order; of gradients relative to the largest element of each matrix
+TOLERANCE = 1e-5
+IDS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator())]
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    # family, changes of its config, PEFT's target modules
+    "qwen3": ("qwen3", {}, LINEAR),
+    "some of them": ("qwen3", {}, ["q_proj", "v_proj", "up_proj"]),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
+    # PEFT takes the names of experts' matrices for those of experts alone
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
+    "latent": ("deepseek_v3", {}, LATENT),
+    "latent, no query latent": (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+        ["q_proj", *LATENT[2:]],
+    ),
+}
+
+
+def with_lora(config: Config, **lora: Any) -> Config:
+    section = LoraSection(**lora)
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def taught(
+    process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Taught, LoraSection]]:
+    """Of each case: the folder of model and adapter, what PEFT computes, and model.lora."""
+    root, found = tmp_path_factory.mktemp("peft"), {}
+    for number, (name, (family, changes, targets)) in enumerate(CASES.items()):
+        folder = root / str(number)
+        use_rslora = name == "qwen2, tied"
+        write_model(folder / "model", family, seed=number, **changes)
+        arguments = (folder / "model", folder / "adapter", IDS, targets, use_rslora)
+        answer = process.submit(teach, *arguments).result()
+        lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=targets, use_rslora=use_rslora)
+        found[name] = (folder, answer, lora)
+    return found
+
+
+def adapted_policy(folder: Path, lora: LoraSection) -> Policy:
+    policy = policy_of(with_lora(config_of(folder / "model"), **lora.model_dump()))
+    load_adapters(folder / "adapter", policy, lora)
+    return policy
+
+
+def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
+    assert policy.lora is not None
+    names = adapter_map(policy.lora.adapted, policy.lora.rank).recipes
+    return {
+        names[shard.name].boxes[0].name: shard.view(getattr(shard.parameter, part)).clone()
+        for shard in adapter_shards(policy)
+    }
+
+
+def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
+    [model] = policy.models
+    positions = torch.arange(len(IDS))[None]
+    # the chunk, whose hooks add up the gradients
+    hidden = policy.chunks[0](
+        input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
+    )
+    logits = hidden[0] @ model.head_weight[:VOCABULARY].t()
+    return logits, F.cross_entropy(logits[:-1], torch.tensor(IDS[1:]))
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = float((found[name] - tensor).abs().max())
+        assert difference <= TOLERANCE * max(1.0, float(tensor.abs().max())), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_gradients_and_updates_are_pefts(
+    taught: dict[str, tuple[Path, Taught, LoraSection]], case: str
+) -> None:
+    folder, expected, lora = taught[case]
+    policy = adapted_policy(folder, lora)
+    policy.eval()  # no auxiliary losses
+    section = OptimizerSection(
+        learning_rate=RATE, clip_grad=CLIP, weight_decay=DECAY, epsilon=EPSILON
+    )
+    trainer = build_trainer(policy, section, Schedule(RATE, RATE, 0, 5, "constant"))
+    for update in range(1, 6):
+        zero_gradients(policy.chunks, trainer.optimizer)
+        logits, loss = loss_of(policy)
+        loss.backward()
+        assert policy.config.finalize_model_grads_func is not None
+        policy.config.finalize_model_grads_func(policy.chunks)
+        gradients = in_peft_layout(policy, "main_grad")
+        norm, _ = trainer.update()
+        if update == 1:
+            assert float((logits - expected.logits).abs().max()) <= TOLERANCE
+            assert loss.item() == pytest.approx(expected.loss, abs=TOLERANCE)
+            assert_close(gradients, expected.gradients)
+            assert norm == pytest.approx(expected.norm, rel=TOLERANCE)
+        if update in (1, 5):
+            assert_close(in_peft_layout(policy, "data"), expected.after[update])
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "latent"])
+def test_without_adapters_the_policy_is_its_base_bit_for_bit(
+    taught: dict[str, tuple[Path, Taught, LoraSection]], case: str
+) -> None:
+    folder, _, lora = taught[case]
+    base = logits_of(policy_of(config_of(folder / "model")), IDS)
+    policy = adapted_policy(folder, lora)
+    assert policy.lora is not None
+    assert float((logits_of(policy, IDS) - base).abs().max()) > 0.1
+    with policy.lora.off():
+        assert torch.equal(logits_of(policy, IDS), base)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_the_model_computes_the_same_in_transformers(
+    taught: dict[str, tuple[Path, Taught, LoraSection]],
+    process: ProcessPoolExecutor,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    folder, expected, lora = taught[case]
+    export_hf(adapted_policy(folder, lora), tmp_path / "merged")
+    answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
+    assert not answer.complaints
+    assert float((answer.logits - expected.logits).abs().max()) <= TOLERANCE
