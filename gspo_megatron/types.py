@@ -110,6 +110,7 @@ class RolloutBatch:
     # engine records them. A branch's last token was never fed to the model: its row is void.
     routes: Tensor | None = None
     in_response: Tensor | None = None  # [tokens] bool; None: each sequence has a single branch
+    teacher_logprobs: Tensor | None = None  # [sum(response_lengths)] float32, of a teacher's server
 
 
 @dataclass

@@ -99,6 +99,8 @@ class MicroBatchBuilder:
             batch.rollout_logprobs = sequences.rollout_logprobs[rows]
             if sequences.token_advantages is not None:
                 batch.token_advantages = sequences.token_advantages[rows]
+            if sequences.teacher_logprobs is not None:
+                batch.teacher_logprobs = sequences.teacher_logprobs[rows]
             if sequences.mask is not None:
                 batch.mask = sequences.mask[rows]
                 lengths = [index.masked_lengths[n] for n in batch.packed.members]

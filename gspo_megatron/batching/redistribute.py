@@ -51,6 +51,7 @@ class Sequences:
     offsets: dict[int, int]  # where each sequence's response starts in `rollout_logprobs`
     token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
     mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
+    teacher_logprobs: Tensor | None = None  # [response tokens] float32
     routes: dict[int, Tensor] | None = None  # [length, layers of this rank, k], of the rollout
 
 
@@ -166,12 +167,14 @@ def redistribute(
 
     splits, ends = lengths[received].tolist(), responses[received].cumsum(0)
     mask = None if batch.mask is None else batch.mask.to(torch.uint8)  # gloo has no bool
+    teacher = batch.teacher_logprobs
     return Sequences(
         tokens=numbered(move_tokens(batch.tokens).cpu().split(splits)),
         rollout_logprobs=move_responses(batch.rollout_logprobs),
         offsets=numbered((ends - responses[received]).tolist()),
         token_advantages=None if token_advantages is None else move_responses(token_advantages),
         mask=None if mask is None else move_responses(mask).float(),
+        teacher_logprobs=None if teacher is None else move_responses(teacher),
         routes=None if batch.routes is None else numbered(move_tokens(batch.routes).split(splits)),
     )
 

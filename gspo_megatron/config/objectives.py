@@ -205,7 +205,17 @@ class DistillationSection(Section):
         "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
         "ranks compute its log-probs; null: none",
     )
+    url: Text | None = harmless(
+        None,
+        "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
+        "with its prompt_logprobs and /tokenize; null: none",
+    )
     coefficient: float = shapes(1.0, "weight beside the rewards' advantages", gt=0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher is not None or self.url is not None
 
 
 # A part or a number that is null is that of the objective named.
@@ -521,9 +531,11 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
     given = section.distillation
-    if given.teacher is None and given.coefficient != 1.0:
-        wrong = "nothing reads it without objective.distillation.teacher"
+    if not given.is_on and given.coefficient != 1.0:
+        wrong = "nothing reads it without objective.distillation.teacher or url"
         yield "distillation.coefficient", f"{wrong}; allowed: 1.0"
+    if given.teacher is not None and given.url is not None:
+        yield "distillation.url", "there is a teacher already, distillation.teacher; allowed: null"
 
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:

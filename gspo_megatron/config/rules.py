@@ -332,8 +332,8 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
     if reward.name == "none" and reward.import_path is None:
-        if plan.config.objective.distillation.teacher is None:
-            wrong = "there is nothing to learn from without objective.distillation.teacher"
+        if not plan.config.objective.distillation.is_on:
+            wrong = "there is nothing to learn from without objective.distillation.teacher or url"
             yield "reward.name", f"{wrong}; allowed: another reward"
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none no group of responses has different rewards; allowed: false"

@@ -61,6 +61,9 @@ class RolloutMetrics:
             bound = self.collector.config.objective.max_token_staleness
             if bound is not None:
                 means["staleness/masked"] = mean_pair(ages > bound)
+        if group.teacher_seconds is not None:
+            seconds = to_tensor(group.teacher_seconds, device)
+            self._metrics.add_maximum("distill/teacher_seconds", seconds.sum())
         if group.sampled is not None:
             sampled = to_tensor(group.sampled, device)
             turns, branches = turns_and_branches(batch, sampled)

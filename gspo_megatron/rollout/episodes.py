@@ -35,6 +35,7 @@ from gspo_megatron.rewards.scoring import (
     sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
+from gspo_megatron.rollout.teacher import Judged, Teacher
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
 
@@ -208,8 +209,10 @@ class GroupScorer:
         shaping: Shaping,
         tokenizer: Tokenizer,
         by_part: ObjectiveSection | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """by_part: an objective whose advantage is that of the reward's parts (gdpo)."""
+        self.teacher = teacher
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
             shaping,
@@ -234,7 +237,10 @@ class GroupScorer:
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
         scorer = Scorer(reward, section, needs_parts=by_part is not None)
-        return cls(scorer, shaping, tokenizer, by_part)
+        distillation, teacher = config.objective.distillation, None
+        if is_learnt and distillation.url is not None:
+            teacher = Teacher(distillation, section, tokenizer)
+        return cls(scorer, shaping, tokenizer, by_part, teacher)
 
     @property
     def reward(self) -> Reward:
@@ -288,12 +294,18 @@ class GroupScorer:
         failed: FailedCalls,
         seconds: float,
         episodes: Sequence[Episode] = (),
+        judged: Judged | None = None,
     ) -> None:
         """Write the scores, in the order of the responses, into the columns of the group: of a
         failed call (None) NaN, and NaN as the shaped reward of its whole group. episodes: of the
-        responses, where there are several turns."""
+        responses, where there are several turns. judged: what the teacher says."""
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
+        if judged is not None:
+            group.teacher_logprobs, group.teacher_seconds = judged.logprobs, judged.seconds
+            unknown = np.isnan(judged.logprobs)
+            lost |= {*group.group_index.repeat(group.response_lengths)[unknown].tolist()}
+            failed = failed._replace(errors=failed.errors + judged.failures)
         group.rewards, group.shaped = np.full(count, np.nan), np.full(count, np.nan)
         group.turns = np.zeros(count, np.int64)
         group.parts, group.part_names = np.full((count, len(names or ())), np.nan), names

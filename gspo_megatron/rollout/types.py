@@ -96,6 +96,9 @@ class RolloutGroup:
     # [num_sequences, parts] of the rewards before weights, and their names; None: all calls failed
     parts: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
+    # of a distillation's teacher behind a URL, and wall seconds [1] of asking it; None: no teacher
+    teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
+    teacher_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
     # why a reward is not more
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.records

@@ -165,19 +165,23 @@ class MegatronRollouts:
         """Write the scores into the leader's group. Returns the failures on all ranks, and the
         seconds of the slowest."""
         group, scores, failed = generated.group, [], FailedCalls()
-        samples, problem = [], None
+        samples, judged, problem = [], None, None
         if group is not None:
             try:
                 samples = scorer.samples(group, prompts)
                 given = scorer.scorer.given(generated.episodes)
                 with heard_by(lambda: self.report(scorer.scorer.progress())):
                     scores, failed = scorer.scorer.score(samples, given)
+                if scorer.teacher is not None:
+                    judged = scorer.teacher.judge(group)
                 self.report("")
             except UserError as error:
                 problem = error
-        counts, seconds = self._agree(scorer, problem, failed)
+        lost = 0 if judged is None else judged.failures
+        counted = failed._replace(errors=failed.errors + lost)
+        counts, seconds = self._agree(scorer, problem, counted)
         if group is not None:
-            scorer.fill_in(group, samples, scores, failed, seconds, generated.episodes)
+            scorer.fill_in(group, samples, scores, failed, seconds, generated.episodes, judged)
         return counts, seconds
 
     def _agree(

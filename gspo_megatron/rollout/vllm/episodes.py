@@ -19,9 +19,12 @@ from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
+from gspo_megatron.rewards.scoring import FailedCalls
+from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
+from gspo_megatron.rollout.teacher import Judged
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
@@ -86,20 +89,29 @@ class Scorers:
             group = make()
             return group, scoring.samples(group, {group.number: prompt})
 
-        def finish(group: RolloutGroup, samples: Sequence[Sample], found: Any) -> None:
-            scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes)
+        def finish(
+            group: RolloutGroup,
+            samples: Sequence[Sample],
+            found: tuple[list[Score | None], FailedCalls],
+            judged: Judged | None = None,
+        ) -> None:
+            scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes, judged)
             then(group)
 
         def whole() -> None:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None:
+        if scorer.workers is None and scoring.teacher is None:
             await self._in_main(whole)
             return
         group, samples = await self._in_main(begin)
-        found = await scorer.score_async(samples, given)
-        await self._in_main(lambda: finish(group, samples, found))
+        if scorer.workers is None:
+            found = await self._in_main(lambda: scorer.score(samples, given))
+        else:
+            found = await scorer.score_async(samples, given)
+        judged = None if scoring.teacher is None else await scoring.teacher.judge_async(group)
+        await self._in_main(lambda: finish(group, samples, found, judged))
 
     async def close(self) -> None:
         """End the workers."""
