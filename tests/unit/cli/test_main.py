@@ -133,4 +133,4 @@ parse(["--help"])
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "not the groups of an optimizer" in done.stdout
-    assert "draw some episodes" in done.stdout and "train a model" in done.stdout
+    assert "generate some episodes" in done.stdout and "train a model" in done.stdout

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gspo_megatron.config.objectives import RECIPES
 from gspo_megatron.objectives import Objective, losses, parts
 from gspo_megatron.types import LossInputs
 from tests.unit.objectives.batches import (
@@ -27,7 +28,10 @@ from tests.unit.objectives.batches import (
 from tests.unit.objectives.test_oracle import BOUNDS, OF_TOKENS
 
 # Whose clip flags are one a sequence: the clip metrics of the others need the flags of all shards.
-CLIP_SEQUENCES = ["gspo", "luspo", "reinforce_leave_one_out"]
+CLIP_SEQUENCES = [
+    name for name, each in RECIPES.items()
+    if each.ratio in ("sequence", "sequence_product") and each.rule in ("min_clip", "dual_clip")
+]  # fmt: skip
 OF_SEQUENCES = [*CLIP_SEQUENCES, "gmpo"]
 
 
