@@ -86,8 +86,10 @@ def _cpu_name() -> str | None:
 def _gpus() -> dict[str, Any] | None:
     if not _torch_can_use_gpus():
         return None
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return None
     if not torch.cuda.is_available():
         return None
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
         share = read_share(
             folder / FOLDER, group.rank(), group.size(), lambda: attach_hooks(policy.models)
         )
+        if description.keys() - {each.name for each in fields(Experience)}:
+            raise ValueError("another version of this program has written them")
         experience = Experience(share, device, **description)
     except (OSError, SafetensorError, RuntimeError, *WRONG_VALUES) as cause:
         error = f"{folder / FOLDER}: cannot be read: {cause}"

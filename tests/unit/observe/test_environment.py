@@ -4,7 +4,9 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +95,25 @@ def test_a_machine_without_git_has_no_commit(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_environment()["git"] is None
+
+
+@pytest.mark.parametrize(
+    ("version", "can"),
+    [
+        ("cuda = None\nhip = None\n", False),
+        ("cuda = '12.8'\n", True),
+        ("cuda = None\nhip = '6.4'\n", True),
+        (None, True),  # it has no such file: all of it is imported
+    ],
+)
+def test_torch_says_in_a_file_what_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, can: bool
+) -> None:
+    if version is not None:
+        (tmp_path / "version.py").write_text(version)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: spec)
+    assert environment._torch_can_use_gpus() is can
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    assert environment._torch_can_use_gpus() is False

@@ -102,6 +102,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, routes: bool) -> None:
     assert found.describe() == wanted.describe()
 
 
+def test_rollouts_that_another_version_described_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    kept = run.write(3)
+    described = {**kept.rollouts, "sample_rewards": [0.5]}
+    with pytest.raises(DataError, match="/rollouts: cannot be read: another version of this"):
+        read_experience(kept.folder, described, run.policy)
+
+
 def test_the_last_steps_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=3)
     folder = tmp_path / "run" / FOLDER

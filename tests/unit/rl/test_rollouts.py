@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -552,6 +553,16 @@ def test_first_calls_that_all_fail_do_not_settle_that_there_are_no_parts() -> No
     experience = collected(Prompts(), reward, rollout=DYNAMIC, reward=DROPPING)
     assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
     assert experience.metrics["reward/late"] == 4
+
+
+def test_a_written_sample_whose_call_failed_has_no_parts() -> None:
+    def reward(sample: Sample) -> dict[str, float]:
+        if number(sample) == 0:
+            raise ConnectionError("no judge")
+        return in_parts(sample)
+
+    first, *_ = collected(Prompts(), reward, reward=DROPPING).samples
+    assert math.isnan(first["reward"]) and first["parts"] == {}
 
 
 def test_each_response_that_is_scored_is_a_sign_of_life() -> None:
