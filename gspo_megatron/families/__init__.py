@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (qwen.QWEN3_MOE, qwen.QWEN3, qwen.QWEN2_MOE, qwen.QWEN2)
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
     + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY)
-    + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE)
+    + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE, qwen3_next.QWEN3_5)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 _VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}

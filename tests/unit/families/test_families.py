@@ -293,5 +293,5 @@ def test_fields_that_change_the_function_are_not_dropped_in_silence() -> None:
 def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
         "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 llama mixtral "
-        "olmoe qwen3_next qwen3_5_moe_text"
+        "olmoe qwen3_next qwen3_5_moe_text qwen3_5_text"
     )

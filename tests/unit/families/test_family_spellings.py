@@ -15,7 +15,7 @@ from tests.unit.hf.published import CONFIGS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
-DENSE = ("qwen3", "qwen2", "llama")
+DENSE = ("qwen3", "qwen2", "llama", "qwen3_5_text")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
