@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, Family] = {
     + (deepseek_v3.FAMILY, glm.GLM4_MOE, glm.GLM4_MOE_LITE, hunyuan.FAMILY)
     + (bailing.FAMILY, minimax.FAMILY, ernie.FAMILY)
     + (llama.FAMILY, mixtral.FAMILY, olmoe.FAMILY, gpt_oss.FAMILY)
-    + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE)
+    + (qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE, qwen3_next.QWEN3_5)
 }
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 _VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}

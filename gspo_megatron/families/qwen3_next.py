@@ -1,5 +1,6 @@
-"""Qwen3NextForCausalLM and Qwen3_5MoeForCausalLM, the language model of Qwen3.5: three layers of
-four have a gated delta net in the place of attention, which ends in an output gate.
+"""Qwen3NextForCausalLM, and Qwen3_5MoeForCausalLM and Qwen3_5ForCausalLM, the language models of
+Qwen3.5: three layers of four have a gated delta net in the place of attention, which ends in an
+output gate.
 
 Qwen3.5 is published as a vision-language model. Its language model is what is trained; exports are
 text models.
@@ -8,6 +9,7 @@ text models.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gspo_megatron.errors import format_value
@@ -32,14 +34,13 @@ _EXPERT_FIELDS = (
     f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-3),
 )
 _ALWAYS: dict[str, Any] = {
-    **f.LINEAR_ROUTER,
     "experimental_attention_variant": "gated_delta_net",
     "attention_output_gate": True,
     "layernorm_zero_centered_gamma": True,
     "qk_layernorm": True,
     "add_qkv_bias": False,
-    "moe_shared_expert_gate": True,
 }
+_ROUTER: dict[str, Any] = {**f.LINEAR_ROUTER, "moe_shared_expert_gate": True}
 
 
 def _kinds(hf: Mapping[str, Any]) -> Any:
@@ -89,12 +90,15 @@ _DELTA_NET_NAMES = {
     "delta_norm": f"{_LAYER}linear_attn.norm.weight",
     "delta_out": f"{_LAYER}linear_attn.out_proj.weight",
 }
+_IN_NAMES = {f"in_{p}": f"{_LAYER}linear_attn.in_proj_{p}.weight" for p in ("qkv", "z", "b", "a")}
 _NAMES = {
     **f.EMBEDDINGS,
     **f.NORMS,
     **f.ATTENTION,
     **f.QK_NORMS,
     **_DELTA_NET_NAMES,
+}
+_EXPERT_NAMES = {
     **f.ROUTER,
     **f.EXPERTS,
     "shared_router": f"{_LAYER}mlp.shared_expert_gate.weight",
@@ -112,7 +116,7 @@ QWEN3_NEXT = f.Family(
         *_EXPERT_FIELDS,
         f.Field("norm_topk_prob", "moe_router_pre_softmax", True, negated=True),
     ),
-    always=_ALWAYS,
+    always=_ALWAYS | _ROUTER,
     only={"attention_bias": (False,)},
     rope=RopeKinds(percent=0.25),
     layer_types=(FULL, LINEAR),
@@ -124,6 +128,7 @@ QWEN3_NEXT = f.Family(
     unread_starts=("mtp.",),
     names={
         **_NAMES,
+        **_EXPERT_NAMES,
         **f.DENSE,
         # of each head of keys: q, k, v, z, and b, a
         "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
@@ -142,7 +147,7 @@ QWEN3_5_MOE = f.Family(
         *_DELTA_NET_FIELDS,
         *_EXPERT_FIELDS,
     ),
-    always={**_ALWAYS, "moe_router_pre_softmax": False},
+    always={**_ALWAYS, **_ROUTER, "moe_router_pre_softmax": False},
     only={"attention_bias": (False,), "attn_output_gate": (True,)},
     rope=RopeKinds(percent=0.25),
     layer_types=(FULL, LINEAR),
@@ -153,12 +158,25 @@ QWEN3_5_MOE = f.Family(
     unread_starts=("mtp.", "model.visual."),
     names={
         **_NAMES,
-        **{
-            f"in_{part}": f"{_LAYER}linear_attn.in_proj_{part}.weight"
-            for part in ("qkv", "z", "b", "a")
-        },
+        **_EXPERT_NAMES,
+        **_IN_NAMES,
         # all experts of a layer as one tensor, in published files only
         "experts_gate_up": f"{_LAYER}mlp.experts.gate_up_proj",
         "experts_down": f"{_LAYER}mlp.experts.down_proj",
     },
+)
+
+QWEN3_5 = replace(
+    QWEN3_5_MOE,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    vision_model_type="qwen3_5",
+    fields=(
+        *f.SIZES,
+        f.key_value_heads(4),
+        f.Field("head_dim", "kv_channels", 256),
+        *_DELTA_NET_FIELDS,
+    ),
+    always=_ALWAYS,
+    names={**_NAMES, **_IN_NAMES, **f.DENSE},
 )

@@ -11,7 +11,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache
-from gspo_megatron.models.core_attention import plan_of, rows_of
+from gspo_megatron.models.core_attention import plan_of
 from gspo_megatron.models.delta_rule import delta_rule, delta_step, normalized, widened
 from gspo_megatron.platform.megatron_fixes import has_delta_rule_kernels
 
@@ -89,8 +89,8 @@ class CachedDeltaNet(GatedDeltaNet):
         if plan.whole is not None:
             return self._mix(mixed.unflatten(0, plan.whole))[0].flatten(0, 1)
         assert plan.restore is not None
-        outputs = [self._mix(rows_of(mixed, b.query_rows))[0].flatten(0, 1) for b in plan.blocks]
-        return rows_of(torch.cat(outputs), plan.restore)
+        outputs = [self._mix(_rows(mixed, b.query_rows))[0].flatten(0, 1) for b in plan.blocks]
+        return _rows(torch.cat(outputs), plan.restore)
 
     def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """What lies between the projections: [sequences, length, channels] -> [.., .., values of
@@ -99,10 +99,8 @@ class CachedDeltaNet(GatedDeltaNet):
         qkv, gate, decay, rate = self._cut(mixed)
         taps = self.conv_kernel_dim - 1
         qkv = F.pad(qkv, (0, 0, taps, 0))  # zeros before each sequence
-        convolved = F.conv1d(
-            qkv.transpose(1, 2), self.conv1d.weight, self.conv1d.bias, groups=qkv.shape[-1]
-        )
-        heads = self._heads(self.act_fn(convolved.transpose(1, 2)))
+        windows = qkv.unfold(1, taps + 1, 1)  # [sequences, length, channels, taps + 1], a view
+        heads = self._heads(self._convolved(windows))
         if lengths is not None:
             is_padding = torch.arange(mixed.shape[1], device=mixed.device) >= lengths[:, None]
             decay, rate = (each.masked_fill(is_padding[..., None], 0.0) for each in (decay, rate))
@@ -121,6 +119,12 @@ class CachedDeltaNet(GatedDeltaNet):
         qkv, gate, rate, decay = mixed.split((2 * keys + values, values, heads, heads), dim=-1)
         decay = -widened(self.A_log).exp() * F.softplus(widened(decay) + self.dt_bias)
         return qkv, gate, decay, widened(rate).sigmoid()
+
+    def _convolved(self, windows: Tensor) -> Tensor:
+        """[..., channels, taps + 1] -> [..., channels]; each channel has weights of its own."""
+        taps = self.conv1d.weight[:, 0].unbind(-1)
+        out = sum(part * weight for part, weight in zip(windows.unbind(-1), taps, strict=True))
+        return self.act_fn(out if self.conv1d.bias is None else out + self.conv1d.bias)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., channels] -> query, key, value [..., heads, dim]; several heads of values share one
@@ -153,8 +157,11 @@ class CachedDeltaNet(GatedDeltaNet):
         before, state = cache.recurrent(self.layer_number, sizes, (qkv.dtype, decay.dtype))
         window = torch.cat((before[:, 0], qkv.unsqueeze(1)), dim=1)  # [sequences, taps + 1, ...]
         before[:, 0] = window[:, 1:]
-        convolved = (window * self.conv1d.weight[:, 0].t()).sum(1)
-        if self.conv1d.bias is not None:
-            convolved = convolved + self.conv1d.bias
-        out = delta_step(state, *self._heads(self.act_fn(convolved)), decay, rate)
+        heads = self._heads(self._convolved(window.transpose(1, 2)))
+        out = delta_step(state, *heads, decay, rate)
         return self._gated(out, gate).unsqueeze(1)
+
+
+def _rows(states: Tensor, rows: Tensor) -> Tensor:
+    """states[rows], of which the gradient takes a third of the time on a CPU."""
+    return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 16},
     "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
     "deepseek_v3": {"rms_norm_eps": 1e-6},
+    "qwen3_next": {"hidden_size": 48, "num_attention_heads": 4},
 }
 
 
@@ -74,6 +75,8 @@ RUNS = {
     "pp=2 with recomputation": Run("pp=2", training={"recompute": "full"}),
     # projections that both ranks have whole; attention with values of another size
     "latent attention on tp=2": Run("tp=2", "deepseek_v3"),
+    # an input norm in the projection of a delta net, beside one that is an offset to 1
+    "delta nets on tp=2": Run("tp=2", "qwen3_next"),
     "a fused router and shared experts": Run(
         "tp=1", "qwen2_moe", megatron={"moe_router_fusion": True, "moe_aux_loss_coeff": 0.01}
     ),

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_attention_heads": 8, "hidden_size": 48},
     "qwen3_5_moe_text": {"num_attention_heads": 8, "hidden_size": 48},
     "gpt_oss": {},  # windows of 6 tokens, sinks, biases of experts
+    "qwen3_5_text": {"num_attention_heads": 8, "hidden_size": 48},
 }
 
 
@@ -80,6 +81,7 @@ def references(pool: Pool, folders: Path) -> dict[str, StepResult]:
         ("qwen3_next", "tp=2"),
         ("qwen3_next", "tp=2,pp=2,ep=2"),
         pytest.param("qwen3_5_moe_text", "tp=2,pp=2,ep=2", marks=pytest.mark.full),
+        pytest.param("qwen3_5_text", "tp=2", marks=pytest.mark.full),
         pytest.param("qwen3_next", "pp=2,vpp=2", marks=pytest.mark.full),
         ("gpt_oss", "tp=2,pp=2,ep=2"),
         ("gpt_oss", "cp=2"),

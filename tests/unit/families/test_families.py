@@ -364,7 +364,7 @@ def test_the_families() -> None:
     assert " ".join(FAMILIES) == (
         "qwen3_moe qwen3 qwen2_moe qwen2 deepseek_v3 glm4_moe glm4_moe_lite hy_v3 "
         "bailing_moe_v2 minimax_m2 ernie4_5_moe llama mixtral olmoe gpt_oss qwen3_next "
-        "qwen3_5_moe_text"
+        "qwen3_5_moe_text qwen3_5_text"
     )
 
 

@@ -298,6 +298,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         79.7,
     ),
     "Qwen3.5-35B-A3B": (vision(delta(40, 2048, 256, 8)), 34.66),
+    "Qwen3.5-27B": (
+        vision(
+            delta(
+                *(64, 5120, 0, 0),
+                model_type="qwen3_5_text",
+                intermediate_size=17_408,
+                num_attention_heads=24,
+                num_key_value_heads=4,
+                linear_num_value_heads=48,
+            )
+        )
+        | {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+        26.9,
+    ),
     "Qwen3.5-122B-A10B": (
         vision(
             delta(

@@ -280,6 +280,14 @@ CONFIGS["gpt_oss"] = _COMMON | {
     "max_position_embeddings": 256,
     "pad_token_id": None,
 }
+CONFIGS["qwen3_5_text"] = {
+    **{k: v for k, v in _DELTA.items() if "expert" not in k and "router" not in k},
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attn_output_gate": True,
+    "mtp_num_hidden_layers": 0,
+    "intermediate_size": 52,
+}
+del CONFIGS["qwen3_5_text"]["moe_intermediate_size"]
 CONFIGS["glm4_moe_lite"] = CONFIGS["deepseek_v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "n_group": 1,
@@ -321,7 +329,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -420,7 +428,7 @@ def _gated(start: str, hidden: int, width: int, names: tuple[str, ...] = ()) -> 
 def _is_dense(config: dict[str, Any], layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     return (
-        config["model_type"] in ("qwen3", "qwen2", "llama")
+        config["model_type"] in ("qwen3", "qwen2", "llama", "qwen3_5_text")
         or layer in config.get("mlp_only_layers", ())
         or layer < config.get("first_k_dense_replace", 0)
         or (kinds is not None and kinds[layer] == "dense")
