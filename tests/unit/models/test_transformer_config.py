@@ -252,7 +252,7 @@ def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.Monkey
             "transformer_engine",
             False,
             {"softmax_type": "learnable", "context_parallel_size": 2},
-            ("parallel.context_parallel_size = 2: ", "sinks", "legal: 1, or"),
+            ("parallel.context_parallel_size = 2: ", "sinks", "allowed: 1, or"),
         ),
     ],
     ids=[
