@@ -236,8 +236,33 @@ def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.Monkey
             {"multi_latent_attention": True, "layernorm_epsilon": 1e-5},
             ("model.backend = transformer_engine: ", "1e-05"),
         ),
+        (
+            "torch_native",
+            False,
+            {"softmax_type": "off-by-one"},
+            ("model.megatron.softmax_type = off-by-one: ", "vanilla or learnable"),
+        ),
+        (
+            "torch_native",
+            False,
+            {"multi_latent_attention": True, "window_size": (7, 0)},
+            ("model.megatron.multi_latent_attention = true: ", "leave out window_size"),
+        ),
+        (
+            "transformer_engine",
+            False,
+            {"softmax_type": "learnable", "context_parallel_size": 2},
+            ("parallel.context_parallel_size = 2: ", "sinks", "allowed: 1, or"),
+        ),
     ],
-    ids=["norms need whole heads", "latent attention", "one epsilon of fused norms"],
+    ids=[
+        "norms need whole heads",
+        "latent attention",
+        "one epsilon of fused norms",
+        "another softmax",
+        "a window in latent attention",
+        "sinks on parts of a sequence",
+    ],
 )
 def test_attention_that_cannot_be_built_is_refused_by_name(
     backend: str, joint_qk_norm: bool, changes: dict[str, Any], parts: tuple[str, ...]
@@ -251,6 +276,8 @@ def test_attention_that_cannot_be_built_is_refused_by_name(
         "q_lora_rank": 8,
         "context_parallel_size": 1,
         "bf16": True,
+        "softmax_type": "vanilla",
+        "window_size": None,
     }
     config = SimpleNamespace(**values | changes)
     with pytest.raises(UserError) as error:
