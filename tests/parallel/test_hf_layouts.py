@@ -50,6 +50,9 @@ OTHERS = [
     ("deepseek_v3", "tp=2"),
     ("deepseek_v3", "tp=2,pp=2,vpp=2,ep=2"),
     ("gpt_oss", "tp=2,pp=2,ep=2"),
+    ("bailing_moe_v2", "tp=2,pp=2,ep=2"),
+    ("ernie4_5_moe", "tp=2,pp=2,ep=2"),
+    ("minimax_m2", "tp=2,etp=2"),
 ]
 MORE_LAYOUTS = ["cp=2", "dp=2,cp=2,ep=2", "tp=2,ep=2,etp=2,pp=2"]
 QUICK = [*(("qwen3_moe", layout) for layout in LAYOUTS[1:]), *OTHERS]
