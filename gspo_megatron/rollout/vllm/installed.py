@@ -72,10 +72,10 @@ def unserved(config: Config) -> list[str]:
         family = family_of_shape(shape) if hf is None else family_of(hf)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
-            return [problem("rollout.engine", "vllm", f"{has_not}; legal: megatron, another vLLM")]
+            return [problem("rollout.engine", "vllm", f"{has_not}; allowed: megatron, another vLLM")]
         lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
         if lacking:
-            wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; legal: a folder as"
+            wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"
             wrong = f"{wrong} published, or one that gspo-megatron has exported"
             return [problem("model.hf_path", config.model.hf_path, wrong)]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"

@@ -93,7 +93,7 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
     for number, package in enumerate(({}, {"name": "vllm", "version": "9.8"})):
         python = install(tmp_path / str(number), **package)
         assert unserved(config(python, hf_path=llama)) == [
-            "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; legal: megatron, "
+            "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; allowed: megatron, "
             "another vLLM"
         ]
 
