@@ -87,6 +87,7 @@ FAMILY = f.Family(
     next_token_layers="num_nextn_predict_layers",
     rope=RopeKinds((DEFAULT, YARN)),
     max_position_embeddings=4096,
+    vllm_keys=("topk_method",),
     read_pattern=r.dense_first(3),
     write_pattern=r.write_dense_first,
     check=check_latent(_GROUPS, 128),

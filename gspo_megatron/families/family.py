@@ -86,6 +86,9 @@ class Family:
     # The key for the number of layers behind the last one that predict further tokens (MTP). They
     # are left out; an export says that it has none.
     next_token_layers: str | None = None
+    # Keys of config.json that vLLM needs and transformers does not read. Published files and our
+    # exports have them; a folder that transformers wrote has not.
+    vllm_keys: tuple[str, ...] = ()
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """The model that a config.json describes, and a line for each thing not supported."""

@@ -70,6 +70,7 @@ GLM4_MOE_LITE = replace(
         *r.fields(topk=4, scaling=1.8),
     ),
     max_position_embeddings=202_752,
+    vllm_keys=("first_k_dense_replace",),
     other_model_types=(),
     read_pattern=r.dense_first(1, has_types=True),
     write_pattern=r.write_layer_types,

@@ -39,6 +39,7 @@ FAMILY = f.Family(
     next_token_layers="num_nextn_predict_layers",
     rope=RopeKinds(base=11_158_840.0),
     max_position_embeddings=131_072,
+    vllm_keys=("expert_hidden_dim", "first_k_dense_replace"),
     read_pattern=r.dense_first(1, has_types=True),
     write_pattern=r.write_layer_types,
     check=r.layer_problems,

@@ -40,7 +40,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "mixtral": HEADS,
     "olmoe": NO_WIDTH | {"num_key_value_heads": 2},
     "qwen2": NO_WIDTH,
-    "qwen2_moe": NO_WIDTH | {"mlp_only_layers": []},
+    "qwen2_moe": HEADS | {"mlp_only_layers": []},
     "qwen3": HEADS,
     "qwen3_moe": HEADS | {"mlp_only_layers": []},
 }

@@ -8,12 +8,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import ConfigError, RolloutError, problem
-from gspo_megatron.families import family_of_shape
+from gspo_megatron.families import family_of, family_of_shape
+from gspo_megatron.files import parse_json
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
@@ -66,10 +68,16 @@ def unserved(config: Config) -> list[str]:
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
     with contextlib.suppress(ConfigError):  # of a model that no family has
-        name = family_of_shape(shape).architecture
-        if found.get("models") and name not in found["models"]:
-            wrong = f"vLLM {found['version']} has no {name}; allowed: megatron, or another vLLM"
-            return [problem("rollout.engine", "vllm", wrong)]
+        hf = _config_json(config.model.hf_path)  # of the folder that the servers start with
+        family = family_of_shape(shape) if hf is None else family_of(hf)
+        if found.get("models") and family.architecture not in found["models"]:
+            has_not = f"vLLM {found['version']} has no {family.architecture}"
+            return [problem("rollout.engine", "vllm", f"{has_not}; allowed: megatron, another vLLM")]
+        lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
+        if lacking:
+            wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"
+            wrong = f"{wrong} published, or one that gspo-megatron has exported"
+            return [problem("model.hf_path", config.model.hf_path, wrong)]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -83,6 +91,11 @@ def unserved(config: Config) -> list[str]:
         f"{', '.join(map(str, sizes))} ({kind})"
     )
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
+
+
+def _config_json(folder: str | None) -> dict[str, Any] | None:
+    path = None if folder is None else Path(folder) / "config.json"
+    return parse_json(path.read_bytes()) if path is not None and path.is_file() else None
 
 
 def _look_at(python: str) -> dict[str, Any]:

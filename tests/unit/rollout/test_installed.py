@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.families import FAMILIES, preset_of_folder
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.vllm.installed import unserved
 from tests.unit.hf.published import write_model
 
@@ -93,8 +96,29 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
         python = install(tmp_path / str(number), **package)
         assert unserved(config(python, hf_path=llama)) == [
             "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; allowed: megatron, "
-            "or another vLLM"
+            "another vLLM"
         ]
+
+
+def test_keys_of_config_json_that_vllm_needs(tmp_path: Path) -> None:
+    """A folder that transformers wrote lacks some; one that we exported has all."""
+    registry = "_MODELS = {'HYV3ForCausalLM': 1, 'DeepseekV3ForCausalLM': 1}"
+    python = install(tmp_path / "vllm", name="vllm", registry=registry)
+    hunyuan = write_model(tmp_path / "hunyuan", "hy_v3", seed=1)
+    [line] = unserved(config(python, hf_path=hunyuan))
+    assert line.startswith("model.hf_path = ")
+    assert "vLLM needs expert_hidden_dim and first_k_dense_replace in its config.json" in line
+    shape = shape_of(preset_of_folder(str(hunyuan)))
+    exported = FAMILIES["hy_v3"].config(shape, 37)
+    (hunyuan / "config.json").write_text(json.dumps(exported))
+    assert unserved(config(python, hf_path=hunyuan)) == []
+    deepseek = write_model(tmp_path / "deepseek", "deepseek_v3", seed=1)
+    assert unserved(config(python, hf_path=deepseek)) == []
+    without = json.loads((deepseek / "config.json").read_text())
+    del without["topk_method"]
+    (deepseek / "config.json").write_text(json.dumps(without))
+    [line] = unserved(config(python, hf_path=deepseek))
+    assert "vLLM needs topk_method in its config.json" in line
 
 
 def test_what_cannot_be_known_is_no_problem(

@@ -20,7 +20,13 @@ import pytest
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import process
-from gspo_megatron.rollout.vllm.process import ServerProcess, errors_of, last_lines_of
+from gspo_megatron.rollout.vllm.process import (
+    ServerProcess,
+    errors_of,
+    last_lines_of,
+    needed_arguments,
+    option_words,
+)
 from tests.programs import command_environment, gspo, wait_until
 
 # It takes its port late, as vLLM does: when the file appears that it is given.
@@ -273,3 +279,17 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(child)) or (
         psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
     )
+
+
+def test_latent_attention_on_cpus_gets_other_kernels() -> None:
+    """vLLM's rotary kernel for CPUs is wrong there without YaRN: tests/vllm/test_families.py."""
+    options = {"routes": True, "latent": True}
+    on_cpu = needed_arguments("folder", "float32", on_cpu=True, **options)
+    assert on_cpu["attention_backend"] == "CPU_MLA"
+    assert on_cpu["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
+    words = option_words(on_cpu)
+    assert words[words.index("--compilation-config") + 1] == (
+        '{"custom_ops": ["all", "-rotary_embedding"]}'
+    )
+    on_gpu = needed_arguments("folder", "float32", on_cpu=False, **options)
+    assert not {"attention_backend", "compilation_config"} & on_gpu.keys()
