@@ -38,7 +38,7 @@ _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",
     "gspo_megatron.rollout.megatron.engine",
-    "torch._dynamo",  # the first optimizer would import it on every rank, and takes a second
+    "torch._dynamo",  # an optimizer on rehearsed devices would import it on every rank: a second
 ]
 
 

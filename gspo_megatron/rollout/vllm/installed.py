@@ -72,7 +72,9 @@ def unserved(config: Config) -> list[str]:
         family = family_of_shape(shape) if hf is None else family_of(hf)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
-            return [problem("rollout.engine", "vllm", f"{has_not}; allowed: megatron, another vLLM")]
+            return [
+                problem("rollout.engine", "vllm", f"{has_not}; allowed: megatron, another vLLM")
+            ]
         lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"

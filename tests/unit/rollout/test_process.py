@@ -21,13 +21,14 @@ import pytest
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import process
 from gspo_megatron.rollout.vllm.process import (
+    WORKER_FOLDER,
     ServerProcess,
     errors_of,
     last_lines_of,
     needed_arguments,
     option_words,
 )
-from tests.programs import command_environment, gspo, wait_until
+from tests.programs import command_environment, gspo, run_program, wait_until
 
 # It takes its port late, as vLLM does: when the file appears that it is given.
 _SERVER = """
@@ -275,7 +276,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert not Path(folder).exists()
-    wait_until(lambda: not Path(semaphore).exists(), seconds=10)
+    wait_until(lambda: not Path(semaphore).exists(), seconds=60)
     assert not psutil.pid_exists(int(child)) or (
         psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
     )
@@ -293,3 +294,23 @@ def test_latent_attention_on_cpus_gets_other_kernels() -> None:
     )
     on_gpu = needed_arguments("folder", "float32", on_cpu=False, **options)
     assert not {"attention_backend", "compilation_config"} & on_gpu.keys()
+
+
+_FORKS = """
+import multiprocessing
+import gspo_vllm_server
+gspo_vllm_server.fork_engine()
+def tell():
+    print(multiprocessing.get_context("spawn").get_start_method(), flush=True)
+tell()
+engine = multiprocessing.get_context("spawn").Process(target=tell)
+engine.start()
+engine.join()
+"""
+
+
+def test_a_server_forks_its_engine_and_the_engine_forks_nothing() -> None:
+    """A new interpreter could not run `tell`: it would begin this program anew."""
+    environ = {"PYTHONPATH": str(WORKER_FOLDER)}
+    done = run_program(sys.executable, "-c", _FORKS, environ=environ)
+    assert done.stdout == "fork\nspawn\n"
