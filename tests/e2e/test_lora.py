@@ -63,7 +63,7 @@ def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
             "megatron": {},
             "lora": {"rank": 4, "alpha": 8.0, **lora},
         },
-        objective={"kl": "k3", "kl_coefficient": 0.1},
+        objective={"kl": "k3", "kl_coefficient": 0.1, "mini_batches": 1},
         training={"steps": STEPS},
     )
 
