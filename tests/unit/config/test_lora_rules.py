@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.errors import ConfigError
 from tests.unit.config.configs import config_with, problems_of
 
 
@@ -28,8 +29,6 @@ from tests.unit.config.configs import config_with, problems_of
     ],
 )
 def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
-    from gspo_megatron.errors import ConfigError
-
     try:
         lines = problems_of(4, *overrides)
     except ConfigError as error:  # of the value alone
