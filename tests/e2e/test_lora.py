@@ -64,6 +64,7 @@ def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
             "lora": {"rank": 4, "alpha": 8.0, **lora},
         },
         objective={"kl": "k3", "kl_coefficient": 0.1, "mini_batches": 1},
+        data={"eval_prompts": None},  # an evaluation at the end of a part would tell
         training={"steps": STEPS},
     )
 
