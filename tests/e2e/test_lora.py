@@ -96,6 +96,8 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(published: Trained) -> 
     records = steps_of(published.run)
     assert records[0]["kl/reference_k3"] == pytest.approx(0.0, abs=1e-7)
     assert records[-1]["kl/reference_k3"] > 1e-5
+    for record in records:  # responses come from the policy with its adapters
+        assert record["mismatch/abs_mean"] <= 1e-5
 
 
 def test_a_resumed_run_is_the_undisturbed_one(

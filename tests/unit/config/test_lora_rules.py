@@ -14,7 +14,10 @@ from tests.unit.config.configs import config_with, problems_of
     [
         (["model.lora.checkpoint=somewhere"], "there are no adapters with model.lora.rank = 0"),
         (["model.lora.rank=4", "model.lora.targets=q_porj"], "no such matrices"),
-        (["model.lora.rank=4", "model.lora.targets=[attention, mlp]"], "model.lora.targets = 'mlp'"),
+        (
+            ["model.lora.rank=4", "model.lora.targets=[attention, mlp]"],
+            "model.lora.targets = 'mlp'",
+        ),
         (["model.lora.rank=4", "parallel.layout=tp=4"], "need whole query groups on each rank"),
         (
             ["model.lora.rank=4", "model.megatron.moe_router_bias_update_rate=0.001"],
