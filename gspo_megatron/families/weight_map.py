@@ -177,6 +177,7 @@ _ALIASES = (
     ),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(\w+)"), r".pre_mlp_layernorm.\1"),
     (re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.weight"), r".mlp.experts.weight\1"),
+    (re.compile(r"\.mlp\.experts\.experts\.lora\."), ".mlp.experts.lora."),
 )
 
 
