@@ -94,7 +94,7 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
     """Load the adapters of a PEFT folder, or of a checkpoint of ours."""
     section = config.model.lora
     if Path(path, PEFT_CONFIG).exists() or Path(path, PEFT_TENSORS).exists():
-        from gspo_megatron.hf.adapters import load_adapters
+        from gspo_megatron.hf.load import load_adapters
 
         load_adapters(path, policy, section)
         return

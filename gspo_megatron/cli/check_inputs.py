@@ -214,6 +214,9 @@ def _check_start(
         if model.checkpoint_path is not None:
             with gathered_in(problems):
                 check_given(config, vocab_size)
+        if model.lora.checkpoint is not None:
+            with gathered_in(problems):
+                _check_adapters(config, vocab_size)
         if model.hf_path is not None:
             from gspo_megatron.hf.files import checked_folder
 
@@ -253,6 +256,24 @@ def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
             f"objective.distillation.teacher = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
         )
+
+
+def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
+    """Raise DataError where model.lora.checkpoint is not what the run can begin with. No tensor is
+    read."""
+    from gspo_megatron.checkpoint.resume import given_adapters
+    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights, adapter_map
+    from gspo_megatron.families.weight_map import weight_map
+    from gspo_megatron.hf.adapters import fitting_adapters
+
+    section, path, shape = config.model.lora, config.model.lora.checkpoint, config.resolved_model()
+    assert path is not None
+    if not Path(path, PEFT_CONFIG).exists():
+        given_adapters(path, section, base=None)
+        return
+    weights = weight_map(config.model.family(shape), shape, vocab_size)
+    adapted = adapted_weights(weights, section.targets)
+    fitting_adapters(path, section, adapter_map(adapted, section.rank))
 
 
 def _raise(problems: list[str]) -> None:

@@ -240,6 +240,7 @@ _ALIASES = (
         re.compile(r"\.mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)"),
         r".mlp.experts.\2\1",
     ),
+    (re.compile(r"\.mlp\.experts\.experts\.lora\."), ".mlp.experts.lora."),
 )
 
 

@@ -7,12 +7,10 @@ rank and one alpha hold for all: vLLM reads no other.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gspo_megatron.config.lora import LoraSection
@@ -22,15 +20,10 @@ from gspo_megatron.families.adapter_map import (
     PEFT_PREFIX,
     PEFT_TENSORS,
     Adapted,
-    adapter_map,
-    is_adapter,
     matrices_of,
 )
-from gspo_megatron.families.weight_map import WeightMap, fill
-from gspo_megatron.hf.export import MAIN_RANK, ModelCopy
+from gspo_megatron.families.weight_map import WeightMap
 from gspo_megatron.hf.files import DTYPES, HfFolder, read_header, read_json
-from gspo_megatron.models.build import Policy
-from gspo_megatron.models.shards import Shard, parameter_shards
 
 # Fields of adapter_config.json with which other arithmetic is meant than B (A x) * alpha / r.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -127,57 +120,14 @@ class PeftFolder(HfFolder):
             raise DataError("\n".join(f"{self.path}: {line}" for line in [*lines, made_for]))
 
 
-def load_adapters(path: str | Path, policy: Policy, section: LoraSection) -> None:
-    """Fill this rank's adapters from a PEFT folder. Raises DataError, before anything is changed,
-    where they are not those of `section` and the model."""
+def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap) -> PeftFolder:
+    """The PEFT folder. Raises DataError where its adapters are not those of `section` and of the
+    map `adapters`."""
     folder = PeftFolder(path)
     if wrong := section.differences(folder.settings()):
         raise DataError("\n".join(f"{path}: {line}" for line in wrong))
-    adapters = _map_of(policy)
     folder.check(adapters)
-    with torch.no_grad():
-        for shard in adapter_shards(policy):
-            fill(shard.data, adapters[shard.name], shard.slices, folder.read)
-
-
-def adapter_shards(policy: Policy) -> list[Shard]:
-    """This rank's pieces of all adapters."""
-    found = (shard for model in policy.models for shard in parameter_shards(model))
-    return [shard for shard in found if is_adapter(shard.name)]
-
-
-def _map_of(policy: Policy) -> WeightMap:
-    assert policy.lora is not None, "a model without adapters"
-    return adapter_map(policy.lora.adapted, policy.lora.rank)
-
-
-@dataclass(frozen=True)
-class AdapterStream:
-    """The tensors of PEFT's layout of a running policy, one after the other; see hf.stream_hf."""
-
-    specs: dict[str, Tensor]  # on the meta device
-    copy: ModelCopy
-
-    @classmethod
-    def of(cls, policy: Policy) -> AdapterStream:
-        """All ranks call it, and iterate together."""
-        adapters = _map_of(policy)
-        policy.finish_parameter_gather()
-        dtype = policy.config.params_dtype
-        specs = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, shape in adapters.shapes.items()
-        }
-        return cls(specs, ModelCopy(adapter_shards(policy), adapters))
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        device = torch.device(torch.cuda.current_device())
-        for name, spec in self.specs.items():
-            tensor = None
-            if torch.distributed.get_rank() == MAIN_RANK:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            self.copy.collect(name, spec.dtype, tensor)
-            yield name, tensor
+    return folder
 
 
 def peft_config(

@@ -107,7 +107,7 @@ def stream_hf(
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
     policy.finish_parameter_gather()
-    copy = ModelCopy(weight_shards(policy, weights), weights, policy.lora)
+    copy = _ModelCopy(weight_shards(policy, weights), weights, policy.lora)
     device = torch.device(torch.cuda.current_device())
     for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():
         tensor = None
@@ -142,7 +142,7 @@ def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return kinds
 
 
-class ModelCopy:
+class _ModelCopy:
     """One copy of the model, spread over the ranks that share a group with the main rank."""
 
     def __init__(

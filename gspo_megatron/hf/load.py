@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder straight into a sharded model."""
+"""Weights of a Hugging Face folder, and adapters of a PEFT folder, into a sharded model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gspo_megatron.families.adapter_map import is_adapter
+from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.families.adapter_map import adapter_map, is_adapter
 from gspo_megatron.families.weight_map import WeightMap, fill, is_vocabulary
+from gspo_megatron.hf.adapters import fitting_adapters
 from gspo_megatron.hf.files import check_tied_copy, checked_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -57,3 +59,20 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
             inside = inside[1:]
         assert all(inside), f"{shard.name}: {shard.slices} of {shape}"
     return found
+
+
+@torch.no_grad()
+def load_adapters(path: str | Path, policy: Policy, section: LoraSection) -> None:
+    """Fill this rank's adapters from a PEFT folder. Raises DataError, before anything is changed,
+    where they are not those of `section` and the model."""
+    assert policy.lora is not None, "a model without adapters"
+    adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
+    folder = fitting_adapters(path, section, adapters)
+    for shard in adapter_shards(policy):
+        fill(shard.data, adapters[shard.name], shard.slices, folder.read)
+
+
+def adapter_shards(policy: Policy) -> list[Shard]:
+    """This rank's pieces of all adapters."""
+    found = (shard for model in policy.models for shard in parameter_shards(model))
+    return [shard for shard in found if is_adapter(shard.name)]

@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.families.adapter_map import is_adapter
+from gspo_megatron.families.weight_map import native_name
 from gspo_megatron.models.shards import Shard, parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
@@ -51,7 +52,9 @@ def initialize_weights(
         shape = list(shard.global_shape)
         if "word_embeddings" in shard.name or "output_layer" in shard.name:
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
-        digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
+        # adapters have the same names on both backends
+        name = native_name(shard.name) if is_adapter(shard.name) else shard.name
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         if is_adapter(shard.name):
             _initialize_adapter(shard, shape, generator)

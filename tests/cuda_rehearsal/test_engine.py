@@ -50,6 +50,7 @@ class Run:
     version: str = PIN
     megatron: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 SIZES: dict[str, Any] = {
@@ -80,6 +81,8 @@ RUNS = {
     "a fused router and shared experts": Run(
         "tp=1", "qwen2_moe", megatron={"moe_router_fusion": True, "moe_aux_loss_coeff": 0.01}
     ),
+    "adapters on tp=2": Run("tp=2", "qwen2_moe", lora={"rank": 4}),
+    "adapters of latent attention": Run("tp=1", "deepseek_v3", version=LATEST, lora={"rank": 4}),
     "rows of their own": Run("tp=1", training={"packing": False}),
     "cp=2": Run("cp=2", precision="bf16", megatron={"apply_rope_fusion": True}),
     "cp=2, later": Run("cp=2", precision="bf16", version=LATEST),
@@ -128,6 +131,7 @@ class Engines:
                     "backend": backend,
                     # far from uniform, see ODD_MOE
                     "megatron": {"init_method_std": 0.15, **run.megatron},
+                    "lora": run.lora,
                 },
                 "parallel": {"layout": run.layout},
                 "data": {"tokenizer": "none"},

@@ -24,13 +24,11 @@ def test_servers_sample_from_the_base_with_its_adapters(vllm_python: Path, tmp_p
         parallel={"layout": "tp=2,ep=2"},
         rollout={"max_response_tokens": 24},
         optimizer={"learning_rate": 1e-2},
-        training={"steps": 3, "precision": "fp32"},
-        checkpoint={"interval": 1},
+        training={"steps": 2, "precision": "fp32"},
     )
-    run.finish(run.start("training.steps=2"))
-    run.finish(run.start())  # the servers of a resumed run begin with its weights
+    run.finish(run.start())
     steps = run.steps()
-    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-3, record["step"]

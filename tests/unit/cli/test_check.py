@@ -34,6 +34,20 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     assert "\nsaved" not in out
 
 
+def test_adapters_are_counted_and_a_rate_of_full_training_is_warned_of(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    words = ("--no-files", "model.vocab_size=48", "model.lora.rank=4")
+    code, out, _ = gspo("check", write_config(), *words, "model.lora.targets=[q_proj, v_proj]")
+    assert code == 0
+    # 4 layers: q [64, 64] and v [32, 64]
+    told = f"{4 * 4 * (64 + 64 + 32 + 64):,} parameters of rank 4, times 1, beside q_proj, v_proj"
+    assert f"adapters   {told}\n" in out
+    assert "optimizer.learning_rate = 1e-06 is one for training all weights" in out
+    _, out, _ = gspo("check", write_config(), *words, "optimizer.learning_rate=1e-5")
+    assert "training all weights" not in out
+
+
 def test_problems_of_all_parts_are_told_at_once(
     write_config: ConfigWriter, tmp_path: Path, gspo: Command
 ) -> None:

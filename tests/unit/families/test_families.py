@@ -162,7 +162,7 @@ def test_all_of_them_at_once() -> None:
     [
         ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}, "Gemma3ForCausalLM"),
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
-        ({"model_type": "nemotron_h"}, "nemotron_h"),
+        ({"model_type": "zamba2"}, "zamba2"),
         ({}, "null"),
         ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
     ],

@@ -113,9 +113,9 @@ def test_another_model_is_refused_by_what_differs(
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "one", "qwen3", seed=1)
     policy = _random_policy(folder)
-    config = model_config("qwen3", architectures=["NemotronHForCausalLM"], model_type="nemotron_h")
+    config = model_config("qwen3", architectures=["Zamba2ForCausalLM"], model_type="zamba2")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="NemotronHForCausalLM.*not supported; supported: Qwen3"):
+    with pytest.raises(DataError, match="Zamba2ForCausalLM.*not supported; supported: Qwen3"):
         load_hf(folder, policy)
 
 

@@ -16,8 +16,8 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.families.adapter_map import adapter_map
-from gspo_megatron.hf.adapters import adapter_shards, load_adapters
 from gspo_megatron.hf.export import export_hf
+from gspo_megatron.hf.load import adapter_shards, load_adapters
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from tests.unit.hf.peft_side import ALPHA, CLIP, DECAY, EPSILON, RANK, RATE, Taught, teach

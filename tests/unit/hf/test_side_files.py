@@ -85,6 +85,7 @@ FIRST_OF_ITS_SHAPE = {
     "hy_v3": "glm4_moe",
     "bailing_moe_v2": "glm4_moe",
     "glm4_moe_lite": "deepseek_v3",
+    "qwen3_5_moe_text": "qwen3_next",
 }
 
 
