@@ -46,6 +46,7 @@ def _write_pattern(experts: list[bool]) -> dict[str, Any] | None:
 FAMILY = f.Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
+    no_cpu_servers="ignore the bias of a router without groups",
     fields=(
         *f.sizes(1e-5),
         f.key_value_heads(4),

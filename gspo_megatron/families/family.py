@@ -89,6 +89,8 @@ class Family:
     # Keys of config.json that vLLM needs and transformers does not read. Published files and our
     # exports have them; a folder that transformers wrote has not.
     vllm_keys: tuple[str, ...] = ()
+    # Why vLLM 0.30 for CPUs cannot serve the family, or serves it wrongly; empty: it serves it.
+    no_cpu_servers: str = ""
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """The model that a config.json describes, and a line for each thing not supported."""

@@ -13,6 +13,7 @@ _MLP = "model.layers.{layer}.block_sparse_moe."
 FAMILY = f.Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
+    no_cpu_servers="ignore the bias of a router without groups",
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(8),

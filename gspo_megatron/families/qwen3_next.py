@@ -105,9 +105,15 @@ _EXPERT_NAMES = {
     **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
 }
 
+# Serving was seen with the options that its message names; new weights and runs were not tried.
+_NO_CPU_SERVERS = (
+    "compute delta nets in bf16 alone, with heads of 128 and without prefix caching, and were not "
+    "tried with new weights"
+)
 QWEN3_NEXT = f.Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
+    no_cpu_servers=_NO_CPU_SERVERS,
     fields=(
         *f.SIZES,
         f.key_value_heads(2),
@@ -139,6 +145,7 @@ QWEN3_NEXT = f.Family(
 QWEN3_5_MOE = f.Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
+    no_cpu_servers=_NO_CPU_SERVERS,
     vision_model_type="qwen3_5_moe",
     fields=(
         *(each for each in f.SIZES if each.hf != "intermediate_size"),
@@ -170,6 +177,7 @@ QWEN3_5 = replace(
     QWEN3_5_MOE,
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
+    no_cpu_servers=_NO_CPU_SERVERS,
     vision_model_type="qwen3_5",
     fields=(
         *f.SIZES,

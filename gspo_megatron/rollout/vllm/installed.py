@@ -72,9 +72,12 @@ def unserved(config: Config) -> list[str]:
         family = family_of_shape(shape) if hf is None else family_of(hf)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
-            return [
-                problem("rollout.engine", "vllm", f"{has_not}; allowed: megatron, another vLLM")
-            ]
+            wrong = f"{has_not}; allowed: megatron, or another vLLM"
+            return [problem("rollout.engine", "vllm", wrong)]
+        if "head_sizes" in found and family.no_cpu_servers:
+            wrong = f"vLLM {found['version']} for CPUs: its servers {family.no_cpu_servers}"
+            wrong = f"{wrong}; allowed: megatron"
+            return [problem("rollout.engine", "vllm", wrong)]
         lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"

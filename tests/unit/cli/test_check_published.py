@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.config import check_config, load_config
-from gspo_megatron.families import FAMILIES, family_of
+from gspo_megatron.families import FAMILIES, family_of, language_model
 from tests.unit.cli.conftest import Command
 from tests.unit.cli.test_check_estimate import pairs
 from tests.unit.families.test_published_sizes import PUBLISHED
@@ -34,6 +34,16 @@ WORDS: dict[str, tuple[str, ...]] = {
     "Llama-3.1-70B": ("parallel.layout=tp=8,pp=2",),
     "Qwen2.5-72B": ("parallel.layout=tp=8,pp=2",),
     "Qwen3-32B": ("parallel.layout=tp=8",),
+    "MiniMax-M2": ("parallel.layout=tp=4,pp=2,ep=32",),
+    "Ling-flash-2.0": ("parallel.layout=tp=4,pp=2,ep=16",),
+    "Ling-1T": ("parallel.layout=tp=8,pp=8,ep=32",),
+    "ERNIE-4.5-21B-A3B": EXPERTS,
+    "ERNIE-4.5-300B-A47B": ("parallel.layout=tp=8,pp=2,ep=32",),
+    "Qwen3-Next-80B-A3B": ("parallel.layout=tp=2,pp=4,ep=32",),
+    "Qwen3.5-122B-A10B": ("parallel.layout=tp=2,pp=4,ep=32",),
+    "Qwen3.5-397B-A17B": ("parallel.layout=tp=2,pp=4,ep=64",),
+    "Qwen3.5-27B": ("parallel.layout=tp=4,pp=2",),
+    "gpt-oss-120b": ("parallel.layout=tp=4,pp=2,ep=32",),
 }
 CONFIG = """
 data: {tokenizer: far, prompts: far.jsonl, max_prompt_tokens: 2048}
@@ -50,7 +60,7 @@ def words_of(name: str, folder: Path) -> list[str]:
     hf, *_ = PUBLISHED[name]
     (folder / "config.json").write_text(json.dumps(hf))
     (folder / "run.yaml").write_text(CONFIG)
-    has_experts = any("experts_per_tok" in key for key in hf)
+    has_experts = any("experts_per_tok" in key for key in language_model(hf))
     words = WORDS.get(name, EXPERTS if has_experts else DENSE)
     return [str(folder / "run.yaml"), f"model.hf_path={folder}", *words]
 

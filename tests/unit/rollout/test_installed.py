@@ -14,7 +14,7 @@ from gspo_megatron.config import Config, parse_config
 from gspo_megatron.families import FAMILIES, preset_of_folder
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.vllm.installed import unserved
-from tests.unit.hf.published import write_model
+from tests.unit.hf.published import CONFIGS, write_model
 
 _REGISTRY = "_MODELS = {'Qwen3MoeForCausalLM': ('qwen3_moe', 'Qwen3MoeForCausalLM')}"
 _SOURCE = """
@@ -89,6 +89,19 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
     assert unserved(config(python, hf_path=latent)) == []
 
 
+@pytest.mark.parametrize("family", [name for name in CONFIGS if FAMILIES[name].no_cpu_servers])
+def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, family: str) -> None:
+    """Some answer without an error, by other log-probs."""
+    model = write_model(tmp_path / "model", family, seed=1)
+    registry = f"_MODELS = {{'{FAMILIES[family].architecture}': ('x', 'y')}}"
+    python = install(tmp_path / "cpu", registry=registry)
+    [line] = unserved(config(python, hf_path=model))
+    assert line.startswith("rollout.engine = 'vllm': vLLM 9.8 for CPUs: its servers ")
+    assert line.endswith(f"{FAMILIES[family].no_cpu_servers}; allowed: megatron")
+    on_gpus = {"name": "vllm", "version": "9.8", "registry": registry}
+    assert unserved(config(install(tmp_path / "gpu", **on_gpus), hf_path=model)) == []
+
+
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
     """On GPUs, too."""
     llama = write_model(tmp_path / "model", "llama", seed=1)
@@ -96,7 +109,7 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
         python = install(tmp_path / str(number), **package)
         assert unserved(config(python, hf_path=llama)) == [
             "rollout.engine = 'vllm': vLLM 9.8 has no LlamaForCausalLM; allowed: megatron, "
-            "another vLLM"
+            "or another vLLM"
         ]
 
 
