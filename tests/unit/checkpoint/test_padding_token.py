@@ -14,6 +14,8 @@ from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.hf import load
 from gspo_megatron.models.build import Policy
 
+NO_LORA = SimpleNamespace(rank=0, checkpoint=None)
+
 
 @pytest.mark.parametrize(
     ("hf", "token"),
@@ -32,10 +34,10 @@ def test_it_is_that_of_the_weights(
     monkeypatch.setattr(start, "_damage_of", lambda *_: [])
     monkeypatch.setattr(start, "on_main", lambda _: tmp_path)
     for name in ("load_model", "load_rng"):
-        monkeypatch.setattr(start, name, lambda *_: tmp_path)
+        monkeypatch.setattr(start, name, lambda *_, **__: tmp_path)
     monkeypatch.setattr(start, "read_model", lambda _: {"hf": hf})
     monkeypatch.setattr(load, "load_hf", lambda *_: None)
-    paths = {"hf_path": None, "checkpoint_path": None, source: str(tmp_path)}
+    paths = {"hf_path": None, "checkpoint_path": None, source: str(tmp_path), "lora": NO_LORA}
     config: Any = SimpleNamespace(model=SimpleNamespace(**paths))
     policy: Any = StubPolicy()
     beginning = Start(tmp_path if source == "resumed" else None)
@@ -44,7 +46,9 @@ def test_it_is_that_of_the_weights(
 
 
 def test_random_weights_have_none() -> None:
-    config: Any = SimpleNamespace(model=SimpleNamespace(hf_path=None, checkpoint_path=None))
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(hf_path=None, checkpoint_path=None, lora=NO_LORA)
+    )
     policy: Any = StubPolicy()
     assert start.load_starting_weights(config, policy, Start(), None) is None
     assert policy.models[0].padding_token is None
@@ -52,6 +56,7 @@ def test_random_weights_have_none() -> None:
 
 class StubPolicy:
     vocab_size = 37
+    lora = None
     set_padding_token = Policy.set_padding_token
 
     def __init__(self) -> None:
