@@ -50,8 +50,8 @@ SERVED = {
     *("engine/busy_share", "perf/engines_idle_share"),
     *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
-# Written by runs with a teacher: tests/e2e/test_distillation.py.
-DISTILLED = {"distill/kl"}
+# Written by runs with a teacher: tests/e2e/test_distillation.py, tests/vllm/test_distillation.py.
+DISTILLED = {"distill/kl", "distill/teacher_seconds"}
 
 
 def documented() -> set[str]:
