@@ -180,6 +180,13 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
         pytest.param(
             *("glm_4_5_air", 64, "bf16", 106852245504, "worst_rank_bytes"), marks=pytest.mark.full
         ),
+        pytest.param(
+            *("qwen3_5_35b_a3b", 32, "bf16", 34660610688, "worst_rank_bytes"),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *("gpt_oss_20b", 16, "bf16", 20914757184, "worst_rank_bytes"), marks=pytest.mark.full
+        ),
         # nothing that FP8 needs is installed here; nobody asks for it without the files
         pytest.param(
             *("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
