@@ -47,6 +47,13 @@ FULL = [
     Case("glm4_moe_lite", "ep=2,dp=2", "r3"),
     Case("hy_v3", "pp=2,ep=2", "r2"),
     Case("llama", "tp=2,pp=2", "off"),
+    Case("gpt_oss", "tp=2,ep=2"),
+    Case("qwen3_next", "tp=2,ep=2", "r2"),
+    Case("qwen3_5_moe_text", "pp=2,ep=2"),
+    Case("qwen3_5_text", "tp=2,pp=2", "off"),
+    Case("minimax_m2", "tp=2,ep=2"),
+    Case("ernie4_5_moe", "pp=2,ep=2", "r2"),
+    Case("bailing_moe_v2", "tp=2,ep=2"),
 ]
 
 
@@ -94,5 +101,7 @@ def test_fine_tuning_and_rl(toy: Path, tmp_path: Path, case: Case) -> None:
     assert began.keys() == ended.keys()
     still = [name for name, tensor in began.items() if torch.equal(tensor, ended[name])]
     assert not [name for name in still if not name.endswith(("_bias", "e_score_correction_bias"))]
+    if case.family == "bailing_moe_v2":  # transformers has no class for it
+        return
     tokens = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
     assert logits_by_transformers(out, tokens).isfinite().all()
