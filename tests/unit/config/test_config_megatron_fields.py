@@ -98,7 +98,7 @@ def test_values_that_fit_their_type_pass(values: dict[str, Any]) -> None:
         ("version", 4, "version = 4: must be one of 2, 3 or null"),
         ("modern", 1.5, "modern = 1.5: must be int or str or null"),
         ("activation_func", "swiglu", "activation_func = 'swiglu': must be one of "
-         "silu, gelu, relu"),
+         "silu, gelu, relu, quick_gelu"),
         ("grad_scale_func", "f", "grad_scale_func = 'f': takes collections.abc.Callable or null, "
          "which a configuration file cannot hold; leave it out"),
         ("tensor_model_parallel_size", 2, "tensor_model_parallel_size = 2: has a key of its own; "

@@ -73,7 +73,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    for (
+        task
+    ) in left:  # no gather: it asks for the thread's loop, which another test may have closed
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            loop.run_until_complete(task)
     loop.close()
 
 

@@ -206,7 +206,7 @@ def test_a_service_that_dies_without_a_word_is_noticed(
     monkeypatch.setattr(agent_module, "FORGOTTEN_SECONDS", 4.0)
 
     async def go() -> None:
-        agent = agent_module.Agent(run.folder, NODE, "127.0.0.1")
+        agent = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
         ended = asyncio.Event()
         working = asyncio.create_task(agent.run(ended))
         nodes = Nodes(run.folder, [NODE])
@@ -221,7 +221,7 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         # What an earlier service wanted moves nobody to start anything.
         ended.set()
         await working
-        late = agent_module.Agent(run.folder, NODE, "127.0.0.1")
+        late = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
         ended.clear()
         working = asyncio.create_task(late.run(ended))
         await asyncio.sleep(3)
@@ -266,7 +266,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
 def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [NODE], "127.0.0.1")
     nodes.nodes[0].exchange()
-    agent = agent_module.Agent(tmp_path, NODE)
+    agent = agent_module.NodeAgent(tmp_path, NODE)
     agent.wanted.read()
     assert agent._way_to_service() == "127.0.0.1"
     HeartbeatFile(agent.wanted.path).write({}, "no-such-host.invalid")

@@ -22,7 +22,14 @@ from tests.unit.models.one_rank import (
     tiny_policy,
 )
 from tests.unit.rollout import test_megatron_engine as plain_rollouts
-from tests.unit.routing.test_gates import EXPERTS, ROUTERS, TOP_K, best_experts, selection_scores
+from tests.unit.routing.test_gates import (
+    EXPERTS,
+    ROUTERS,
+    TOP_K,
+    best_experts,
+    routed_by,
+    selection_scores,
+)
 
 TOKENS = 64
 
@@ -40,9 +47,7 @@ def logits() -> Tensor:
 def route(logits: Tensor, router: dict[str, Any], layer: int = 3) -> Tensor:
     """[tokens, experts] bool."""
     hook = RouterHook(layer)
-    _, chosen = topk_routing_with_score_function(
-        logits.clone(), TOP_K, router_replay=hook, **router
-    )
+    _, chosen = routed_by(hook, logits.clone(), router)
     return chosen
 
 
