@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from gspo_megatron.config.parallel import ResolvedParallel
 from gspo_megatron.platform.devices import collective_backend, select_device, set_seeds
+from gspo_megatron.platform.megatron_fixes import forget_router_losses
 from gspo_megatron.platform.rendezvous import join_store
 
 
@@ -96,6 +97,7 @@ def tear_down_model_parallel() -> None:
     # Megatron-Core's cache of rotary angles has the module as its key. It would keep up to 32 dead
     # models alive, with their process groups and the threads of these.
     RotaryEmbedding.forward.cache_clear()
+    forget_router_losses()
     gc.collect()
 
 

@@ -165,6 +165,15 @@ def _split_empty_extra_state() -> None:
     grouped._split_extra_state = split
 
 
+def forget_router_losses() -> None:
+    """Empty the process-wide record of the routers' losses. It has as many entries as the first
+    model had layers, and a second model with more would not fit."""
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
 def _delta_nets() -> Any:
     """The module whose names GatedDeltaNet reads: since 0.19 in a package."""
     importlib.import_module("megatron.core.ssm.gated_delta_net")

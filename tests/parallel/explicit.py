@@ -34,6 +34,10 @@ CLIP = {
 SUMS = {
     "dapo": lambda sequences, tokens, longest: tokens,
     "cispo": lambda sequences, tokens, longest: tokens,
+    "dppo_tv": lambda sequences, tokens, longest: tokens,
+    "dppo_kl": lambda sequences, tokens, longest: tokens,
+    "ipo": lambda sequences, tokens, longest: tokens,
+    "vespo": lambda sequences, tokens, longest: tokens,
     "dr_grpo": lambda sequences, tokens, longest: sequences * longest,
     "minirl": lambda sequences, tokens, longest: sequences,
     "luspo": lambda sequences, tokens, longest: sequences,
@@ -110,6 +114,12 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
         sign = advantage.sign()
         limited = sign * torch.min(sign * log_ratios, (sign * log_ratios).clamp(-0.4, 0.4))
         return limited.mean().exp() * advantage
+    if name in ("dppo_tv", "dppo_kl", "ipo"):
+        return within_trust_region(name, logprobs, old, advantage)
+    if name == "vespo":  # arXiv 2602.10693
+        product = log_ratios.sum().exp().detach()
+        k, fall = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+        return product**k * torch.exp(fall * (1 - product)) * advantage * logprobs
     low, high = CLIP[name]
     if name == "minirl":  # arXiv 2512.01374; the rollout's log-probs are the old ones here
         cut = ((advantage > 0) & (ratios > 1 + high)) | ((advantage < 0) & (ratios < 1 - low))
@@ -121,3 +131,18 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
     if name == "reinforce_leave_one_out":
         ratios = log_ratios.sum().exp()
     return torch.min(ratios * advantage, ratios.clamp(1 - low, 1 + high) * advantage)
+
+
+def within_trust_region(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """The terms of the objectives that mask tokens by a divergence: arXiv 2602.04879, and the IPO
+    loss of prime-rl."""
+    ratios, p, q = (logprobs - old).exp(), old.exp(), logprobs.detach().exp()
+    if name == "ipo":
+        near = (q - p).abs() <= 0.1
+        return torch.where(near, ratios * advantage, 0.0) - 1e-3 * (logprobs - old).square()
+    if name == "dppo_tv":
+        far = (q - p).abs() > 0.15
+    else:
+        far = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log() > 0.05
+    away = ((advantage > 0) & (q > p)) | ((advantage < 0) & (q < p))
+    return torch.where(far & away, 0.0, ratios) * advantage

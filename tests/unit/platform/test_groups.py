@@ -24,7 +24,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
     tear_down_model_parallel,
 )
-from tests.unit.models.one_rank import one_rank_groups, tiny_config
+from tests.unit.models.one_rank import one_rank_groups, tiny_config, tiny_policy
 
 
 def test_alone_without_a_rendezvous() -> None:
@@ -44,6 +44,20 @@ def test_a_collective_waits_longer_than_the_heartbeat() -> None:
     assert patience_minutes(1200) == 30  # as in torch, which is longer than the default
     assert patience_minutes(7200) == 180
     assert patience_minutes(0) > 7 * 24 * 60  # no limit there
+
+
+def test_another_model_may_have_more_layers() -> None:
+    """Megatron-Core keeps the routers' losses of a process, by layer."""
+    for layers in (2, 3):
+        with one_rank_groups():
+            options = {"num_layers": layers, "moe_aux_loss_coeff": 0.01}
+            policy = tiny_policy(model={"megatron": options})
+            policy.train()
+            [tokens] = torch.randint(0, 8, (1, 1, 6))
+            with torch.enable_grad():
+                policy.models[0](
+                    input_ids=tokens, position_ids=torch.arange(6)[None], attention_mask=None
+                )
 
 
 def test_groups_of_another_layout_wait_as_told(monkeypatch: pytest.MonkeyPatch) -> None:

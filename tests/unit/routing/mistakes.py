@@ -83,6 +83,13 @@ def newest_routes_only() -> Iterator[None]:
         def get(self) -> Routes | None:
             return newest[0]
 
+        def set(self, routes: Routes | None) -> Routes | None:
+            before, newest[0] = newest[0], routes
+            return before
+
+        def reset(self, before: Routes | None) -> None:
+            newest[0] = before
+
     with (
         mock.patch.object(schedule, "routed", routed),
         mock.patch.object(hooks, "_current", Place()),
