@@ -1,0 +1,169 @@
+"""Whether a policy is collapsing, from the metrics of its steps. docs/campaigns.md states the rule,
+and how often it was right on kept runs.
+
+All figures are means of the last WINDOW steps, and are compared with those of the run's best
+window, the one with the highest reward. There is an alarm
+
+    if the reward is FALL below the best one,
+    if it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
+    if a figure is not finite.
+
+A fall is measured in the best reward's size or, if that is larger, in the standard deviation of
+single rewards: so neither small rewards nor negative ones make noise a fall. It has to be CLEAR
+standard errors long, too, as steps differ without any collapse.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gspo_megatron.observe.metrics_files import RL, phase_of
+from gspo_megatron.observe.progress import number
+
+WINDOW = 5  # steps: a single step is noisy
+FALL = 0.25  # examples/evidence: no run that converged falls so far, and each that collapsed does
+CLEAR = 3.0  # standard errors of the difference of two windows
+NOISE_OF = 20  # steps whose differences tell how much a step varies
+
+REWARD, SPREAD = "reward/mean", "reward/std"
+
+
+class Sign(NamedTuple):
+    """A figure that is out of its range above `most` or below `least` times that of the best
+    window, or above it by more than `more`. Figures below `floor` are never too large."""
+
+    name: str
+    most: float = math.inf
+    least: float = 0.0
+    more: float = math.inf
+    floor: float = 0.0
+
+
+_SIGNS = {
+    "policy/entropy": Sign("entropy", most=2.0, least=0.25),
+    "grad_norm": Sign("gradient norm", most=4.0),
+    # a ratio of a token is of any size without harm; so is a mismatch that is rounding
+    "ratio/token/max": Sign("largest token ratio", most=10.0, floor=20.0),
+    "mismatch/k3": Sign("mismatch of trainer and rollout", most=10.0, floor=1e-3),
+    "response/length_mean": Sign("length of responses", most=2.0, least=0.5),
+    "response/truncated": Sign("share of cut responses", more=0.25),
+}
+_FINITE = (REWARD, "grad_norm", "loss")
+_KEPT = (REWARD, SPREAD, *_SIGNS)
+
+
+class Alarm(NamedTuple):
+    """A collapse that was seen."""
+
+    step: int
+    healthy: int  # steps: every response of the newest healthy window is of a later policy
+    text: str
+
+
+class CollapseWatch:
+    """The rule, step by step. What it remembers does not grow, and is exact in JSON."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """`state`: of the watch of the run that is resumed."""
+        state = state or {}
+        self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
+        self._best: dict[str, float] = dict(state.get("best", {}))  # the best window
+        self._best_step: int = state.get("best_step", 0)  # its last step
+        self._healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
+        self.alarmed: bool = state.get("alarmed", False)  # whether there was an alarm
+
+    def state(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {
+            "recent": [dict(each) for each in self._recent],
+            "best": dict(self._best),
+            "best_step": self._best_step,
+            "healthy": self._healthy,
+            "alarmed": self.alarmed,
+        }
+
+    @property
+    def healthy_step(self) -> int:
+        """A run with so many steps is healthy for sure: so was the whole window after it."""
+        return max(self._healthy - WINDOW, 0)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
+        """The metrics of one more step; the alarm, if there is one at this step. After the first
+        there is none until the run is healthy again."""
+        found = self._judge(step, metrics)
+        if found is None:
+            self.alarmed = self.alarmed and self._healthy < step
+            return None
+        if self.alarmed:
+            return None
+        self.alarmed = True
+        return Alarm(step, self.healthy_step, found)
+
+    def _judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """What is wrong at this step."""
+        for key in _FINITE:
+            value = metrics.get(key, 0.0)
+            if value is None or not math.isfinite(value):
+                return f"{key} is not finite"
+        if REWARD not in metrics:
+            return None
+        known = {key: metrics[key] for key in _KEPT if metrics.get(key) is not None}
+        self._recent = [*self._recent, {key: float(value) for key, value in known.items()}]
+        self._recent = self._recent[-NOISE_OF:]
+        if len(self._recent) < WINDOW:
+            return None
+        now = _means(self._recent[-WINDOW:])
+        if not self._best or now[REWARD] >= self._best[REWARD]:
+            self._best, self._best_step, self._healthy = now, step, step
+            return None
+        best = self._best[REWARD]
+        fall = (best - now[REWARD]) / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
+        if fall <= FALL / 2:
+            self._healthy = step
+            return None
+        if self._best_step > step - WINDOW or best - now[REWARD] <= CLEAR * self._error():
+            return None
+        signs = _out_of_range(self._best, now)
+        if fall <= FALL and not signs:
+            return None
+        figures = [f"reward {number(best)} -> {number(now[REWARD])}", *signs]
+        return f"means of {WINDOW} steps, step {self._best_step} -> {step}: {', '.join(figures)}"
+
+    def _error(self) -> float:
+        """The standard error of the difference of two windows' rewards."""
+        rewards = [each[REWARD] for each in self._recent]
+        squares = [(after - before) ** 2 for before, after in zip(rewards, rewards[1:])]
+        return math.sqrt(statistics.fmean(squares) / WINDOW)
+
+
+def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
+    """The first alarm in the metric records of a run."""
+    watch = CollapseWatch()
+    alarms = (
+        watch.add(record["step"], record)
+        for record in records
+        if phase_of(record) == RL and record["step"] > 0
+    )
+    return next((alarm for alarm in alarms if alarm is not None), None)
+
+
+def _means(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Of the figures that all steps have."""
+    shared = [key for key in steps[0] if all(key in each for each in steps)]
+    return {key: statistics.fmean(each[key] for each in steps) for key in shared}
+
+
+def _out_of_range(best: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
+    """The figures that are out of their range."""
+    found = []
+    for key, sign in _SIGNS.items():
+        if key not in best or key not in now:
+            continue
+        before, after = best[key], now[key]
+        high = after > sign.most * before or after > before + sign.more
+        if (high and after >= sign.floor) or after < sign.least * before:
+            found.append(f"{sign.name} {number(before)} -> {number(after)}")
+    return found
