@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
+from gspo_megatron.checkpoint.rollback import read_rollbacks
 from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
@@ -53,9 +54,13 @@ class Position:
 
 
 def positions(checkpoints: Path) -> list[Position]:
-    """The positions of the checkpoints in a folder, the newest first."""
+    """The positions of the checkpoints in a folder, the newest first; without those that a rollback
+    has taken back. Raises DataError where the record of rollbacks is damaged."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        record = read_rollbacks(checkpoints)
+        undone = () if record is None else record.undone
         names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
+        names = [name for name in names if name not in undone]
         found = [p for p in map(Position.of_name, names) if p is not None]
         return sorted(found, key=lambda position: position.order, reverse=True)
     return []
@@ -114,6 +119,19 @@ def hide(path: Path) -> Path:
     """Rename a checkpoint that will be removed, so that a partly removed one does not look like a
     checkpoint. Returns its new path. Raises OSError."""
     return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
+
+
+def finish_rollback(checkpoints: Path) -> None:
+    """Hide the checkpoints that the last rollback has taken back, so that their names are free.
+    Raises OSError and DataError."""
+    record = read_rollbacks(checkpoints)
+    if record is None or not record.undone:
+        return
+    for name in record.undone:
+        if (checkpoints / name).exists():
+            hide(checkpoints / name)
+    record.undone = []
+    record.write(checkpoints)
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:

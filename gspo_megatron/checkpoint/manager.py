@@ -14,6 +14,7 @@ from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     REFERENCE,
     Position,
+    finish_rollback,
     hide,
     positions,
     remove_leftovers,
@@ -21,9 +22,11 @@ from gspo_megatron.checkpoint.folder import (
     surplus,
     write_file,
 )
+from gspo_megatron.checkpoint.manifest import first_whole
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
-from gspo_megatron.checkpoint.rng import save_rng
+from gspo_megatron.checkpoint.rng import load_rng, save_rng
+from gspo_megatron.checkpoint.rollback import Rollbacks, read_rollbacks
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -33,7 +36,7 @@ from gspo_megatron.checkpoint.run_state import (
     fingerprints,
     versions,
 )
-from gspo_megatron.checkpoint.start import load_reference
+from gspo_megatron.checkpoint.start import damage_of, load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
@@ -41,6 +44,7 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.observe.collapse import Alarm, CollapseWatch
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
@@ -74,12 +78,19 @@ class Checkpoints:
         self.folder = run_folder(config) / CHECKPOINTS
         self._newest = start.state.position if start.state else None  # saved, or being saved
         self.warned = list(start.state.warned) if start.state else []
+        # Ranks may differ in the last digit of a metric: the main one decides.
+        self.watch = CollapseWatch(start.state.watch if start.state else None)
+        self.rollbacks = start.state.rollbacks if start.state else 0
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
         base = None if policy.lora is None else policy.lora.base
         self._model = describe_model(config, policy.vocab_size, hf, base)
-        on_main(self._prepare)
+        record = on_main(self._prepare)
+        # of the checkpoint that the run went back to, if it ended there
+        self._goes_on: Rollbacks | None = None
+        if record is not None and start.state and self.rollbacks < record.number:
+            self._goes_on, self.rollbacks = record, record.number
 
     def saved_step(self, step: int) -> int:
         """The step from which the run would be resumed if it were killed now, after `step`; without
@@ -100,6 +111,8 @@ class Checkpoints:
         load_optimizer(checkpoint, self.policy, trainer)
         load_trainer_state(trainer, state.trainer)
         loader.load_state_dict(state.loader)
+        if self.section.interval and self._goes_on is not None:
+            loader.load_state_dict(self._goes_on.loader)
         return state.step
 
     @contextlib.contextmanager
@@ -119,6 +132,77 @@ class Checkpoints:
         if needed and resumed:
             assert self.start.checkpoint is not None
             load_model(self.start.checkpoint, self.policy)
+
+    # A run that goes back
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Whether the policy collapses at this step; on all ranks alike if the run acts on it, else
+        on the main one."""
+        if getattr(self.config.training, "on_collapse", "warn") != "warn":
+            return on_main(lambda: self.watch.add(step, metrics))
+        return self.watch.add(step, metrics) if self.logger.is_main else None
+
+    def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
+        """Save a new run that may have to go back to its first step."""
+        does = getattr(self.config.training, "on_collapse", "warn")
+        if does == "rollback" and self.start.state is None:
+            self._save(self._state(RL, 0, trainer, loader), trainer, None, must=True)
+
+    def collapsed_text(self, alarm: Alarm, step: int) -> str:
+        """What a run that ends after a collapse says; on all ranks alike."""
+        healthy = [p.step for p in on_main(self._positions) if _is_healthy(p, alarm.healthy)]
+        run = self.folder.parent
+        earlier = ["no checkpoint is healthy"]
+        if healthy:
+            words = f"gspo-megatron train {run} --from-step {healthy[0]} section.key=value"
+            earlier = [f"the last healthy checkpoint is that of step {healthy[0]}: {words}"]
+        return "\n".join(
+            [
+                f"{alarm.collapse}; the run ends, and is saved after step {step}",
+                *earlier,
+                "training.on_collapse=warn: the same command goes on with the run as it is",
+            ]
+        )
+
+    def _positions(self) -> list[Position]:
+        return positions(self.folder)
+
+    def roll_back(self, alarm: Alarm, trainer: Trainer, loader: DataOrder) -> int | None:
+        """Go back to the newest whole checkpoint that is no later than the alarm's healthy step,
+        with the prompts that the run would have drawn next. Returns its number of steps; None, and
+        nothing is changed, where there is none."""
+        self._raise(self.writer.finish())
+        found = [p for p in on_main(self._positions) if _is_healthy(p, alarm.healthy)]
+        chosen, _ = first_whole([self.folder / p.name for p in found], damage_of)
+        if chosen is None:
+            return None
+        self._goes_on = on_main(lambda: self._take_back(chosen, alarm, loader))
+        self.rollbacks = self._goes_on.number
+        state = RunState.read(chosen)
+        self.start = Start(chosen, state)
+        load_model(chosen, self.policy)
+        load_rng(chosen)
+        self._newest, self.watch = state.position, CollapseWatch(state.watch)
+        return self.restore(RL, trainer, loader)
+
+    def _take_back(self, chosen: Path, alarm: Alarm, loader: DataOrder) -> Rollbacks:
+        """Record a rollback, and hide the later checkpoints; on the main rank."""
+        to = Position.of_name(chosen.name)
+        assert to is not None
+        before = read_rollbacks(self.folder)
+        told = {"from_step": alarm.step, "to_step": to.step, "text": alarm.text}
+        record = Rollbacks(
+            to=to.name,
+            loader=loader.state_dict(),
+            undone=[p.name for p in positions(self.folder) if p.order > to.order],
+            rollbacks=[*(before.rollbacks if before else ()), told],
+        )
+        self.logger.keep_metrics(f"rollback_{record.number}")
+        record.write(self.folder)
+        finish_rollback(self.folder)
+        set_latest(self.folder, to.name)
+        self.logger.go_back(to.step)
+        return record
 
     # Saving
 
@@ -272,14 +356,18 @@ class Checkpoints:
             world_size=dist.get_world_size(),
             versions=versions(),
             warned=list(self.warned),
+            watch=self.watch.state(),
+            rollbacks=self.rollbacks,
         )
 
     def _write_model(self, folder: Path) -> None:
         if self.logger.is_main:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
-    def _prepare(self) -> None:
-        """Clean the folder and look for free disk space; on the main rank, before training."""
+    def _prepare(self) -> Rollbacks | None:
+        """Clean the folder and look for free disk space; on the main rank, before training. Returns
+        the record of rollbacks."""
+        finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
@@ -287,10 +375,12 @@ class Checkpoints:
                 f"{self.folder}: no room for a checkpoint: {refusal}; free some, give another "
                 "logging.dir, or set checkpoint.interval=0"
             )
+        return read_rollbacks(self.folder)
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the section does not keep; on the main rank. Those later than
-        `newest` are damaged: the run will replace them."""
+        `newest` are damaged: the run will replace them. The last healthy one stays: a collapse is
+        seen some steps after it began."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):
@@ -301,6 +391,8 @@ class Checkpoints:
                         state = RunState.read(self.folder / position.name)
                         found[position] = state.metrics.get(section.best_metric)
         extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
+        healthy = next((p for p in found if _is_healthy(p, self.watch.healthy_step)), None)
+        extra = [position for position in extra if position != healthy]
         self.writer.remove([hide(self.folder / each.name) for each in extra])
 
     def _stopped(self, position: Position) -> str:
@@ -324,3 +416,8 @@ class Checkpoints:
                 f"{problem}; when that is solved, the same command resumes the run from its newest "
                 "checkpoint"
             )
+
+
+def _is_healthy(position: Position, step: int) -> bool:
+    """Whether a checkpoint is one of the RL steps up to a healthy one."""
+    return position.phase == RL and position.step <= step and not position.rolled_out

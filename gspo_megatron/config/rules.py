@@ -94,6 +94,10 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "optimizer.megatron.optimizer", lost.format("adam")
         if ddp.get("use_distributed_optimizer") not in (None, True):
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
+    elif training.steps != 0 and (does := getattr(training, "on_collapse", "warn")) != "warn":
+        wrong = "saves nothing, and without checkpoints a run can neither be saved nor go back"
+        legal = f"from 1, or training.on_collapse = warn in place of {does}"
+        yield "checkpoint.interval", f"{wrong}; allowed: {legal}"
     if not section.keep_best:
         return
     yield from _best_metric_is_measured(plan)

@@ -59,8 +59,13 @@ class Alarm(NamedTuple):
     """A collapse that was seen."""
 
     step: int
-    healthy: int  # steps: every response of the newest healthy window is of a later policy
+    healthy: int  # a step whose policy was healthy for sure
     text: str
+
+    @property
+    def collapse(self) -> str:
+        """The beginning of what is told."""
+        return f"the policy collapses: {self.text}"
 
 
 class CollapseWatch:
@@ -73,7 +78,8 @@ class CollapseWatch:
         self._best: dict[str, float] = dict(state.get("best", {}))  # the best window
         self._best_step: int = state.get("best_step", 0)  # its last step
         self._healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
-        self.alarmed: bool = state.get("alarmed", False)  # whether there was an alarm
+        alarm = state.get("alarm")
+        self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
 
     def state(self) -> dict[str, Any]:
         """What JSON can hold."""
@@ -82,7 +88,7 @@ class CollapseWatch:
             "best": dict(self._best),
             "best_step": self._best_step,
             "healthy": self._healthy,
-            "alarmed": self.alarmed,
+            "alarm": None if self.alarm is None else list(self.alarm),
         }
 
     @property
@@ -91,16 +97,15 @@ class CollapseWatch:
         return max(self._healthy - WINDOW, 0)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
-        """The metrics of one more step; the alarm, if there is one at this step. After the first
-        there is none until the run is healthy again."""
+        """The metrics of one more step; the alarm, if it is given at this step. After one there is
+        none until the run is healthy again."""
         found = self._judge(step, metrics)
-        if found is None:
-            self.alarmed = self.alarmed and self._healthy < step
+        if self._healthy == step:
+            self.alarm = None
+        if found is None or self.alarm is not None:
             return None
-        if self.alarmed:
-            return None
-        self.alarmed = True
-        return Alarm(step, self.healthy_step, found)
+        self.alarm = Alarm(step, self.healthy_step, found)
+        return self.alarm
 
     def _judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """What is wrong at this step."""
@@ -151,7 +156,7 @@ def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Of the figures that all steps have."""
+    """The means of the figures that all steps have."""
     shared = [key for key in steps[0] if all(key in each for each in steps)]
     return {key: statistics.fmean(each[key] for each in steps) for key in shared}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,10 +57,7 @@ class RunLogger:
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
-            phase, step = resumed_at
-            self._metrics.truncate_after(step, phase)
-            self._samples.truncate_after(step, phase)
-            self._evaluation.truncate_after(step, phase)
+            self._drop_after(*resumed_at)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
         rollout = getattr(config, "rollout", None)  # a fine-tuning or pre-training run has none
@@ -94,6 +92,21 @@ class RunLogger:
             self._metrics.sync()
             self._samples.sync()
             self._evaluation.sync()
+
+    def go_back(self, step: int) -> None:
+        """Drop what was written after this step of RL, on the main rank. Trackers keep it."""
+        if self.is_main:
+            self._drop_after(RL, step)
+
+    def keep_metrics(self, name: str) -> None:
+        """Copy metrics.jsonl to metrics.NAME.jsonl."""
+        if self.is_main:
+            path = self.folder / METRICS_FILE
+            shutil.copyfile(path, path.with_suffix(f".{name}.jsonl"))
+
+    def _drop_after(self, phase: str, step: int) -> None:
+        for file in (self._metrics, self._samples, self._evaluation):
+            file.truncate_after(step, phase)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""

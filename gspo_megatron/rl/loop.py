@@ -26,11 +26,12 @@ from gspo_megatron.config import Config, recomputes_old_logprobs
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError
+from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.observe.collapse import Alarm
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
@@ -49,7 +50,9 @@ from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollo
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
-NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
+# Warnings that are given once in a run, resumed or not
+NOISE_WARNING = "ratio/noise_floor"
+COLLAPSE_WARNING = "training.on_collapse"
 
 
 @dataclass
@@ -151,13 +154,15 @@ class ReinforcementLoop:
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
+        done, alarm = self.done, run.checkpoints.watch.alarm  # of a run that ended so
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
                 # where no server took that step's weights, they have arrived only now
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
-                self._end_step(self.done, sync | self.unevaluated, progress)
+                done = self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.done == 0 and self.restored is None:
+                run.checkpoints.before_first_step(self.trainer, self.loader)
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
@@ -166,11 +171,16 @@ class ReinforcementLoop:
                         told = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
-            for step in range(self.done + 1, steps + 1):
-                self._end_step(step, self.step(step), progress)
+            elif alarm is not None and done < steps:
+                done = self._after_alarm(alarm, self.done, progress)
+                if done is None:
+                    raise UserError(run.checkpoints.collapsed_text(alarm, self.done))
+            while done < steps:
+                done = self._end_step(done + 1, self.step(done + 1), progress)
 
-    def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """Evaluate and save if they are due, and log."""
+    def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> int:
+        """Evaluate and save if they are due, and log. Returns the step after which the run goes on:
+        this one, or that to which it goes back."""
         run, steps = self.run_components, self.config.training.steps
         intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
         due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
@@ -179,15 +189,47 @@ class ReinforcementLoop:
                 metrics |= self.evaluate(step, *due)
             except _ENDS_BETWEEN_STEPS as error:
                 run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+        if run.checkpoints.rollbacks:
+            metrics["collapse/rollbacks"] = float(run.checkpoints.rollbacks)
         run.logger.write(RL, step, metrics)
         progress.update(step, metrics)
+        alarm = run.checkpoints.judge(step, metrics)
         warning = self._noise_warning(metrics)
         if warning:
             progress.note(warning)
         # a step that was evaluated in the second attempt is saved again, as one that is evaluated
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
+        done = step if alarm is None else self._after_alarm(alarm, step, progress)
+        if done is not None and done < step:
+            return done
+        is_last = is_last or done is None
         run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
+        if alarm is not None and done is None:
+            raise UserError(run.checkpoints.collapsed_text(alarm, step))
+        return step
+
+    def _after_alarm(self, alarm: Alarm, step: int, progress: Progress) -> int | None:
+        """Do what training.on_collapse says. Returns the step after which the run goes on; None: it
+        ends here."""
+        checkpoints, training = self.run_components.checkpoints, self.config.training
+        if training.on_collapse == "warn":
+            if COLLAPSE_WARNING not in checkpoints.warned:
+                checkpoints.warned.append(COLLAPSE_WARNING)
+                told = "training.on_collapse = warn: the run goes on"
+                progress.note(f"warning: {alarm.collapse}; {told}")
+            return step
+        if training.on_collapse == "stop" or checkpoints.rollbacks >= training.max_rollbacks:
+            return None
+        back = checkpoints.roll_back(alarm, self.trainer, self.loader)
+        if back is None:
+            return None
+        self.restored = None
+        self.collector.source.go_back()
+        self.collector.source.take_weights(version=back)
+        count = f"rollback {checkpoints.rollbacks} of {training.max_rollbacks}"
+        progress.note(f"{alarm.collapse}; {count}: the run goes on after step {back}")
+        return back
 
     # The parts of a step, in their order
 
@@ -227,9 +269,14 @@ class ReinforcementLoop:
             first=0,
             per_prompt=rollout.group_size,
             sampling=self.sampling,
-            seed=(seed << 32) + step,
+            seed=(seed << 32) + self._draw_number(step),
             version=max(step - 1 - rollout.staleness, 0),
         )
+
+    def _draw_number(self, step: int) -> int:
+        """The step's number for its random numbers, another one after each rollback: the samples of
+        a collapse are not drawn again."""
+        return step + (self.run_components.checkpoints.rollbacks << 24)
 
     def _begin_requests(self, step: int, first: int) -> None:
         """Have servers generate for this step, and for later ones while the policy trains. `first`
@@ -247,7 +294,7 @@ class ReinforcementLoop:
         ahead, the next step's are taken already, so refills come from elsewhere."""
         yield self.loader.next()
         ahead = self.config.rollout.staleness > 0
-        refills = self.loader.for_refills(step) if ahead else self.loader
+        refills = self.loader.for_refills(self._draw_number(step)) if ahead else self.loader
         while True:
             yield refills.next()
 

@@ -110,6 +110,13 @@ class ServedRollouts:
         """See RolloutSource: the requests of these steps may go."""
         on_main(lambda: self._service().forget(step))
 
+    def go_back(self) -> None:
+        """See RolloutSource. A service whose weights only grow newer is ended; `take_weights`
+        starts another. What it has drawn is in the store under other seeds, and is drawn anew."""
+        self.close()
+        self.service, self.sync = None, None
+        self.counted, self.told = defaultdict(float), {}
+
     def close(self) -> None:
         """See RolloutSource: ends the service and its servers; on rank 0."""
         if self.service is not None:

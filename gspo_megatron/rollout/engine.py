@@ -132,6 +132,11 @@ class RolloutSource(Protocol):
         """The run is saved after `step`: what was kept for a repetition of it may go."""
         ...
 
+    def go_back(self) -> None:
+        """The run goes back to an earlier step: nothing that was begun is wanted, and the weights
+        of that step are taken next."""
+        ...
+
     def close(self) -> None:
         """The run ends."""
         ...

@@ -120,6 +120,9 @@ class MegatronRollouts:
     def after_checkpoint(self, step: int) -> None:
         """Nothing is kept."""
 
+    def go_back(self) -> None:
+        """Nothing is begun before it is taken."""
+
     def close(self) -> None:
         """Nothing has to end."""
 

@@ -1,0 +1,57 @@
+"""The record of a run's rollbacks, beside its checkpoints.
+
+A rollback is made at one moment: when the record gets its new contents, by a rename. Before it the
+run would be resumed from its newest checkpoint, and comes to the same rollback again. After it the
+checkpoints in `undone` are none: `folder.positions` leaves them out, and the next start of the run
+removes those that are still there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import WRONG_VALUES, parse_json, sync
+
+ROLLBACKS_FILE = "rollbacks.json"  # in the folder of checkpoints
+
+
+@dataclass
+class Rollbacks:
+    """All rollbacks of a run."""
+
+    to: str  # of the last one: the checkpoint's name
+    loader: dict[str, Any]  # the place in the data from which it goes on
+    undone: list[str]  # checkpoints that it takes back
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # from_step, to_step, text
+
+    @property
+    def number(self) -> int:
+        return len(self.rollbacks)
+
+    def write(self, checkpoints: Path) -> None:
+        """All of it at one moment, which also a loss of power does not split. Raises OSError."""
+        partial = checkpoints / f".partial-{ROLLBACKS_FILE}"  # removed at the next start, if left
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        sync(partial)
+        partial.replace(checkpoints / ROLLBACKS_FILE)
+        sync(checkpoints)
+
+
+def read_rollbacks(checkpoints: Path) -> Rollbacks | None:
+    """The record in a folder of checkpoints; None where the run never went back. Raises DataError
+    for a damaged one: without it, checkpoints of a collapse would look healthy."""
+    path = checkpoints / ROLLBACKS_FILE
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return Rollbacks(**parse_json(content))
+    except WRONG_VALUES as error:
+        raise DataError(f"{path}: not the record of a run's rollbacks") from error
