@@ -1,16 +1,17 @@
 """Whether a policy is collapsing, from the metrics of its steps. docs/campaigns.md states the rule,
 and how often it was right on kept runs.
 
-All figures are means of the last WINDOW steps, and are compared with those of the run's best
-window, the one with the highest reward. There is an alarm
+Figures are means of the last WINDOW steps, and are compared with those of the run's best stretch:
+the up to STRETCH steps in a row with the highest mean reward. There is an alarm
 
     if the reward is FALL below the best one,
     if it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
     if a figure is not finite.
 
 A fall is measured in the best reward's size or, if that is larger, in the standard deviation of
-single rewards: so neither small rewards nor negative ones make noise a fall. It has to be CLEAR
-standard errors long, too, as steps differ without any collapse.
+single rewards: so neither small rewards nor negative ones make noise a fall. It has to be longer
+than noise, too, in standard errors of the difference: CLEAR of them, and more the longer the run
+is. The best of many stretches is a lucky one, and the worst of many windows an unlucky one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from gspo_megatron.observe.progress import number
 
 WINDOW = 5  # steps: a single step is noisy
 FALL = 0.25  # examples/evidence: no run that converged falls so far, and each that collapsed does
-CLEAR = 3.0  # standard errors of the difference of two windows
-NOISE_OF = 20  # steps whose differences tell how much a step varies
+STRETCH = 20
+CLEAR = 2.0  # and sqrt(2 ln(windows)), the expected largest of so many normal numbers
 
 REWARD, SPREAD = "reward/mean", "reward/std"
 
@@ -75,8 +76,11 @@ class CollapseWatch:
         """`state`: of the watch of the run that is resumed."""
         state = state or {}
         self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
-        self._best: dict[str, float] = dict(state.get("best", {}))  # the best window
+        self._best: dict[str, float] = dict(state.get("best", {}))  # the best stretch
         self._best_step: int = state.get("best_step", 0)  # its last step
+        self._best_size: int = state.get("best_size", 0)
+        self._steps: int = state.get("steps", 0)  # with rewards
+        self._squares: float = state.get("squares", 0.0)  # of the differences from step to step
         self._healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
         alarm = state.get("alarm")
         self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
@@ -87,6 +91,9 @@ class CollapseWatch:
             "recent": [dict(each) for each in self._recent],
             "best": dict(self._best),
             "best_step": self._best_step,
+            "best_size": self._best_size,
+            "steps": self._steps,
+            "squares": self._squares,
             "healthy": self._healthy,
             "alarm": None if self.alarm is None else list(self.alarm),
         }
@@ -115,33 +122,33 @@ class CollapseWatch:
                 return f"{key} is not finite"
         if REWARD not in metrics:
             return None
-        known = {key: metrics[key] for key in _KEPT if metrics.get(key) is not None}
-        self._recent = [*self._recent, {key: float(value) for key, value in known.items()}]
-        self._recent = self._recent[-NOISE_OF:]
+        known = {k: float(metrics[k]) for k in _KEPT if metrics.get(k) is not None}
+        if self._recent:
+            self._squares += (known[REWARD] - self._recent[-1][REWARD]) ** 2
+        self._recent = [*self._recent, known][-STRETCH:]
+        self._steps += 1
         if len(self._recent) < WINDOW:
             return None
-        now = _means(self._recent[-WINDOW:])
-        if not self._best or now[REWARD] >= self._best[REWARD]:
-            self._best, self._best_step, self._healthy = now, step, step
-            return None
+        stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
+        if not self._best or stretch[REWARD] >= self._best[REWARD]:
+            self._best, self._best_step, self._best_size = stretch, step, len(self._recent)
         best = self._best[REWARD]
-        fall = (best - now[REWARD]) / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
+        lost = best - now[REWARD]
+        fall = lost / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
         if fall <= FALL / 2:
             self._healthy = step
             return None
-        if self._best_step > step - WINDOW or best - now[REWARD] <= CLEAR * self._error():
-            return None
         signs = _out_of_range(self._best, now)
-        if fall <= FALL and not signs:
+        if lost <= self._noise() or (fall <= FALL and not signs):
             return None
         figures = [f"reward {number(best)} -> {number(now[REWARD])}", *signs]
-        return f"means of {WINDOW} steps, step {self._best_step} -> {step}: {', '.join(figures)}"
+        return f"steps up to {self._best_step} -> up to {step}: {', '.join(figures)}"
 
-    def _error(self) -> float:
-        """The standard error of the difference of two windows' rewards."""
-        rewards = [each[REWARD] for each in self._recent]
-        squares = [(after - before) ** 2 for before, after in zip(rewards, rewards[1:])]
-        return math.sqrt(statistics.fmean(squares) / WINDOW)
+    def _noise(self) -> float:
+        """The fall of the reward that noise alone may show in so long a run."""
+        variance = self._squares / (self._steps - 1) / 2  # of a step
+        error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
+        return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
 
 
 def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
