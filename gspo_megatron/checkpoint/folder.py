@@ -164,6 +164,17 @@ def surplus(
     return [p for p in ordered if p not in kept]
 
 
+def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) -> list[Position]:
+    """The checkpoints that a rollback needs, at most two: the newest up to a step that is healthy
+    for sure, and the oldest after it up to the last one that looks so. That one takes its place
+    some steps later; if only the first were kept, none would ever follow it."""
+    whole = [p for p in found if p.phase == PHASES[-1] and not p.rolled_out]
+    whole.sort(key=lambda position: position.step)
+    sure = [p for p in whole if p.step <= healthy_step]
+    next_ones = [p for p in whole if healthy_step < p.step <= healthy]
+    return [*sure[-1:], *next_ones[:1]]
+
+
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():

@@ -20,6 +20,7 @@ from gspo_megatron.checkpoint.folder import (
     remove_leftovers,
     set_latest,
     surplus,
+    to_go_back_to,
     write_file,
 )
 from gspo_megatron.checkpoint.manifest import first_whole
@@ -379,8 +380,8 @@ class Checkpoints:
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the section does not keep; on the main rank. Those later than
-        `newest` are damaged: the run will replace them. The last healthy one stays: a collapse is
-        seen some steps after it began."""
+        `newest` are damaged: the run will replace them. Healthy ones stay: a collapse is seen some
+        steps after it began."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):
@@ -391,8 +392,8 @@ class Checkpoints:
                         state = RunState.read(self.folder / position.name)
                         found[position] = state.metrics.get(section.best_metric)
         extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
-        healthy = next((p for p in found if _is_healthy(p, self.watch.healthy_step)), None)
-        extra = [position for position in extra if position != healthy]
+        needed = to_go_back_to([*found], self.watch.healthy_step, self.watch.healthy)
+        extra = [position for position in extra if position not in needed]
         self.writer.remove([hide(self.folder / each.name) for each in extra])
 
     def _stopped(self, position: Position) -> str:

@@ -81,7 +81,7 @@ class CollapseWatch:
         self._best_size: int = state.get("best_size", 0)
         self._steps: int = state.get("steps", 0)  # with rewards
         self._squares: float = state.get("squares", 0.0)  # of the differences from step to step
-        self._healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
+        self.healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
         alarm = state.get("alarm")
         self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
 
@@ -94,20 +94,20 @@ class CollapseWatch:
             "best_size": self._best_size,
             "steps": self._steps,
             "squares": self._squares,
-            "healthy": self._healthy,
+            "healthy": self.healthy,
             "alarm": None if self.alarm is None else list(self.alarm),
         }
 
     @property
     def healthy_step(self) -> int:
         """A run with so many steps is healthy for sure: so was the whole window after it."""
-        return max(self._healthy - WINDOW, 0)
+        return max(self.healthy - WINDOW, 0)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """The metrics of one more step; the alarm, if it is given at this step. After one there is
         none until the run is healthy again."""
         found = self._judge(step, metrics)
-        if self._healthy == step:
+        if self.healthy == step:
             self.alarm = None
         if found is None or self.alarm is not None:
             return None
@@ -128,6 +128,7 @@ class CollapseWatch:
         self._recent = [*self._recent, known][-STRETCH:]
         self._steps += 1
         if len(self._recent) < WINDOW:
+            self.healthy = step  # as far as anyone knows
             return None
         stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
         if not self._best or stretch[REWARD] >= self._best[REWARD]:
@@ -136,7 +137,7 @@ class CollapseWatch:
         lost = best - now[REWARD]
         fall = lost / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
         if fall <= FALL / 2:
-            self._healthy = step
+            self.healthy = step
             return None
         signs = _out_of_range(self._best, now)
         if lost <= self._noise() or (fall <= FALL and not signs):
