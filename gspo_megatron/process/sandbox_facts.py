@@ -1,4 +1,4 @@
-"""Reports what protects this machine from programs of the reward `code`, for `gspo-megatron doctor`."""
+"""What protects this machine from programs of the reward `code`, for `gspo-megatron doctor`."""
 
 from __future__ import annotations
 
