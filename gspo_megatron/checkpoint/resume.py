@@ -42,7 +42,7 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# How messages about refused changes begin if a change asks for other weights than those of the run.
+# Beginnings of messages about refused changes that ask for other weights than those of the run.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -222,8 +222,8 @@ def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
 
 
 def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
-    """Return the newest complete checkpoint at `path`, which may be a run folder. `key` is the
-    configuration key that names the path. Raises DataError."""
+    """Return the newest complete checkpoint at the path of `key`, which may be a run folder. Raises
+    DataError."""
     found = checkpoints_at(Path(path))
     for checkpoint in found:
         if (checkpoint / MANIFEST).is_file():
@@ -236,8 +236,8 @@ def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
 
 def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = None) -> None:
     """Raise ConfigError with all differences between a checkpoint's model and the configured one,
-    in sizes and in other settings that change its results. Without `vocab_size`, the checkpoint's
-    vocabulary fits."""
+    in sizes and in other settings that change its results. Without `vocab_size`, the vocabulary is
+    not compared."""
     there = read_model(checkpoint)
     shape = config.resolved_model()
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}

@@ -43,7 +43,7 @@ class RunState:
     world_size: int
     versions: dict[str, str]  # by package
     metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
-    warned: list[str] = field(default_factory=list)  # given warnings; a run gives each of them once
+    warned: list[str] = field(default_factory=list)  # warnings that were given; each is given once
     # Describes the next step's responses, if the run was saved with them: rl.step_inputs
     rollouts: dict[str, Any] | None = None
     # Metrics of the step that are not logged yet, because its evaluation has failed.
@@ -118,7 +118,8 @@ def describe_model(
     config: AnyConfig, vocab_size: int, hf: Any = None, base: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the contents of model.json, which conversions read. `vocab_size`: without padding;
-    `hf`: the config.json of the imported model; `base`: the base of adapters, see `base_of`."""
+    `hf`: the config.json that the model was imported with; `base`: the base of adapters, see
+    `base_of`."""
     adapters = {}
     if config.model.lora.rank:
         lora = config.model.lora.model_dump(exclude={"checkpoint"})

@@ -193,7 +193,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        make_folder(self._folder)  # torch's mkdir fails if a shared file system shows it late
+        make_folder(self._folder)  # torch's mkdir fails on a shared file system that lags
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
@@ -330,8 +330,8 @@ class _Properties(TensorProperties):
 
 
 def _member(cls: Any, name: Any) -> enum.Enum:
-    """Return a member of an enum. Replaces `getattr`, which some Pythons (Debian 12's 3.11.2) use
-    to pickle members of enums."""
+    """Return an enum's member. Replaces `getattr`, with which some Pythons (Debian 12's 3.11.2)
+    pickle members of enums."""
     if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
         raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
     member: enum.Enum = cls[name]

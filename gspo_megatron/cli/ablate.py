@@ -40,7 +40,7 @@ MAX_SEEDS = 1000  # more is a typing error: every run is planned before the firs
 # at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_say = partial(print, flush=True)  # before the output of the next run
+_say = partial(print, flush=True)  # so that it comes before the output of the next run
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
 

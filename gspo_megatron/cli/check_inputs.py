@@ -40,8 +40,8 @@ def all_told(
     """Load a configuration inside this context. If it holds values that are not allowed, `check`
     checks the rest of it, and the ConfigError has all problems.
 
-    world_size: None: as many ranks as the layout needs. check: by default `check_run`. options:
-    further arguments of `check`.
+    world_size: by default as many ranks as the layout needs. check: by default `check_run`.
+    options: further arguments of `check`.
     """
     try:
         yield

@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(name: str, text: str, remedy: str) -> list[str]:
-    """Format a row in lines that fit into a page of a log. Long texts break between words. The
-    remedy is below the text."""
+    """Format a row in lines of at most _WIDTH columns. Long texts break between words. The remedy
+    is below the text."""
     wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     parts = wrap(text, _WIDTH - _NAME - 1)
     if remedy:

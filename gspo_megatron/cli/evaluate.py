@@ -128,8 +128,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the configuration of a run, or of a checkpoint, with its weights as the model, and the
-    default folder for the evaluation."""
+    """Return a configuration that evaluates a run or one of its checkpoints, and the default folder
+    for the evaluation."""
     is_checkpoint = (folder / "config.yaml").is_file() and (folder / "model.json").is_file()
     path = folder / ("config.yaml" if is_checkpoint else "config.resolved.yaml")
     if not path.is_file():
@@ -150,8 +150,7 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the section `data` with a tokenizer that exists. Its path may be relative to the
-    folder in which the run was started. If it does not exist from here, take the path that the
-    run's checkpoint names."""
+    folder in which the run was started. If it does not exist from here, take the checkpoint's."""
     from gspo_megatron.checkpoint.resume import given_checkpoint
     from gspo_megatron.checkpoint.run_state import read_model
 

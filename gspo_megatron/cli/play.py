@@ -78,7 +78,7 @@ def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
 
 def _as_played(config: Config) -> Config:
     """Return the configuration for playing: the model itself generates, nothing is evaluated, and a
-    failed episode is shown but does not end the command."""
+    failed episode is only shown."""
     from gspo_megatron.config.schema import RolloutSection
 
     usual = RolloutSection()

@@ -76,7 +76,7 @@ def add_parser(commands: Commands) -> None:
         help="with --step: the checkpoint with the weights (default: the newest one of the run "
         "that is not from a later step, else the weights that the run began with)",
     )
-    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # only for the ranks
 
 
 def run(arguments: argparse.Namespace) -> int:

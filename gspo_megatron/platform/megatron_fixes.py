@@ -59,7 +59,7 @@ def _apply_z_loss(
 ) -> torch.Tensor:
     """Add the z loss as its mean over all real tokens. Stock takes the mean over the real tokens of
     each shard (TP under sequence parallelism, CP), and then the mean of these means. With padding
-    the shards have different numbers of real tokens, so stock's result is another one."""
+    the shards have different numbers of real tokens, so that is not the mean over all tokens."""
     coefficient = self.config.moe_z_loss_coeff
     if coefficient is None or not self.training or not torch.is_grad_enabled():
         return logits

@@ -54,7 +54,7 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
         return torch.cat([values] * group.size())
 
     def gather_objects(objects: list[Any], own: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Repeat the own object, because a new optimizer compares the objects of all ranks."""
+        """Repeat this rank's object. A new optimizer compares the objects of all ranks."""
         objects[:] = [own] * len(objects)
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:

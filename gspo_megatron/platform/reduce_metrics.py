@@ -120,8 +120,8 @@ class StepMetrics:
         return metrics
 
     def _check_names(self, group: dist.ProcessGroup) -> None:
-        """Raise UserError if the ranks have different names. Numbers of different metrics would be
-        added up, or a collective would hang."""
+        """Raise UserError if the ranks have different names. Otherwise numbers of different metrics
+        would be added up, or a collective would hang."""
         if group.size() == 1:
             return
         values = {*self._sequence_values, *self._token_sketches}

@@ -105,7 +105,7 @@ class Heartbeat:
         seen: int | None = None
         while not self._ended.wait(tick):
             self._arm()
-            if self._ended.is_set():  # meanwhile
+            if self._ended.is_set():  # the context has ended meanwhile
                 faulthandler.cancel_dump_traceback_later()
                 return
             now = time.monotonic()

@@ -89,8 +89,8 @@ def launch(
 def rank_environment(
     environ: Mapping[str, str], number: int, world_size: int, port: int
 ) -> dict[str, str]:
-    """Return the variables that make a process rank `number` of `world_size` on this machine. They
-    leave out the threads and gloo's network interface if `environ` sets them."""
+    """Return the variables that make a process rank `number` of `world_size` on this machine. If
+    `environ` sets the number of threads or gloo's network interface, that setting stays."""
     defaults = {
         # else every rank takes all cores
         "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),

@@ -33,7 +33,7 @@ def join_launcher() -> None:
     killed. Call it early in a rank that our launcher started; in other processes it does nothing.
     Raises SystemExit if the launcher has ended already."""
     global _failure_descriptor
-    # Removed, because processes that this one starts are no ranks of that launcher.
+    # Removed from the environment, because processes that this one starts are not its ranks.
     launcher = os.environ.pop(LAUNCHER_PID, None)
     descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
     if descriptor is not None:
@@ -48,8 +48,8 @@ def join_launcher() -> None:
 
 
 def failure_descriptor() -> int | None:
-    """Return the descriptor to which this rank writes its failure for the launcher. Later calls,
-    and ranks without our launcher, get None."""
+    """Return, at the first call, the descriptor to which this rank writes its failure for the
+    launcher. Otherwise return None."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor

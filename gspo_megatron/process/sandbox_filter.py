@@ -1,9 +1,10 @@
 """A seccomp filter for bubblewrap: the system calls that a program in a sandbox may not make.
 
-Namespaces do not shut off everything: memory that belongs to no process (System V segments,
-memfds), new user namespaces, the kernel's keyrings, sockets of hypervisors, and seldom used parts
-of the kernel. The filter denies these with an error, which a program can handle, and allows what
-solutions in Python or C++ need. It is a classic BPF program (linux/filter.h, linux/seccomp.h).
+Namespaces do not cover everything. A program could still use memory that belongs to no process
+(System V segments, memfds), new user namespaces, the kernel's keyrings, sockets of hypervisors, and
+seldom used parts of the kernel. The filter denies these with an error, which a program can handle,
+and allows what solutions in Python or C++ need. It is a classic BPF program (linux/filter.h,
+linux/seccomp.h).
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def instructions(machine: str | None = None) -> list[Instruction]:
         number = numbers[its.column]
         if number is not None:
             found += [(_EQUAL, 0, 1, number), _error(errno.EPERM)]
-    # The arguments of clone3 are in memory, where no filter can look. libc then calls clone.
+    # The arguments of clone3 are in memory, where no filter can look. libc calls clone after ENOSYS.
     found += [(_EQUAL, 0, 1, _CLONE3), _error(errno.ENOSYS)]
     for number, rule in _rules(its):
         found += [(_EQUAL, 0, len(rule), number), *rule]

@@ -194,8 +194,8 @@ def _serve(channel: socket.socket) -> None:
 
 
 class _Names(dict):
-    """The names that tests can use. `candidates` come from the solution. Without candidates, all
-    names that the tests and Python do not define come from it."""
+    """Names of the tests. `candidates` come from the solution; without any, all names that are not
+    defined elsewhere do."""
 
     def __init__(self, ask: Any, candidates: list[str]) -> None:
         self._ask, self._candidates = ask, candidates
@@ -267,7 +267,7 @@ if __name__ == "__main__":
         main()
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 (the same)
+    except BaseException as error:  # noqa: BLE001 (the solution may raise anything)
         traceback.print_exception(None, error, error.__traceback__, limit=-20)
         sys.stderr.flush()
         _end(1)

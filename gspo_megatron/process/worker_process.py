@@ -32,7 +32,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Job:
-    """The function of workers, and the limits of a call. A worker gets it as its first frame."""
+    """The function that workers call, and the limits of a call. It is a worker's first frame."""
 
     name: str  # in messages, such as: reward 'exact'
     load: Callable[..., Function]  # called in the worker: a function of a module

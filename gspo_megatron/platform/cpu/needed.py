@@ -132,8 +132,8 @@ def _redirect_tensor_methods() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """Return a function that does nothing, a new one each time: dynamo has rules by function and
-    refuses two rules for the same function."""
+    """Return a new function that does nothing: dynamo has rules by function and refuses two rules
+    for the same one."""
     return lambda *_args, **_kwargs: None
 
 

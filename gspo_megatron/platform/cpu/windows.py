@@ -33,7 +33,7 @@ MOST_BYTES = 32 * 2**20  # the largest window
 _PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
 _FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
 LINE = 64  # bytes of a cache line: each rank's numbers have their own
-WORDS = LINE // 8  # int64 in a line. Used are the count of arrivals and two words for the purpose
+WORDS = LINE // 8  # int64 in a line; three are used: the count of arrivals and two purposes
 
 # A rank that waits first polls for this long, and gives its core away each time. Then it sleeps
 # between two polls, for a twentieth of the time that it has waited.
@@ -161,8 +161,8 @@ def _make(group: dist.ProcessGroup) -> Window | None:
         if told[0] and os.path.exists(told[0]):  # on another host it is not there
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
-        # By broadcast: Megatron-Core may let torch collect all_reduce, all_gather_into_tensor and
-        # reduce_scatter_tensor here, to run them later.
+        # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
+        # all_gather_into_tensor and reduce_scatter_tensor here, to run them later.
         has_window = torch.full((size,), window is not None)
         for source in range(size):
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
