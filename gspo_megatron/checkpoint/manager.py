@@ -206,7 +206,7 @@ class Checkpoints:
         """Save the run as it was after `step`, unless it is saved already, and raise the error.
 
         All ranks have the same error. Its message then also says where the run is saved and when it
-        can continue. `unevaluated`: the step's metrics, if the failure was in its evaluation."""
+        can continue. `unevaluated`: the step's metrics, if something after its update failed."""
         if step == 0:
             raise error
         if not self.section.interval:

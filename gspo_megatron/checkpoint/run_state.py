@@ -46,7 +46,7 @@ class RunState:
     warned: list[str] = field(default_factory=list)  # warnings that were given; each is given once
     # Describes the next step's responses, if the run was saved with them: rl.step_inputs
     rollouts: dict[str, Any] | None = None
-    # Metrics of the step that are not logged yet, because its evaluation has failed.
+    # Metrics of the step that are not logged yet, because something after its update has failed.
     unevaluated: dict[str, float] | None = None
 
     @property

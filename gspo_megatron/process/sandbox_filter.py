@@ -189,7 +189,7 @@ def instructions(machine: str | None = None) -> list[Instruction]:
         number = numbers[its.column]
         if number is not None:
             found += [(_EQUAL, 0, 1, number), _error(errno.EPERM)]
-    # The arguments of clone3 are in memory, where no filter can look. libc then calls clone instead.
+    # The arguments of clone3 are in memory, where no filter can look. libc falls back to clone.
     found += [(_EQUAL, 0, 1, _CLONE3), _error(errno.ENOSYS)]
     for number, rule in _rules(its):
         found += [(_EQUAL, 0, len(rule), number), *rule]
