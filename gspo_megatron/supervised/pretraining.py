@@ -101,7 +101,7 @@ class PretrainingBatches:
             yield self.batch(self.evaluation_samples, number * self.batch_size)
 
     def batch(self, samples: Any, start: int) -> SupervisedBatch:
-        """Return a batch of `batch_size` samples from number `start` on; each rank reads its share."""
+        """Return the `batch_size` samples from number `start` on; each rank reads its share."""
         dp = parallel_state.get_data_parallel_world_size()
         share = self.batch_size // dp
         first = start + parallel_state.get_data_parallel_rank() * share
