@@ -93,8 +93,8 @@ def load_supervised(
     rollout, and the model learns its answer and the end-of-sequence token. With `chat_template`,
     prompt and answer become two messages.
 
-    Raises DataError with the bad rows by file and line, if the tokenizer's chat template is missing
-    or unusable, or if no example is left.
+    Raises DataError with file and line of bad rows. Also raises it if the tokenizer's chat template
+    is missing or unusable, or if no example is left.
     """
     if form.messages_field is not None or form.chat_template:
         check_template(tokenizer)

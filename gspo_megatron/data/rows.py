@@ -100,7 +100,7 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a duplicate key: Python takes the last value."""
+    """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)

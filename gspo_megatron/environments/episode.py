@@ -209,7 +209,7 @@ class Client:
         self.conversation.add(messages, following, told)
         return Turn(told, tuple(written.token_ids), written.truncated)
 
-    # Turns that nobody has read
+    # Removing turns
 
     def position(self) -> EpisodePosition:
         """Return the current position in the episode, for `go_back`."""

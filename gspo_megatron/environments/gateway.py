@@ -37,7 +37,7 @@ class _RefusedError(Exception):
 
 
 class _ReplacedError(Exception):
-    """Raised for a request whose client is gone and whose turn a later request has replaced."""
+    """Raised for an old request: its client is gone, and a later request has replaced its turn."""
 
 
 @dataclass

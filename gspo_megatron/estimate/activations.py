@@ -159,7 +159,8 @@ class SavedTensors:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # detach() makes a new tensor object. Only the graph holds it, so it shows what is alive.
+        # detach() makes a new tensor object that only the graph holds, so the weak reference shows
+        # whether the graph still holds the data.
         kept = tensor.detach()
         self._kept.append(weakref.ref(kept))
         return kept

@@ -141,8 +141,8 @@ def _candidates(
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
     """Yield all layouts whose tp stays inside a node, each with fields that place the layers.
 
-    The fields are empty, or count embedding and loss as layers. If both do not divide the layers,
-    they make the last stage smaller."""
+    The fields are empty, or count embedding and loss as layers. If neither way splits the layers
+    evenly, a third variant makes the last stage smaller."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):
@@ -229,7 +229,7 @@ def _divisors(number: int, largest: int) -> list[int]:
 def _rank_parameters(
     config: AnyConfig, parallel: ResolvedParallel, parameters: int
 ) -> tuple[float, float]:
-    """Return the parameters of an average rank: without the experts, and of the experts."""
+    """Return the numbers of non-expert and expert parameters of an average rank."""
     shape, sizes, experts = config.resolved_model(), parallel.layout, 0
     if shape.num_moe_experts:
         assert shape.moe_ffn_hidden_size is not None

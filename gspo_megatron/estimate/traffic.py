@@ -8,7 +8,7 @@ Rough model of a step's seconds:
     bubble    (compute + exchange) * idle share / (1 - idle share)
     update    gradients and weights over dp and edp, activations over pp, at the same rates
 
-The model leaves out LEFT_OUT, message sizes, rollouts, evaluations and file systems.
+The model leaves out the items of LEFT_OUT, message sizes, rollouts, evaluations and file systems.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class _Curves:
         return {s: v for s, v in zip(steps, values, strict=True) if s > 0 and math.isfinite(v)}
 
     def windows(self, key: str) -> dict[int, float]:
-        """Return the mean of each window, by its last step; empty if the run is shorter."""
+        """Return the mean of each window, by its last step; empty for less than a window."""
         steps, values = list(self.of(key)), list(self.of(key).values())
         ends = range(WINDOW, len(steps) + 1)
         return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}

@@ -35,7 +35,7 @@ def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
     """Return versions, processors, commit, world size and Slurm job of this process.
 
     `vllm_python` is the interpreter of the vLLM servers, if it differs from this one. A value is
-    None if there is no such GPU, git checkout, Slurm job or package.
+    None if there is no GPU, git checkout, Slurm job or package with that name.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -16,8 +16,8 @@ _RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory at a time
 def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Return the 95% bootstrap percentile interval of the mean over problems.
 
-    It says how far another choice of problems could move the mean. For a single problem, both
-    bounds are that problem's value."""
+    It says how far another choice of problems could move the mean. If there is one problem, or all
+    have the same value, both bounds are this value."""
     values = np.asarray(of_problems, dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():
         return float(values[0]), float(values[0])

@@ -310,7 +310,8 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
 
 
 def _present_keys(run: Run, panel: Panel, phase: str) -> list[str]:
-    """Return the panel's keys with finite values in the run. Replaces "KEY/" by the keys below."""
+    """Return the panel's keys with finite values in the run. A key with "/" at its end becomes the
+    keys below it."""
     names = {name for record in run.records if phase_of(record) == phase for name in record}
     present: list[str] = []
     for key in panel.keys:

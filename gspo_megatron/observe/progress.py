@@ -152,7 +152,7 @@ class Progress:
         self._metrics: dict[str, Any] = {}
         self._accuracy: dict[str, Any] = {}  # from the last evaluation; not every step has one
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
-        self._line_step, self._line_time = initial_step, -math.inf  # the last line
+        self._line_step, self._line_time = initial_step, -math.inf  # step and time of last line
         self._doing, self._doing_time = "", -math.inf  # text of `doing`, time of its last line
         self._enabled = enabled
         self._stream = SafeStream(sys.stderr if stream is None else stream)

@@ -215,7 +215,7 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
 
 
 def correct_at(folders: Sequence[Path]) -> str:
-    """Write the reward from which on `evaluation/accuracy` counts a response as correct."""
+    """Write as text the smallest reward that `evaluation/accuracy` counts as correct."""
     found = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
     return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
 

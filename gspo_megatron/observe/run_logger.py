@@ -26,7 +26,7 @@ from gspo_megatron.observe.trackers import open_trackers
 
 
 class RunLogger:
-    """Metrics, samples, trackers and the progress display; does nothing on the other ranks."""
+    """Writes metrics, samples, trackers and the progress display; only on the main rank."""
 
     def __init__(
         self, config: AnyConfig, is_main: bool, resumed_at: tuple[str, int] | None = None

@@ -137,9 +137,8 @@ class TrackerSet:
         run_dir: Path | None = None,
         sent: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Take over open trackers. `sent`: the last record that each one got in earlier starts.
-
-        A record is its phase and step. SENT_FILE in `run_dir` stores `sent` for the next start."""
+        """Take open trackers. `sent` has phase and step of the last record that each tracker got in
+        earlier starts. SENT_FILE in `run_dir` stores it for the next start."""
         self._trackers = dict(trackers)
         self._run_dir = run_dir
         self._sent = {name: dict(record) for name, record in (sent or {}).items()}

@@ -164,7 +164,7 @@ def _library() -> dict[str, str]:
 
 
 def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
-    """Return the import of a module name; None if the name is used without attributes."""
+    """Return the import of the module `name`; None if not all uses are attributes of a module."""
     if not all(isinstance(use, ast.Attribute) for use in uses):
         return None
     if name in _ALIASES:

@@ -131,13 +131,15 @@ def code(
     """Return 1.0 if the program in the response's last fenced block passes all tests, else 0.0.
 
     fraction: return the share of passed tests; otherwise testing stops at the first failure.
-    seconds: CPU time of one test. total_seconds: time of a response, below reward.timeout_seconds.
-    memory_mb: address space of a process. runner: "package.module:Class", which runs programs
-    instead of our sandbox. Its objects have the functions of `process.sandbox`: `run`, and `call`
-    and `judge` if the tests of some rows need them. Evaluations record why the first failed test
-    failed.
+    seconds: CPU time of one test.
+    total_seconds: time of all tests of a response, below reward.timeout_seconds.
+    memory_mb: address space of a process.
+    runner: "package.module:Class", which runs programs instead of our sandbox. Its objects have the
+    functions of `process.sandbox`: `run`, and `call` and `judge` if the tests of some rows need
+    them.
 
-    Raises RewardError if the row's tests cannot be read, or if the runner lacks a function.
+    Evaluations record the reason of the first failed test. Raises RewardError if the row's tests
+    cannot be read, or if the runner lacks a function.
     """
     runs = _runner(runner) if runner else sandbox
     limits = Limits(seconds, memory_mb)

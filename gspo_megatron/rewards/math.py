@@ -37,8 +37,8 @@ def answer_fault(answer: str) -> str | None:
 def read_answer(sample: Sample) -> str | None:
     r"""Return the value of the last \boxed{...}, or else of the final expression, as text.
 
-    Equal values give equal text: 1/2, 0.5 and 50\%; x=5 and \frac{10}{2}. Returns None if the
-    response has no expression."""
+    Equal values give equal text: 1/2, 0.5 and 50\% are the same, and so are x=5 and \frac{10}{2}.
+    Returns None if the response has no expression."""
     from math_verify import parse
 
     response = _with_boxes(sample.response)

@@ -25,7 +25,7 @@ Batches = FineTuningBatches | PretrainingBatches
 
 
 class SupervisedUpdater:
-    """Optimizer updates, and the loss of evaluation batches."""
+    """Does optimizer updates, and computes the loss of evaluation batches."""
 
     def __init__(self, policy: Policy, trainer: Trainer) -> None:
         self.policy, self.trainer = policy, trainer

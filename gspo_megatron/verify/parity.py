@@ -92,8 +92,8 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     """Return the configured layout, and a layout of two ranks for each parallelism that fits.
 
-    Raises UserError if the configured layout needs more ranks than `most_ranks` and than there are
-    CPU cores."""
+    Raises UserError if the configured layout needs more ranks than both `most_ranks` and the number
+    of CPU cores."""
     own = config.layout()
     if own.world_size > max(most_ranks, os.cpu_count() or 1):
         raise UserError(
