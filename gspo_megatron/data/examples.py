@@ -56,7 +56,7 @@ class Counts:
 
 
 class SupervisedData:
-    """All examples of a file, indexed by number. They share flat arrays to save memory."""
+    """All examples of a file by number, in flat arrays to save memory."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
         tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
@@ -189,10 +189,8 @@ def _fitting(
     problems: Problems,
     counts: Counts,
 ) -> Iterator[Example]:
-    """Yield the examples of at most `max_tokens` tokens.
-
-    `form.too_long` says what happens to longer ones: a problem, or they are cut or dropped, which
-    is counted."""
+    """Yield the examples of at most `max_tokens` tokens. By `form.too_long`, longer ones become
+    problems, or are cut or dropped and counted."""
     most = form.max_tokens
     assert most is not None
     for example, text, is_conversation in examples:

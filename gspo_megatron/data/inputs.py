@@ -146,7 +146,7 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
 
 
 def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
-    """Return how to read a suite's files. `length` is the model's longest sequence."""
+    """Return how to read a suite's files. length: longest sequence of the model."""
     key, suite = suite_key(name), config.evaluation.suites[name]
     return PromptForm(
         suite_fields(key, suite),

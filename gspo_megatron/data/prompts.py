@@ -183,7 +183,7 @@ def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
 
 
 def _row_id(row: Mapping[str, Any], fields: FieldMap, where: str) -> tuple[str, str | None]:
-    """Return the id of a row, and its fault or None. The default id is "filename:line"."""
+    """Return the id of a row (default: "filename:line"), and its fault or None."""
     here, name, fault, value = os.path.basename(where), fields.id, None, None
     setting = f"{fields.section}.id_field"
     if name is not None and (name in row or name != DEFAULT_FIELDS.id):

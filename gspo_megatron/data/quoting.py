@@ -266,7 +266,7 @@ def _is_clear(key: object, words: frozenset[str]) -> bool:
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """Yield all texts of a JSON value that get replaced: strings, and keys that are not `words`."""
+    """Yield the texts of a JSON value, with keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -165,9 +165,8 @@ def _top(name: str) -> str:
 
 
 def text_fault(value: object) -> str | None:
-    """Return why a value is not a string of valid Unicode, or None if it is.
-
-    The text continues a sentence that begins with the field's name."""
+    """Return why a value is not a string of valid Unicode, or None. The text follows the field's
+    name."""
     if not isinstance(value, str):
         return f"is {json_type(value)}; a string is wanted"
     try:
@@ -178,9 +177,8 @@ def text_fault(value: object) -> str | None:
 
 
 def json_fault(value: object) -> str | None:
-    """Return why JSON has no such value (Parquet has dates, for example), or None.
-
-    The text continues a sentence that begins with the field's name."""
+    """Return why JSON has no such value (such as a date in Parquet), or None. The text follows the
+    field's name."""
     if isinstance(value, str):
         return text_fault(value)
     if isinstance(value, (list, dict)):

@@ -82,10 +82,8 @@ class Conversation:
         self._openings[turn] = opening.text
 
     def next(self, messages: Sequence[Message], text: str, transcript: Transcript) -> Next:
-        """Return the input before the next turn for these messages or this text.
-
-        The first turn of a branch takes neither, all others exactly one of them. Raises
-        EpisodeError if that is violated, or for messages after a prompt without messages."""
+        """Return the input before the next turn. The first turn of a branch takes neither messages
+        nor text, later turns one of the two. Raises EpisodeError if these do not fit."""
         if len(transcript.turns) in transcript.prompts:
             if messages or text:
                 raise EpisodeError("the first turn answers the prompt; nothing stands between")

@@ -126,9 +126,8 @@ def check_environment(
 
 
 def _says_messages(environment: Environment) -> bool:
-    """Whether the environment continues only with messages.
-
-    Its code then passes messages to `generate`, but no `text`, and does not call `begin`."""
+    """Whether the environment's code passes messages to `generate`, but no `text`, and does not
+    call `begin`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(environment))))
     except (OSError, TypeError, SyntaxError):  # no source: a generated class, or not Python

@@ -109,9 +109,8 @@ class Transcript:
 
     @property
     def sequence(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens [tokens] int32, and a mask [tokens] bool that is True on the response.
-
-        The tokens are the prompt and the response part of each branch, one after the other."""
+        """Prompt and response part of each branch, [tokens] int32; and a mask [tokens] bool, True
+        on the response."""
         response, ends = self.response, self.turn_ends()
         ids, kinds, start = [], [], 0
         for branch in self.branches():
@@ -124,10 +123,8 @@ class Transcript:
     def column(
         self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
     ) -> np.ndarray:
-        """Return one value for each response token, [response tokens].
-
-        `of_turn` returns the values [tokens of the turn] of a turn. Tokens before the turn get
-        `filler`, or the turn's first value if `filler` is None."""
+        """Return [response tokens]: the values `of_turn` [tokens of the turn] of each turn. Tokens
+        before a turn get `filler` (None: the turn's first value)."""
         parts = []
         for between, turn in zip(self.between, self.turns, strict=True):
             values = of_turn(turn)

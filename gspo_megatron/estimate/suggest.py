@@ -240,9 +240,7 @@ def _rank_parameters(
 
 
 def _traffic(candidate: _Candidate) -> dict[str, float]:
-    """Estimate the bytes by axis with a formula for Qwen3-like layers.
-
-    The result only sets the order in which layouts are tried."""
+    """Estimate bytes by axis for Qwen3-like layers, only to order the layouts to try."""
     config, parallel, work = candidate.config, candidate.parallel, candidate.work
     shape = config.resolved_model()
     tp, pp, ep, cp = (getattr(parallel.layout, axis) for axis in ("tp", "pp", "ep", "cp"))

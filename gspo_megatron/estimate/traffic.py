@@ -71,10 +71,8 @@ def step_traffic(
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
-    """Return the bytes of the collectives, by axis.
-
-    If two groups have the same ranks, the first one gets the bytes of both. All all-to-alls belong
-    to ep."""
+    """Return the bytes by axis. If two groups have the same ranks, the first one gets the bytes of
+    both. All all-to-alls belong to ep."""
     groups, axes = model.policy.models[0].pg_collection, {}
     for axis, attribute in (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep")):
         group = getattr(groups, attribute, None)
@@ -126,7 +124,7 @@ def step_cost(
     active_parameters: int,
     traffic: Mapping[str, float],
 ) -> Cost:
-    """Estimate the seconds of a step. `traffic`: bytes that a rank sends in a step, by axis."""
+    """Estimate a step's seconds. `traffic`: bytes that a rank sends, by axis."""
     tokens = work.tokens * work.micro_batches_per_step  # tokens of a model replica
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on

@@ -39,10 +39,8 @@ class Workload:
 
 
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
-    """Return the work of a step.
-
-    `longest` is the length of the longest prompt or example in tokens; default: the longest that is
-    allowed. Pre-training ignores it, because all samples have the same length."""
+    """Return the work of a step. `longest`: tokens of the longest prompt or example (None: the most
+    allowed); not used in pre-training, whose samples have one length."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
     # An interleaved schedule needs a multiple of `multiple` micro-batches.

@@ -216,9 +216,8 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
 
 
 def _text(content: Any) -> str:
-    """Return the content of a message. It is null if the model wrote only thoughts; then return "".
-
-    Raises TypeError if it is not a text."""
+    """Return the content of a message; "" for null (the model wrote only thoughts). Raises
+    TypeError."""
     if not isinstance(content, str | None):
         raise TypeError(f"content = {content!r:.60}: a text is wanted")
     return content or ""

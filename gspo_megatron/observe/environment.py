@@ -133,9 +133,8 @@ def _git(source: Path, *arguments: str) -> str | None:
 
 
 def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | None:
-    """Return a program's stripped stdout; None if the program is missing, fails or times out.
-
-    `changes` are environment variables to set."""
+    """Return a program's stripped stdout; None if it is missing, fails or times out. `changes`:
+    environment variables to set."""
     try:
         result = subprocess.run(
             command,

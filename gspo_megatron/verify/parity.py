@@ -327,9 +327,8 @@ class Recorder(Trainer):
     updates: int = 0  # number of updates that have begun
 
     def update(self) -> tuple[float, float]:
-        """Do an update like `Trainer.update`, and record its gradients.
-
-        float64 weights use plain gradient descent, because no optimizer supports float64."""
+        """Update like `Trainer.update` and record the gradients. float64 weights, which no
+        optimizer supports, use gradient descent."""
         self.updates += 1
         if self.updates == 1 or not self.keeps_first:
             self.gradients, self.replica_error = gather_gradients(self.policy)
@@ -382,9 +381,8 @@ def plan_alike(
     mini_batches: int,
     branches: Branches | None = None,
 ) -> list[MiniBatch]:
-    """Plan mini-batches whose micro-batches are the same on every layout.
-
-    The layout's data-parallel size must divide `cut.replicas`."""
+    """Plan the same micro-batches on every layout whose data-parallel size divides
+    `cut.replicas`."""
     data_parallel_size = resolve_parallel(config, dist.get_world_size()).data_parallel_size
     assert cut.replicas % data_parallel_size == 0
     plans = plan_step(
