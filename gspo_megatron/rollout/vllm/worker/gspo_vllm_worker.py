@@ -224,9 +224,9 @@ def family_of(name: str) -> str:
 class TokenGuard:
     """Middleware that answers 401 to requests without the token in GSPO_SERVER_TOKEN.
 
-    Only /health and PROOF need no token. If the variable is not set, every request with or without
-    a token gets 401. The guard is necessary because the routes for new weights run any code that a
-    request names. It protects the routes of `Answers` too.
+    Only /health and PROOF need no token. If the variable is not set, only /health is answered. The
+    guard is necessary because the routes for new weights run code that a request names. It also
+    protects the routes of `Answers`.
 
     With PROOF a client checks that this server knows the token, before it sends the token."""
 
