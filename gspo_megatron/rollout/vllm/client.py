@@ -279,7 +279,7 @@ class ServerClient:
         return parse_metrics(await self._call("GET", "/metrics", seconds=seconds, as_text=True))
 
     async def settings(self, *, seconds: float) -> dict[str, Any]:
-        """Return the server's configuration, and max_model_len of the model it serves."""
+        """The server's own configuration, and max_model_len of the model it serves."""
         models = await self._call("GET", "/v1/models", seconds=seconds)
         query = {"config_format": "json"}
         info = await self._call("GET", "/server_info", query=query, seconds=seconds)
@@ -299,7 +299,7 @@ class ServerClient:
             return dict(json.loads(found["results"][0]))
 
     async def tokenize(self, text: str, *, seconds: float) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+        """Token ids of a text, without special tokens around it."""
         given = {"prompt": text, "add_special_tokens": False}
         found = await self._call("POST", "/tokenize", given, seconds=seconds)
         with malformed():

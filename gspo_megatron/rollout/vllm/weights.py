@@ -85,7 +85,7 @@ class WeightLoader:
         await self.changes.wait_until(lambda: self.needs_folder)
 
     async def newest_in_folder(self) -> Weights:
-        """Return the newest weights; waits until they are in a folder."""
+        """The newest weights; waits until they are in a folder."""
         while (weights := self.newest).folder is None:
             self.needs_folder = True
             await self.changes.announce()
