@@ -45,10 +45,10 @@ class PackedBatch:
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
     # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
     token_index: Tensor
-    token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
+    token_rows: Tensor  # [response tokens] int64, index into flattened [tokens / CP, rows]
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
-    response_index: Tensor  # [response tokens] int64, into the flat responses of `members`
+    response_index: Tensor  # [response tokens] int64, index into the flat responses
     response_lengths: Tensor  # [sequences] int64, of the whole sequence, not this shard
     members: tuple[int, ...]  # numbers of these sequences in the rank's batch
 

@@ -149,7 +149,7 @@ def redistribute(
     # For each receiving rank, the positions in `mine` of its sequences.
     sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
     wanted = (target == me // cp).nonzero()[:, 0]
-    received = wanted[torch.argsort(source[wanted], stable=True)]  # by sending rank, then number
+    received = wanted[torch.argsort(source[wanted], stable=True)]  # by (sender, number)
     arriving = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class Correction:
     summed: Literal["", "k3", "is_outside"] = ""
 
 
-# A geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3.
+# Bounds for a geometric mean over a sequence, whose noise is about 1e-3 (arXiv 2507.18071).
 _GEOMETRIC = {"correction_low": 0.99, "correction_high": 1.01}
 CORRECTIONS: dict[str, Correction] = {
     "token_tis": Correction("token", "weight", {"correction_high": 2.0}),

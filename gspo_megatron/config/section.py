@@ -82,7 +82,7 @@ class Section(BaseModel):
     # Strict: "5" for 5 and true for 1 are slips, and a run must not start on a slip.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    if not typing.TYPE_CHECKING:  # as in pydantic: a type checker would take any name for a key
+    if not typing.TYPE_CHECKING:  # as in pydantic: else a type checker accepts any name as a key
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:

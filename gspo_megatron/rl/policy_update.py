@@ -103,7 +103,7 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        if self.teacher is not None:  # it chooses its own experts
+        if self.teacher is not None:  # its own routers choose its experts
             with self.teacher.in_place():
                 self._record(everything, "teacher_logprobs")
 

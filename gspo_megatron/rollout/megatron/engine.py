@@ -353,7 +353,7 @@ class _Generation:
             if prefilled > started:
                 self.prefilled = prefills.last()
         if last % self.per_prompt == 0:
-            self.prefilled = None  # all of its group have started
+            self.prefilled = None  # the whole group has started
         self.next = last
         lengths = map(len, self.prompts[first // self.per_prompt : prefilled])
         self.spans.others = max(self.spans.others, max(lengths, default=1))

@@ -39,7 +39,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     unpack,
 )
 
-HEALTH = "/health"  # of vLLM, which every server answers without a token
+HEALTH = "/health"  # vLLM's path, which every server answers without a token
 MODEL = "policy"  # the name under which started servers serve the model
 
 # Ways to pause a server for new weights. With the first two, responses in progress continue after

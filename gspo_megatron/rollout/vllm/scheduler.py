@@ -22,7 +22,7 @@ from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Se
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
-_WORTH = 16  # a part of a group needs at least this fraction of a server's places: 1 / 16
+_WORTH = 16  # a part of a group is sent only to a server with 1 / _WORTH of its places free
 
 _T = TypeVar("_T")
 Chosen = TypeVar("Chosen")

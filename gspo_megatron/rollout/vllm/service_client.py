@@ -156,7 +156,7 @@ class ServiceClient:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C saves the run; the service works until its end
+            start_new_session=True,  # Ctrl-C must not end the service: saving the run needs it
             preexec_fn=end_with_parent,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )

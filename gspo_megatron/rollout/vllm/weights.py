@@ -230,7 +230,10 @@ class WeightLoader:
         return True
 
     async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
-        """Describe the families of tensors that differ from the folder's; None: the newest."""
+        """Describe the server's families of tensors that differ from those in the folder.
+
+        folder: None: the folder of the newest weights.
+        """
         folder = folder or (await self.newest_in_folder()).folder
         seconds = self.settings.update_seconds
         found = await server.client.weight_sums(None, seconds=seconds)
