@@ -63,13 +63,14 @@ def check_run(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> Checked:
     """`check_all`, the packages that the run imports, and the run folder, which must be empty with
     `fresh`, the weights that a new run begins with, and where its export goes. Raises ConfigError
     with the problems of all, after those `told`: the values that are not allowed."""
-    options: Any = {"fresh": fresh, "command": command}
+    options: Any = {"fresh": fresh, "change": change, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
         config, inputs = check_all(config, world_size, with_files=with_files, told=told, **options)
@@ -87,6 +88,7 @@ def check_all(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
@@ -99,15 +101,25 @@ def check_all(
     `check_run` finds without the files.
     """
     from gspo_megatron.config import Config, check_config
+    from gspo_megatron.config.phases import phase_configs
     from gspo_megatron.config.stages import FineTuningConfig
     from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     problems: list[str] = [*told]
     inputs = None
+    options: Any = {"here": with_files, "for_training": isinstance(config, Config)}
+    first, *later = phase_configs(config)
     with gathered_in(problems):
-        check_config(config, world_size, here=with_files, for_training=isinstance(config, Config))
+        check_config(first, world_size, **options)
     if isinstance(config, Config):
-        inputs = _read_prompts(config, with_files, problems)
+        inputs = _read_prompts(first, with_files, problems)
+        for number, phase in enumerate(later, start=1):
+            of_phase: list[str] = []
+            with gathered_in(of_phase):
+                check_config(phase, world_size, **options)
+            inputs = _read_prompts(phase, with_files, of_phase) or inputs
+            new = [line for line in of_phase if line not in problems]
+            problems += [f"training.phases[{number}]: {line}" for line in new]
     else:
         with gathered_in(problems):
             named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
@@ -121,7 +133,7 @@ def check_all(
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
-            _check_start(config, None, fresh=fresh, command=command)
+            _check_start(config, None, fresh=fresh, change=change, command=command)
     _raise(problems)
     return config, inputs
 
@@ -189,7 +201,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
 
 
 def _check_start(
-    config: Any, inputs: AnyInputs | None, *, fresh: bool, command: Sequence[str]
+    config: Any,
+    inputs: AnyInputs | None,
+    *,
+    fresh: bool,
+    change: bool = False,
+    command: Sequence[str] = (),
 ) -> Start | None:
     """What the run resumes from. Without inputs, only what can be known beside other problems."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
@@ -198,7 +215,7 @@ def _check_start(
     from gspo_megatron.data.inputs import model_vocab_size
 
     try:
-        start = preview(config, fresh=fresh, command=command)
+        start = preview(config, fresh=fresh, change=change, command=command)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already

@@ -24,6 +24,7 @@ from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+CHANGES_FILE = "changes.jsonl"  # a record where a run goes on with other values of its keys
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
