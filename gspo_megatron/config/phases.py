@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 from gspo_megatron.config.section import Positive, Section, harmless, shapes
 
-PHASES = "other values of some keys from a step on; each phase keeps those of the one before"
+PHASES = (
+    "other values of some keys from a step on: each has until_step, reference (keep or renew) and "
+    "sections with the changed keys, and keeps the values of the phase before; docs/campaigns.md"
+)
 # Keys of a phase's sections that stay as they are for the whole run: what makes tokens, who
 # generates them, and the optimizer's own settings.
 FIXED_KEYS = frozenset(
@@ -145,6 +148,13 @@ def phase_problems(config: Any) -> Iterator[str]:
                 if not may_change(f"{section}.{name}"):
                     place = f"training.phases[{i}].{section}.{name}"
                     yield f"{place}: stays the same for a whole run; set {section}.{name}"
+    if len(phases) > 1 and config.checkpoint.interval == 0:
+        yield "checkpoint.interval = 0: a phase begins with a checkpoint; allowed: from 1"
+    if phases and config.model.lora.rank and any(phase.reference == "renew" for phase in phases):
+        yield (
+            "training.phases: reference = 'renew': with model.lora the reference is the model "
+            "without its adapters; allowed: keep"
+        )
     if phases and phases[0].reference == "renew":
         yield (
             "training.phases[0].reference = 'renew': the first phase begins with the run's own "

@@ -68,7 +68,8 @@ def find_changes(
             decay = config.optimizer.decay
             where, line = _compare(key, resume, old, new, same, decay)
             if where == "refused" and change and may_change(key):
-                where, line = "asked", f"{key}: {format_value(old)} -> {format_value(new)}"
+                value = f"{format_value(old)} -> {format_value(new)}"
+                where, line = "asked", f"{key}: {'its contents' if old == new else value}"
             getattr(changes, where).append(line)
     return changes
 

@@ -23,6 +23,7 @@ from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     FINE_TUNING,
     PRETRAINING,
     RL,
@@ -50,7 +51,7 @@ _MEANS = (
     f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
 )
 _SAMPLES_SHOWN = 12
-_CONFIG_FILE = "config.resolved.yaml"
+_CONFIG_FILE, _ENVIRONMENT = "config.resolved.yaml", "environment.json"
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -591,9 +592,9 @@ def conversation(sample: Mapping[str, Any]) -> str:
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:
     """Configuration and environment as the run wrote them."""
-    files = (("Configuration", _CONFIG_FILE), ("Environment", "environment.json"))
+    kept = {"Configuration": _CONFIG_FILE, "Changes": CHANGES_FILE, "Environment": _ENVIRONMENT}
     return [
         Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))
-        for title, name in files
+        for title, name in kept.items()
         if (run.path / name).is_file()
     ] or ["No configuration was kept with this run."]

@@ -16,6 +16,7 @@ from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
+    PHASE_CONFIG,
     RL,
     SAMPLES_FILE,
     JsonLinesWriter,
@@ -86,9 +87,12 @@ class RunLogger:
             file.truncate_after(step - 1 if changed else step)  # a border that is reached again
             if changed:
                 file.append({"phase": RL, "step": step, "changed": list(changed)})
+        for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
+            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run went back
+                path.unlink()
         text = to_shown_yaml(phase, {})
         if changed or step == 0:
-            name = f"config.from_step_{step + 1:08d}.yaml"
+            name = f"{PHASE_CONFIG}{step + 1:08d}.yaml"
             write_atomically(self.folder / name, text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:

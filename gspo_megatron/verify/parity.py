@@ -202,7 +202,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
         # the weights that RL started from, as far as they are known
-        reference = None if checkpoint is None else reference_of(checkpoint)
+        reference = None if checkpoint is None else reference_of(checkpoint, config, kept.step)
         if reference is None:
             hf = load_initial_weights(config, policy)
         else:

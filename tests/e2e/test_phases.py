@@ -12,6 +12,7 @@ import yaml
 
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, records, train
+from tests.programs import gspo
 
 LAST = "rl_00000006"
 # Every kind of key: lengths and sizes, other prompts, a rate, another objective with as many
@@ -84,19 +85,50 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     assert max(lengths[1], lengths[2]) <= 6 < max(lengths[3], lengths[4], lengths[5])
 
 
+def copied(campaign: Path, folder: Path) -> Path:
+    """The same configuration in a folder of its own, without a run."""
+    copy = shutil.copytree(campaign, folder / "copy")
+    shutil.rmtree(copy / "run")
+    (copy / "calls").unlink()
+    edit(copy / "config.yaml", logging={"dir": str(copy / "run")})
+    return copy / "config.yaml"
+
+
 @pytest.mark.parametrize("call", [33, 60])
 def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call: int) -> None:
     """In its second phase, before and at its border with the third."""
-    shutil.copytree(campaign, tmp_path / "stopped")
-    config = tmp_path / "stopped/config.yaml"
-    shutil.rmtree(tmp_path / "stopped/run")
-    (tmp_path / "stopped/calls").unlink()
-    edit(config, logging={"dir": str(tmp_path / "stopped/run")})
+    config = copied(campaign, tmp_path)
     (config.parent / "signal_at").write_text(str(call))
     train(config, expect=75)
     assert LAST not in checkpoint_names(config.parent / "run")
     train(config)
     assert_same_run(config.parent / "run", campaign / "run", LAST)
+
+
+def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
+    """Between phases the ranks leave all process groups and build them anew. The bound is that of
+    runs on several layouts: fp32, magnified by learning."""
+    config = copied(campaign, tmp_path)
+    train(config, "parallel.layout=tp=2,pp=2,ep=2")
+    theirs = {each["step"]: each for each in records(campaign / "run")}
+    mine = {each["step"]: each for each in records(config.parent / "run")}
+    assert mine.keys() == theirs.keys()
+    for step, record in theirs.items():
+        for figure in {"loss", "grad_norm", "reward/mean", "lr"} & record.keys():
+            assert mine[step][figure] == pytest.approx(record[figure], rel=1e-4, abs=1e-6), step
+
+
+def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Path) -> None:
+    out = tmp_path / "evaluation"
+    words = (
+        campaign / "run",
+        "--output",
+        out,
+        "data.eval_prompts=" + str(campaign / "other.jsonl"),
+    )
+    gspo("evaluate", *words, "reward.name=per_character")
+    values = yaml.safe_load((out / "config.resolved.yaml").read_text())
+    assert (values["rollout"]["max_response_tokens"], values["training"]["phases"]) == (9, [])
 
 
 def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
