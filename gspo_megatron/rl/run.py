@@ -1,4 +1,4 @@
-"""One rank of an RL run, from an already checked configuration."""
+"""Runs one rank of an RL run, with a configuration that has passed all checks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from gspo_megatron.routing.hooks import attach_hooks
 
 
 def run_training(config: Config, *, fresh: bool = False, change: bool = False) -> bool:
-    """Train as this process's rank of the run. Every rank calls it with the same configuration,
-    which has passed `check_config`. A run that is already in the run folder is continued, unless
-    `fresh` is true: then the folder has to be empty. `change`: it may continue with other values of
-    the keys that a phase may change.
+    """Train as this process's rank of the run.
 
-    Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
-    the user can mend. All input is read before any process group exists, but for that of phases:
-    only the checkpoint tells which one the run is in.
+    Every rank calls it with the same configuration, which has passed `check_config`. If the run
+    folder holds a run, it is continued. With `fresh` the folder must be empty. With `change` the
+    run may continue with other values of the keys that a phase may change.
+
+    Returns True if the run is done, False if it was stopped and saved. Raises UserError for
+    problems that the user can solve. Without phases, all input is read before any process group
+    exists. With phases, the checkpoint must be read first: it tells the current phase.
     """
     parts = None if config.training.phases else read_parts(config)
     with open_session(config, fresh=fresh, change=change) as session:
@@ -58,7 +59,7 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
 
 
 def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
-    """The input files, the reward function and the objective of a configuration."""
+    """Return the input files, the reward function and the objective of a configuration."""
     inputs, wanted = read_inputs(config, tools_of(config)), config.reward
     reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
     return inputs, reward, build_objective(config.objective, config.rollout.max_response_tokens)
@@ -67,8 +68,9 @@ def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
 def _train_phase(
     config: Config, parts: tuple[Inputs, Reward, Objective] | None, session: Session
 ) -> tuple[bool, Start | None]:
-    """Train to the end of the run, or of its phase. Returns whether that was reached, and the start
-    of the next phase, if there is one. `parts`: None: they are those of the phase."""
+    """Train to the end of the phase, or of a run without phases. Returns whether the end was
+    reached, and the start of the next phase, if there is one. `parts` None: read the phase's own
+    inputs, reward and objective."""
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
     end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
@@ -77,7 +79,7 @@ def _train_phase(
         changed = start.changed or differences(at_step(config, step), of_phase)
         if config.training.phases or changed:
             run.logger.begin_phase(step, changed, config, of_phase)
-        loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built under the watches)
+        loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
         done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
         if not done:
             return False, None
@@ -95,8 +97,10 @@ def assemble(
     start: Start | None = None,
     stop: StopSignals | None = None,
 ) -> RunComponents:
-    """Join the other ranks and build this rank's part of everything. The policy has the weights of
-    `start`, if there is one."""
+    """Connect to the other ranks and build this rank's components.
+
+    The policy gets the weights of `start`, if there is one.
+    """
     start, stop = start or Start(), stop or StopSignals(enabled=False)
     tokenizer = inputs.tokenizer
     ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
@@ -105,7 +109,7 @@ def assemble(
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
     if config.rollout.engine == "vllm":
-        # not at the top: it loads an HTTP library
+        # imported here, because it loads an HTTP library
         from gspo_megatron.rl.served_rollouts import ServedRollouts
 
         served = ServedRollouts(config, inputs, policy, ranks.device, hf)
@@ -132,7 +136,7 @@ def assemble(
 def in_process_collector(
     config: Config, inputs: Inputs, policy: Policy, reward: Reward, device: torch.device
 ) -> Collector:
-    """The policy draws from its own weights, on the ranks that hold it."""
+    """Make a collector with the in-process engine: the policy itself generates."""
     tokenizer, routing = inputs.tokenizer, config.routing
     engine = MegatronEngine(
         policy,
@@ -154,6 +158,6 @@ def in_process_collector(
 def collector_of(
     config: Config, inputs: Inputs, source: RolloutSource, reward: Reward, device: torch.device
 ) -> Collector:
-    """Responses of a source, scored by the run's reward."""
+    """Make a collector for a source, with the run's reward."""
     scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward, is_learnt=True)
     return Collector(config, inputs.files, source, scorer, device)
