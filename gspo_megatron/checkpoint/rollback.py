@@ -23,14 +23,13 @@ ROLLBACKS_FILE = "rollbacks.json"  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    to: str  # of the last one: the checkpoint's name
-    loader: dict[str, Any]  # the place in the data from which it goes on
+    number: int  # of the last one; a branch counts those of the run that it comes from
+    to: str  # the checkpoint to which it went back
+    loader: dict[str, Any]  # the place in the data from which the run continues
+    prompts: dict[str, Any]  # the data of that place
     undone: list[str]  # checkpoints that it takes back
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # from_step, to_step, text
-
-    @property
-    def number(self) -> int:
-        return len(self.rollbacks)
+    # of each one: number, from_step, to_step, text
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, checkpoints: Path) -> None:
         """All of it at one moment, which also a loss of power does not split. Raises OSError."""

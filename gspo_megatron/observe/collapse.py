@@ -98,6 +98,12 @@ class CollapseWatch:
             "alarm": None if self.alarm is None else list(self.alarm),
         }
 
+    def forget_rewards(self) -> None:
+        """Begin again: other prompts, rewards or lengths make other figures. What was healthy
+        stays so."""
+        self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
+        self._steps, self._squares, self.alarm = 0, 0.0, None
+
     @property
     def healthy_step(self) -> int:
         """A run with so many steps is healthy for sure: so was the whole window after it."""

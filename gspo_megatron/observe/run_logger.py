@@ -14,8 +14,10 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
+    PHASE_CONFIG,
     RL,
     SAMPLES_FILE,
     JsonLinesWriter,
@@ -71,6 +73,26 @@ class RunLogger:
             text = to_shown_yaml(config, unread or {})
             write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
+    def begin_phase(
+        self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
+    ) -> None:
+        """Write down that the run goes on after `step` with the values of `phase`: those of `run`
+        but for `changed`, a line a key. Without changes: the run was resumed within a phase."""
+        if not self.is_main:
+            return
+        self.write_config(run)
+        with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
+            file.truncate_after(step - 1 if changed else step)  # a border that is reached again
+            if changed:
+                file.append({"phase": RL, "step": step, "changed": list(changed)})
+        for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
+            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run went back
+                path.unlink()
+        text = to_shown_yaml(phase, {})
+        if changed or step == 0:
+            name = f"{PHASE_CONFIG}{step + 1:08d}.yaml"
+            write_atomically(self.folder / name, text.encode())
+
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """Return a progress display of one phase; `done` of its steps were finished earlier."""
         self._progress = Progress(total, title, enabled=self.is_main, initial_step=done)
@@ -92,11 +114,6 @@ class RunLogger:
             self._metrics.sync()
             self._samples.sync()
             self._evaluation.sync()
-
-    def go_back(self, step: int) -> None:
-        """Drop what was written after this step of RL, on the main rank. Trackers keep it."""
-        if self.is_main:
-            self._drop_after(RL, step)
 
     def keep_metrics(self, name: str) -> None:
         """Copy metrics.jsonl to metrics.NAME.jsonl."""

@@ -24,6 +24,7 @@ from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_ind
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
 from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
@@ -80,8 +81,10 @@ class ReinforcementLoop:
     def __init__(self, run: RunComponents) -> None:
         """Continue from the run's checkpoint, if there is one."""
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
-        needs_reference = run.objective.needs_reference and run.config.training.steps > 0
-        with run.checkpoints.reference_weights(needed=needs_reference):
+        trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps(RL)
+        needed = run.objective.needs_reference and trains
+        kept = needed or (trains and later_phases_need_reference(run.config, step + 1))
+        with run.checkpoints.reference_weights(needed=needed, kept=kept):
             optimizer, updates = self.config.optimizer, self.config.objective.mini_batches
             schedule = Schedule.of(optimizer, self.config.training.steps, updates)
             self.trainer = build_trainer(run.policy, optimizer, schedule)
@@ -107,12 +110,15 @@ class ReinforcementLoop:
             weights=self.config.data.weights,
         )
         self.data_group = data_parallel_group()
-        self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
+        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
+        self.last = phase_end(self.config, self.done + 1)
         # The responses of the next step, if the run was stopped between its rollout and its update.
         start = run.checkpoints.start
         self.restored: Experience | None = None
-        if start.checkpoint is not None and start.state and start.state.rollouts is not None:
-            self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
+        saved = start.state.rollouts if start.state else None
+        # Responses from before `train --change` were sampled with other values.
+        if start.checkpoint is not None and saved is not None and not start.begins_phase:
+            self.restored = read_experience(start.checkpoint, saved, run.policy)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
@@ -153,15 +159,14 @@ class ReinforcementLoop:
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
-        done, alarm = self.done, run.checkpoints.watch.alarm  # of a run that ended so
+        alarm = run.checkpoints.watch.alarm  # of a run that ended so
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
                 # if no server took that step's weights, they have arrived only now
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
-                done = self._end_step(self.done, sync | self.unevaluated, progress)
-            elif self.done == 0 and self.restored is None:
-                run.checkpoints.before_first_step(self.trainer, self.loader)
+                self._end_step(self.done, sync | self.unevaluated, progress)
+            elif self.restored is None and run.checkpoints.is_new(RL):
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
@@ -170,16 +175,16 @@ class ReinforcementLoop:
                         told = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
-            elif alarm is not None and done < steps:
-                done = self._after_alarm(alarm, self.done, progress)
-                if done is None:
-                    raise UserError(run.checkpoints.collapsed_text(alarm, self.done))
-            while done < steps:
-                done = self._end_step(done + 1, self.step(done + 1), progress)
+                run.checkpoints.before_first_step(self.trainer, self.loader)
+            elif alarm is not None and self.done < steps:
+                self._end_or_go_on(alarm, self.done, progress)
+            for step in range(self.done + 1, self.last + 1):
+                if run.checkpoints.back is None:
+                    self._end_step(step, self.step(step), progress)
 
-    def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> int:
-        """Evaluate and save if due, and log the metrics. Returns the step after which the run goes
-        on: this one, or an earlier one after a rollback."""
+    def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+        """Evaluate and save if due, and log the metrics. After a collapse, end the run or go back;
+        see `_goes_on_after`."""
         run, steps = self.run_components, self.config.training.steps
         intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
         due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
@@ -188,47 +193,52 @@ class ReinforcementLoop:
                 metrics |= self.evaluate(step, *due)
             except _ENDS_BETWEEN_STEPS as error:
                 run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
-        if run.checkpoints.rollbacks:
-            metrics["collapse/rollbacks"] = float(run.checkpoints.rollbacks)
+        alarm = run.checkpoints.judge(step, metrics)
         run.logger.write(RL, step, metrics)
         progress.update(step, metrics)
-        alarm = run.checkpoints.judge(step, metrics)
         warning = self._noise_warning(metrics)
         if warning:
             progress.note(warning)
+        ends = alarm is not None and not self._goes_on_after(alarm, step, progress)
+        if run.checkpoints.back is not None:
+            return
         # A step whose evaluation succeeded only after a resume is saved again, as evaluated.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
-        done = step if alarm is None else self._after_alarm(alarm, step, progress)
-        if done is not None and done < step:
-            return done
-        is_last = is_last or done is None
-        run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
+        run.checkpoints.end_of_step(
+            RL,
+            step,
+            self.trainer,
+            self.loader,
+            metrics,
+            is_last=is_last or ends,
+            is_border=is_border(self.config, step),
+        )
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
-        if alarm is not None and done is None:
-            raise UserError(run.checkpoints.collapsed_text(alarm, step))
-        return step
+        if ends:
+            raise UserError(run.checkpoints.collapsed_text(step))
 
-    def _after_alarm(self, alarm: Alarm, step: int, progress: Progress) -> int | None:
-        """Do what training.on_collapse says. Returns the step after which the run goes on; None: it
-        ends here."""
+    def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
+        """Repeat the answer to a collapse that has ended the run before: the keys may be others."""
+        if not self._goes_on_after(alarm, step, progress):
+            raise UserError(self.run_components.checkpoints.collapsed_text(step))
+
+    def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
+        """Do what training.on_collapse says. Returns whether the run goes on: from here, or after a
+        rollback from `Checkpoints.back`."""
         checkpoints, training = self.run_components.checkpoints, self.config.training
         if training.on_collapse == "warn":
             if COLLAPSE_WARNING not in checkpoints.warned:
                 checkpoints.warned.append(COLLAPSE_WARNING)
                 told = "training.on_collapse = warn: the run goes on"
                 progress.note(f"warning: {alarm.collapse}; {told}")
-            return step
+            return True
         if training.on_collapse == "stop" or checkpoints.rollbacks >= training.max_rollbacks:
-            return None
-        back = checkpoints.roll_back(alarm, self.trainer, self.loader)
-        if back is None:
-            return None
-        self.restored = None
-        self.collector.source.go_back()
-        self.collector.source.take_weights(version=back)
+            return False
+        if (healthy := checkpoints.roll_back(alarm, step, self.loader)) is None:
+            return False
         count = f"rollback {checkpoints.rollbacks} of {training.max_rollbacks}"
-        progress.note(f"{alarm.collapse}; {count}: the run goes on after step {back}")
-        return back
+        progress.note(f"{alarm.collapse}; {count}: the run goes on after step {healthy}")
+        return True
 
     # The parts of a step, in order
 
@@ -287,7 +297,8 @@ class ReinforcementLoop:
         """
         if not self.config.rollout.staleness:
             return  # each step generates its own responses
-        last = min(step + self.config.rollout.staleness, self.config.training.steps)
+        # The next phase generates its own responses, with its values and its weights.
+        last = min(step + self.config.rollout.staleness, self.last)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.source.begin(part_of(self._request(number), 0, rows))

@@ -113,13 +113,6 @@ class ServedRollouts:
         """Delete the requests of steps up to `step`. See RolloutSource."""
         on_main(lambda: self._service().forget(step))
 
-    def go_back(self) -> None:
-        """See RolloutSource. A service whose weights only grow newer is ended; `take_weights`
-        starts another. What it has drawn is in the store under other seeds, and is drawn anew."""
-        self.close()
-        self.service, self.sync = None, None
-        self.counted, self.told = defaultdict(float), {}
-
     def close(self) -> None:
         """End the service and its servers, on rank 0. See RolloutSource."""
         if self.service is not None:

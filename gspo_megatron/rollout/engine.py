@@ -136,11 +136,6 @@ class RolloutSource(Protocol):
         """Delete what was kept to repeat steps up to `step`, for which a checkpoint now exists."""
         ...
 
-    def go_back(self) -> None:
-        """The run goes back to an earlier step: nothing that was begun is wanted, and the weights
-        of that step are taken next."""
-        ...
-
     def close(self) -> None:
         """Free the resources at the end of the run."""
         ...

@@ -122,9 +122,6 @@ class MegatronRollouts:
     def after_checkpoint(self, step: int) -> None:
         """Do nothing: this source keeps nothing between steps."""
 
-    def go_back(self) -> None:
-        """Nothing is begun before it is taken."""
-
     def close(self) -> None:
         """Do nothing."""
 

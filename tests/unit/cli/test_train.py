@@ -28,8 +28,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made: Calls = []
     run = types.ModuleType("gspo_megatron.rl.run")
 
-    def run_training(config: Config, *, fresh: bool) -> bool:
-        made.append(("train", config, "fresh") if fresh else ("train", config))
+    def run_training(config: Config, *, fresh: bool, change: bool) -> bool:
+        given = [name for name, is_set in (("fresh", fresh), ("change", change)) if is_set]
+        made.append(("train", config, *given))
         return config.training.steps != TOLD_TO_STOP
 
     run.run_training = run_training  # type: ignore[attr-defined]
@@ -55,6 +56,8 @@ LAYOUT, STEPS = "parallel.layout=tp=2,pp=2", "training.steps=3"
         ([STEPS], 0, ["train", STEPS], 1),
         ([f"training.steps={TOLD_TO_STOP}"], 75, ["train", f"training.steps={TOLD_TO_STOP}"], 1),
         (["--fresh"], 0, ["train", "--fresh"], 1),
+        (["--change"], 0, ["train", "--change"], 1),
+        (["--change", "--nproc=2"], 7, ["launch", "--change"], 2),
         ([LAYOUT, STEPS], 7, ["launch", LAYOUT, STEPS], 4),
         (["--nproc=2"], 7, ["launch"], 2),
         (["--fresh", "--nproc=2"], 7, ["launch", "--fresh"], 2),

@@ -164,11 +164,12 @@ class Saved:
     def __init__(self) -> None:
         self.told: list[tuple[int, bool]] = []
         self.warned: list[str] = []
-        self.rollbacks = 0
+        self.back = None
 
     def judge(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool) -> None:
+    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool, is_border: bool) -> None:
+        assert not is_border
         self.told.append((step, is_last))
 
     def saved_step(self, step: int) -> int:
