@@ -48,6 +48,7 @@ from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, pr
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.collapse import Alarm, CollapseWatch
+from gspo_megatron.observe.history import kept_metrics
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
@@ -238,7 +239,7 @@ class Checkpoints:
             undone=[p.name for p in positions(self.folder) if p.order > to.order],
             rollbacks=[*(before.rollbacks if before else ()), told],
         )
-        self.logger.keep_metrics(f"rollback_{number}")
+        self.logger.keep_metrics(kept_metrics(number))
         record.write(self.folder)
         finish_rollback(self.folder)
         set_latest(self.folder, to.name)

@@ -15,8 +15,9 @@ from typing import Any
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES, parse_json, sync
+from gspo_megatron.observe.history import ROLLBACKS_FILE as IN_RUN_FOLDER
 
-ROLLBACKS_FILE = "rollbacks.json"  # in the folder of checkpoints
+ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 
 
 @dataclass

@@ -413,9 +413,7 @@ class TrainingSection(RunSection, CollapseKeys):
     packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     dump_batches: NotNegative = harmless(
-        0,
-        "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
-        "none",
+        0, "last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: none"
     )
     phases: list[Phase] = harmless([], PHASES)
 

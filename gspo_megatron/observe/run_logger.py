@@ -116,10 +116,9 @@ class RunLogger:
             self._evaluation.sync()
 
     def keep_metrics(self, name: str) -> None:
-        """Copy metrics.jsonl to metrics.NAME.jsonl."""
+        """Copy metrics.jsonl, as it is now, to another file of the run folder. Raises OSError."""
         if self.is_main:
-            path = self.folder / METRICS_FILE
-            shutil.copyfile(path, path.with_suffix(f".{name}.jsonl"))
+            shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
 
     def _drop_after(self, phase: str, step: int) -> None:
         for file in (self._metrics, self._samples, self._evaluation):

@@ -32,7 +32,7 @@ def a_loop(config: Config, **parts: Any) -> Any:
     """A loop's own lines, without the model that it would build."""
     loop = object.__new__(ReinforcementLoop)
     loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
-    vars(loop).update(config=config, sampling=Sampling(4), **parts)
+    vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
     return loop
 
 
