@@ -186,6 +186,10 @@ class Checkpoints:
             metrics["collapse/rollbacks"] = float(self.rollbacks)
         return alarm
 
+    def lose(self, step: int, text: str) -> Alarm:
+        """Return the alarm of a step whose update has lost the weights."""
+        return on_main(lambda: self.watch.lose(step, text))
+
     def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
         """Save a new run that may have to go back to its first step."""
         if getattr(self.config.training, "on_collapse", "warn") == "rollback":

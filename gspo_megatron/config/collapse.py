@@ -8,8 +8,9 @@ from pydantic import Field
 
 from gspo_megatron.config.section import Section, harmless
 
-# Their number is in the samples' seeds, beside the step's: see `rl.loop.draw_number`.
-Rollbacks = Annotated[int, Field(ge=0, lt=256)]
+# The seeds of samples hold both numbers in 32 bits: see `ReinforcementLoop._draw_number`.
+STEP_BITS = 24
+Rollbacks = Annotated[int, Field(ge=0, lt=1 << (32 - STEP_BITS))]
 
 
 class CollapseKeys(Section):

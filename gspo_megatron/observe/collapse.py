@@ -120,6 +120,11 @@ class CollapseWatch:
         self.alarm = Alarm(step, self.healthy_step, found)
         return self.alarm
 
+    def lose(self, step: int, text: str) -> Alarm:
+        """Return the alarm of a step whose update has lost the weights."""
+        self.alarm = Alarm(step, self.healthy_step, text)
+        return self.alarm
+
     def _judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """What is wrong at this step."""
         for key in _FINITE:

@@ -23,6 +23,7 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
+from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
 from gspo_megatron.data.inputs import Inputs
@@ -180,7 +181,21 @@ class ReinforcementLoop:
                 self._end_or_go_on(alarm, self.done, progress)
             for step in range(self.done + 1, self.last + 1):
                 if run.checkpoints.back is None:
-                    self._end_step(step, self.step(step), progress)
+                    self._whole_step(step, progress)
+
+    def _whole_step(self, step: int, progress: Progress) -> None:
+        """Run one step to its end. An update that loses the weights is a collapse, too, but a run
+        can only go back then: there is nothing left to save."""
+        try:
+            metrics = self.step(step)
+        except FloatingPointError as error:
+            if self.config.training.on_collapse != "rollback":
+                raise
+            alarm = self.run_components.checkpoints.lose(step, str(error))
+            if not self._goes_on_after(alarm, step, progress):
+                raise
+        else:
+            self._end_step(step, metrics, progress)
 
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
         """Evaluate and save if due, and log the metrics. After a collapse, end the run or go back;
@@ -287,7 +302,7 @@ class ReinforcementLoop:
     def _draw_number(self, step: int) -> int:
         """The step's number for its random numbers, another one after each rollback: the samples of
         a collapse are not drawn again."""
-        return step + (self.run_components.checkpoints.rollbacks << 24)
+        return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:
         """Make servers generate for this step and for later ones, while the policy trains.
