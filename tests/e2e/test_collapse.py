@@ -6,11 +6,14 @@ The collapse is planted: from the 129th response on the reward is 0, until the r
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gspo_megatron.observe.history import history
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     all_records,
@@ -19,6 +22,7 @@ from tests.e2e.resuming import (
     make_small,
     train,
 )
+from tests.programs import ROOT, gspo
 
 STEPS, LAST_GOOD = 13, 8
 LAST = f"rl_{STEPS:08d}"
@@ -125,3 +129,129 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
     assert "resuming from" in (said := train(config).stderr) and "rl_00000002" in said
     assert_same_run(run, base.parent / "run", LAST)
     assert record_of(run) == record_of(base.parent / "run")
+
+
+# A branch of a run
+
+
+def test_a_branch_is_the_run_that_it_left(base: Path, tmp_path: Path) -> None:
+    """The old run is removed before the branch begins."""
+    for name in ("run", "planted.py"):
+        copy = shutil.copytree if name == "run" else shutil.copyfile
+        copy(base.parent / name, tmp_path / name)
+    old, branch = tmp_path / "run", tmp_path / "run-from-6"
+    assert f"{branch}/branch.yaml" in train(old, "--from-step", 6, "--only-make").stdout
+    (linked,) = {path.stat().st_nlink for path in (branch / "checkpoints").rglob("*.distcp")}
+    assert linked == 2
+    shutil.rmtree(old)
+    gspo("train", branch / "branch.yaml", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert_same_run(branch, base.parent / "run", LAST)
+    told = json.loads((branch / "branch.json").read_text())
+    assert (told["run"], told["step"], told["lineage"]) == (str(old), 6, [])
+    (sentence,) = history(branch)
+    assert sentence == f"This run is a branch of {old} after step 6."
+
+
+def test_a_branch_may_change_what_a_phase_may_change(base: Path) -> None:
+    run, branch = base.parent / "run", base.parent / "other"
+    words = ("--from-step", 6, f"logging.dir={branch}", "training.steps=8")
+    before = (run / "metrics.jsonl").read_bytes()
+    said = train(run, *words, "model.megatron.num_layers=3", expect=2).stderr
+    assert "model.megatron.num_layers = 3" in said and not branch.exists()
+    train(run, *words, "rollout.max_response_tokens=5")
+    (change,) = map(json.loads, (branch / "changes.jsonl").read_text().splitlines())
+    assert change["step"] == 6 and change["changed"] == ["rollout.max_response_tokens: 6 -> 5"]
+    assert [each["step"] for each in all_records(branch)] == [*range(1, 9)]
+    # the same command finds it
+    said = train(run, *words, "rollout.max_response_tokens=5").stdout
+    assert "finished, with 8 of 8 steps" in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
+    run = base.parent / "run"
+    said = train(run, "--from-step", 3, expect=2).stderr
+    assert f"--from-step 3: {run} has no checkpoint of it; allowed: " in said and "6, " in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    said = train(run, "--from-step", 6, f"logging.dir={tmp_path}/full", expect=2).stderr
+    assert "is not empty; allowed: a new folder for the branch" in said
+    said = train(tmp_path, "--from-step", 6, expect=2).stderr
+    assert "holds no checkpoint of an RL run" in said
+
+
+# A learning rate that is too large
+
+# The task: write 121212. From step 34 on, when two thirds of it are learnt, the learning rate is
+# ten times the configured one, until the run has gone back (`until_back`), or it is the
+# configuration's.
+RATE = """
+from pathlib import Path
+from gspo_megatron.models.optimizer import Trainer
+folder = Path(__file__).parent
+update = Trainer.update
+def planted(self):
+    is_late = self.scheduler.num_steps >= 2 * 33
+    if is_late and (folder / "until_back").exists() and not (
+        folder / "run/checkpoints/rollbacks.json"
+    ).exists():
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 10
+    return update(self)
+Trainer.update = planted
+def reward(sample):
+    return sum(a == b for a, b in zip(sample.response, "121212")) / 6
+"""
+END = 60
+
+
+def learning(toy: Path, folder: Path, **training: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "rate.py").write_text(RATE)
+    return make_small(
+        write_config(toy, folder),
+        training={"steps": END, "evaluation_interval": END, **training},
+        rollout={"group_size": 8, "prompts_per_step": 8},
+        checkpoint={"interval": 5},
+        reward={"import_path": "rate:reward"},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
+    )
+
+
+def accuracy(run: Path) -> float:
+    (last,) = [each for each in all_records(run) if each["step"] == END]
+    return last["evaluation/accuracy"]
+
+
+@pytest.mark.full
+def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
+    toy: Path, tmp_path: Path
+) -> None:
+    train(learning(toy, tmp_path / "good"))
+    good = accuracy(tmp_path / "good/run")
+    assert good > 0.9
+    config = learning(toy, tmp_path / "rollback", on_collapse="rollback")
+    (tmp_path / "rollback/until_back").touch()
+    said = train(config).stderr
+    assert "rollback 1 of 2: the run goes on after step" in said and "rollback 2" not in said
+    (told,) = record_of(tmp_path / "rollback/run")["rollbacks"]
+    assert 34 < told["from_step"] <= 34 + 12
+    lost = (tmp_path / "rollback/run/metrics.rollback_1.jsonl").read_text().splitlines()
+    assert json.loads(lost[-1])["reward/mean"] < 0.5
+    assert accuracy(tmp_path / "rollback/run") >= good - 0.05
+
+
+@pytest.mark.full
+def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
+    toy: Path, tmp_path: Path
+) -> None:
+    """The rate of a phase is still there after a rollback, so this run needs other values."""
+    phases = [{"until_step": 33}, {"optimizer": {"learning_rate": 0.1}}]
+    config = learning(toy, tmp_path, on_collapse="stop", phases=phases)
+    said = train(config, expect=2).stderr
+    found = re.search(r"gspo-megatron train (\S+) --from-step (\d+)", said)
+    assert found is not None
+    run, step = Path(found[1]), int(found[2])
+    assert 20 < step <= 35
+    train(run, "--from-step", step, "training.phases=[]", "optimizer.learning_rate=0.01")
+    assert accuracy(run.with_name(f"run-from-{step}")) > 0.9
