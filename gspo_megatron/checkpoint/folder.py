@@ -62,8 +62,8 @@ class Position:
 
 
 def positions(checkpoints: Path) -> list[Position]:
-    """The positions of the checkpoints in a folder, the newest first; without those that a rollback
-    has taken back. Raises DataError where the record of rollbacks is damaged."""
+    """Return the positions of the checkpoints in a folder, the newest first, without those that a
+    rollback has taken back. Raises DataError if the record of rollbacks is damaged."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         record = read_rollbacks(checkpoints)
         undone = () if record is None else record.undone
@@ -130,8 +130,8 @@ def hide(path: Path) -> Path:
 
 
 def finish_rollback(checkpoints: Path) -> None:
-    """Hide the checkpoints that the last rollback has taken back, so that their names are free.
-    Raises OSError and DataError."""
+    """Hide the checkpoints that the last rollback has taken back, so that the run can use their
+    names again. Raises OSError and DataError."""
     record = read_rollbacks(checkpoints)
     if record is None or not record.undone:
         return
@@ -173,9 +173,10 @@ def surplus(
 
 
 def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) -> list[Position]:
-    """The checkpoints that a rollback needs, at most two: the newest up to a step that is healthy
-    for sure, and the oldest after it up to the last one that looks so. That one takes its place
-    some steps later; if only the first were kept, none would ever follow it."""
+    """Return the checkpoints that a rollback needs, at most two: the newest up to `healthy_step`,
+    which is healthy for sure, and the oldest after it up to `healthy`, which looks so. The second
+    takes the place of the first some steps later. If only the first were kept, none would ever
+    follow it."""
     whole = [p for p in found if p.phase == PHASES[-1] and not p.rolled_out]
     whole.sort(key=lambda position: position.step)
     sure = [p for p in whole if p.step <= healthy_step]

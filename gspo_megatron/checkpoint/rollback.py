@@ -1,9 +1,9 @@
 """The record of a run's rollbacks, beside its checkpoints.
 
-A rollback is made at one moment: when the record gets its new contents, by a rename. Before it the
-run would be resumed from its newest checkpoint, and comes to the same rollback again. After it the
-checkpoints in `undone` are none: `folder.positions` leaves them out, and the next start of the run
-removes those that are still there.
+A rollback happens at one moment: when the record gets its new contents, by a rename. A run that is
+killed before it resumes from its newest checkpoint, and comes to the same rollback again. After it
+the checkpoints in `undone` do not count: `folder.positions` leaves them out, and the next start of
+the run removes those that are still there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rollbacks:
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, checkpoints: Path) -> None:
-        """All of it at one moment, which also a loss of power does not split. Raises OSError."""
+        """Write the record at one moment, which a loss of power does not split. Raises OSError."""
         partial = checkpoints / f".partial-{ROLLBACKS_FILE}"  # removed at the next start, if left
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)
@@ -42,8 +42,8 @@ class Rollbacks:
 
 
 def read_rollbacks(checkpoints: Path) -> Rollbacks | None:
-    """The record in a folder of checkpoints; None where the run never went back. Raises DataError
-    for a damaged one: without it, checkpoints of a collapse would look healthy."""
+    """Return the record in a folder of checkpoints, or None if the run never went back. Raises
+    DataError if it is damaged, because without it checkpoints of a collapse would be resumed."""
     path = checkpoints / ROLLBACKS_FILE
     try:
         content = path.read_bytes()

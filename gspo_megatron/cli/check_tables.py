@@ -71,11 +71,11 @@ def _of_collapse(config: Any) -> Iterator[tuple[str, str]]:
     """Return what the run does at a collapse, if it does more than warn."""
     does = getattr(config.training, "on_collapse", "warn")
     if does == "stop":
-        yield "on collapse", "the run is saved and ends"
+        yield "collapse", "the run is saved and ends"
     elif does == "rollback":
         most, interval = config.training.max_rollbacks, config.checkpoint.interval
         yield (
-            "on collapse",
+            "collapse",
             f"at most {most:,} times back to the last healthy checkpoint, of every {interval:,} "
             "steps; two more checkpoints than the others are kept for it",
         )

@@ -1,4 +1,4 @@
-"""The keys of `training` that say what a run does when its policy collapses."""
+"""The keys of the section `training` that say what a run does when its policy collapses."""
 
 from __future__ import annotations
 

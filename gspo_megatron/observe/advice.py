@@ -147,7 +147,7 @@ def _collapse(curves: _Curves) -> Iterator[Finding]:
         text = "the policy collapses: the reward falls, by the rule of docs/campaigns.md"
         advice = (
             "Set training.on_collapse = rollback, or continue an earlier checkpoint with other "
-            "values: gspo-megatron train RUN --from-step N optimizer.learning_rate=…"
+            "values: gspo-megatron train RUN --from-step N section.key=value."
         )
         yield Finding("collapse/alarm", tuple(alarms), text, advice)
 

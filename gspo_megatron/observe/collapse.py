@@ -1,17 +1,17 @@
-"""Whether a policy is collapsing, from the metrics of its steps. docs/campaigns.md states the rule,
-and how often it was right on kept runs.
+"""Finds out from the metrics of a run's steps that its policy collapses. docs/campaigns.md states
+the rule, and how often it was right on kept runs.
 
-Figures are means of the last WINDOW steps, and are compared with those of the run's best stretch:
-the up to STRETCH steps in a row with the highest mean reward. There is an alarm
+Figures are means of the last WINDOW steps. They are compared with the run's best stretch: the up to
+STRETCH steps in a row with the highest mean reward. There is an alarm if
 
-    if the reward is FALL below the best one,
-    if it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
-    if a figure is not finite.
+    the reward is FALL below the best one,
+    it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
+    a figure is not finite.
 
-A fall is measured in the best reward's size or, if that is larger, in the standard deviation of
-single rewards: so neither small rewards nor negative ones make noise a fall. It has to be longer
-than noise, too, in standard errors of the difference: CLEAR of them, and more the longer the run
-is. The best of many stretches is a lucky one, and the worst of many windows an unlucky one.
+A fall is a share of the best reward or, if that is larger, of the standard deviation of single
+rewards. So noise is no fall, even if rewards are small or negative. The fall must also be longer
+than noise: CLEAR standard errors of the difference, and more in a longer run, because the best of
+many stretches is a lucky one, and the worst of many windows an unlucky one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ REWARD, SPREAD = "reward/mean", "reward/std"
 
 
 class Sign(NamedTuple):
-    """A figure that is out of its range above `most` or below `least` times that of the best
-    window, or above it by more than `more`. Figures below `floor` are never too large."""
+    """The range of a figure: from `least` to `most` times its value in the best stretch, and at
+    most `more` above it. Figures below `floor` are never too large."""
 
     name: str
     most: float = math.inf
@@ -65,15 +65,15 @@ class Alarm(NamedTuple):
 
     @property
     def collapse(self) -> str:
-        """The beginning of what is told."""
+        """The beginning of all messages about it."""
         return f"the policy collapses: {self.text}"
 
 
 class CollapseWatch:
-    """The rule, step by step. What it remembers does not grow, and is exact in JSON."""
+    """Applies the rule step by step. Its state does not grow, and is exact in JSON."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """`state`: of the watch of the run that is resumed."""
+        """`state`: the watch's state at the checkpoint that is resumed."""
         state = state or {}
         self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
         self._best: dict[str, float] = dict(state.get("best", {}))  # the best stretch
@@ -86,7 +86,7 @@ class CollapseWatch:
         self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
 
     def state(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return the state as values that JSON can hold."""
         return {
             "recent": [dict(each) for each in self._recent],
             "best": dict(self._best),
@@ -99,19 +99,20 @@ class CollapseWatch:
         }
 
     def forget_rewards(self) -> None:
-        """Begin again: other prompts, rewards or lengths make other figures. What was healthy
-        stays so."""
+        """Begin again, because other prompts, rewards or lengths make other figures. What was
+        healthy stays so."""
         self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
         self._steps, self._squares, self.alarm = 0, 0.0, None
 
     @property
     def healthy_step(self) -> int:
-        """A run with so many steps is healthy for sure: so was the whole window after it."""
+        """The number of steps after which the run was healthy for sure, because the whole window
+        after it looked healthy, too."""
         return max(self.healthy - WINDOW, 0)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
-        """The metrics of one more step; the alarm, if it is given at this step. After one there is
-        none until the run is healthy again."""
+        """Take the metrics of one more step. Returns the alarm if there is one at this step. After
+        an alarm there is none until the run is healthy again."""
         found = self._judge(step, metrics)
         if self.healthy == step:
             self.alarm = None
@@ -126,7 +127,7 @@ class CollapseWatch:
         return self.alarm
 
     def _judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """What is wrong at this step."""
+        """Return what is wrong at this step, or None."""
         for key in _FINITE:
             value = metrics.get(key, 0.0)
             if value is None or not math.isfinite(value):
@@ -157,14 +158,14 @@ class CollapseWatch:
         return f"steps up to {self._best_step} -> up to {step}: {', '.join(figures)}"
 
     def _noise(self) -> float:
-        """The fall of the reward that noise alone may show in so long a run."""
+        """Return the largest fall of the reward that noise alone explains in so long a run."""
         variance = self._squares / (self._steps - 1) / 2  # of a step
         error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
         return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
 
 
 def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
-    """The first alarm in the metric records of a run."""
+    """Return the first alarm in the metric records of a run, or None."""
     watch = CollapseWatch()
     alarms = (
         watch.add(record["step"], record)
@@ -175,13 +176,13 @@ def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The means of the figures that all steps have."""
+    """Return the means of the figures that all steps have."""
     shared = [key for key in steps[0] if all(key in each for each in steps)]
     return {key: statistics.fmean(each[key] for each in steps) for key in shared}
 
 
 def _out_of_range(best: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """The figures that are out of their range."""
+    """Return a text for each figure that is out of its range."""
     found = []
     for key, sign in _SIGNS.items():
         if key not in best or key not in now:
