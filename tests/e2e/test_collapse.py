@@ -131,6 +131,33 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
     assert record_of(run) == record_of(base.parent / "run")
 
 
+# The update of step 8 leaves no finite gradient norm, until the run has gone back.
+LOST = """
+from pathlib import Path
+from gspo_megatron.models.optimizer import Trainer
+from planted import reward
+record = Path(__file__).parent / "run/checkpoints/rollbacks.json"
+update = Trainer.update
+def lost(self):
+    if self.scheduler.num_steps == 2 * 7 and not record.exists():
+        self.optimizer.step = lambda: (True, float("nan"), None)
+    return update(self)
+Trainer.update = lost
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_from_weights_that_are_lost(toy: Path, tmp_path: Path) -> None:
+    config = planted(toy, tmp_path, "rollback")
+    (tmp_path / "planted.py").write_text(REWARD.replace("> 128", "< 0"))
+    (tmp_path / "lost.py").write_text(LOST)
+    assert "rollback 1 of 2" in train(config, "reward.import_path=lost:reward").stderr
+    (told,) = record_of(tmp_path / "run")["rollbacks"]
+    assert (told["from_step"], told["to_step"]) == (8, 2)
+    assert told["text"].startswith("the gradient norm is nan")
+    assert [each["step"] for each in all_records(tmp_path / "run")] == [*range(1, STEPS + 1)]
+
+
 # A branch of a run
 
 
