@@ -209,16 +209,15 @@ def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
 
 # A learning rate that is too large
 
-# The task: write 121212. From step 34 on, when two thirds of it are learnt, the learning rate is
-# ten times the configured one, until the run has gone back (`until_back`), or it is the
-# configuration's.
+# The task: write 121212. It is learnt in 36 steps. From then on the learning rate is ten times as
+# large: planted, until the run has gone back (`until_back`), or by a phase.
 RATE = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer
 folder = Path(__file__).parent
 update = Trainer.update
 def planted(self):
-    is_late = self.scheduler.num_steps >= 2 * 33
+    is_late = self.scheduler.num_steps >= 2 * 36
     if is_late and (folder / "until_back").exists() and not (
         folder / "run/checkpoints/rollbacks.json"
     ).exists():
@@ -227,7 +226,7 @@ def planted(self):
     return update(self)
 Trainer.update = planted
 def reward(sample):
-    return sum(a == b for a, b in zip(sample.response, "121212")) / 6
+    return (sum(a == b for a, b in zip(sample.response, "121212")) / 6) ** 3
 """
 END = 60
 
@@ -262,7 +261,7 @@ def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
     said = train(config).stderr
     assert "rollback 1 of 2: the run goes on after step" in said and "rollback 2" not in said
     (told,) = record_of(tmp_path / "rollback/run")["rollbacks"]
-    assert 34 < told["from_step"] <= 34 + 12
+    assert 36 < told["from_step"] <= 36 + 12 and told["to_step"] <= 36
     lost = (tmp_path / "rollback/run/metrics.rollback_1.jsonl").read_text().splitlines()
     assert json.loads(lost[-1])["reward/mean"] < 0.5
     assert accuracy(tmp_path / "rollback/run") >= good - 0.05
@@ -273,12 +272,12 @@ def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
     toy: Path, tmp_path: Path
 ) -> None:
     """The rate of a phase is still there after a rollback, so this run needs other values."""
-    phases = [{"until_step": 33}, {"optimizer": {"learning_rate": 0.1}}]
+    phases = [{"until_step": 36}, {"optimizer": {"learning_rate": 0.1}}]
     config = learning(toy, tmp_path, on_collapse="stop", phases=phases)
     said = train(config, expect=2).stderr
     found = re.search(r"gspo-megatron train (\S+) --from-step (\d+)", said)
     assert found is not None
     run, step = Path(found[1]), int(found[2])
-    assert 20 < step <= 35
+    assert 20 < step <= 36
     train(run, "--from-step", step, "training.phases=[]", "optimizer.learning_rate=0.01")
     assert accuracy(run.with_name(f"run-from-{step}")) > 0.9
