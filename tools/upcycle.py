@@ -63,8 +63,9 @@ class Plan:
         """What is wrong with the numbers, for MLPs of this width."""
         if self.granularity < 1 or width % self.granularity:
             yield f"--granularity {self.granularity}: must divide the width of the MLP, {width}"
-        if not 1 <= self.top_k <= self.experts:
-            yield f"--top-k {self.top_k}: must be from 1 to --experts {self.experts}"
+        if not 2 <= self.top_k <= self.experts:
+            # the weight of one expert alone is 1, whatever its router says
+            yield f"--top-k {self.top_k}: must be from 2 to --experts {self.experts}"
         for name, number in (("experts", self.experts), ("top-k", self.top_k)):
             if self.granularity > 1 and number % self.granularity:
                 yield f"--{name} {number}: must be a multiple of --granularity {self.granularity}"

@@ -93,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(kept, whole / "model.safetensors", {"format": "pt"})
     script = [sys.executable, ROOT / "tools" / "upcycle.py", whole, folder / "moe"]
-    run_program(*script, "--experts", "2", "--top-k", "1")
+    run_program(*script, "--experts", "4", "--top-k", "2")
     return folder / "moe"
 
 

@@ -76,7 +76,7 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
     dense = write_model(tmp_path / "dense", "qwen3", seed=6, torch_dtype="bfloat16")
     before = read_folder(dense)
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
-        upcycle(dense, tmp_path / name, Plan(experts=2, top_k=1, noise=0.1, seed=seed))
+        upcycle(dense, tmp_path / name, Plan(experts=2, top_k=2, noise=0.1, seed=seed))
     one, same, other = (read_folder(tmp_path / name) for name in ("one", "same", "other"))
     assert all(torch.equal(one[name], same[name]) for name in one)
     layer = "model.layers.2.mlp."
@@ -95,10 +95,11 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
     ("family", "plan", "message"),
     [
         ("qwen3_moe", WHOLE, "qwen3_moe is no dense family; allowed: llama, qwen2"),
-        ("qwen3", Plan(4, 5), r"--top-k 5: must be from 1 to --experts 4"),
+        ("qwen3", Plan(4, 5), r"--top-k 5: must be from 2 to --experts 4"),
+        ("qwen3", Plan(4, 1), r"--top-k 1: must be from 2 to --experts 4"),
         ("qwen3", Plan(4, 2, 3), r"--granularity 3: must divide the width of the MLP, 52"),
         ("qwen3", Plan(6, 2, 4), r"--experts 6: must be a multiple of --granularity 4"),
-        ("qwen3", Plan(4, 1, 2), r"--top-k 1: must be a multiple of --granularity 2"),
+        ("qwen3", Plan(4, 3, 2), r"--top-k 3: must be a multiple of --granularity 2"),
         ("qwen3", Plan(4, 2, router_std=0.0), r"--router-std 0.0: must be above 0"),
         ("llama", WHOLE, r"config.json: mixtral, its MoE family, has no such models"),  # llama3
     ],
@@ -113,9 +114,9 @@ def test_what_cannot_be(tmp_path: Path, family: str, plan: Plan, message: str) -
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     script = [ROOT / "tools" / "upcycle.py", tmp_path / "dense", tmp_path / "moe"]
-    sizes = ["--experts", "2", "--top-k", "1"]
+    sizes = ["--experts", "2", "--top-k", "2"]
     done = run_program(sys.executable, *script, *sizes, expect=2)
     assert done.stderr == f"{tmp_path / 'dense'}: no such folder\n"
     write_model(tmp_path / "dense", "qwen3", seed=6)
     done = run_program(sys.executable, *script, *sizes)
-    assert done.stdout == f"{tmp_path / 'moe'}: 2 experts, 1 for each token\n"
+    assert done.stdout == f"{tmp_path / 'moe'}: 2 experts, 2 for each token\n"
