@@ -15,7 +15,7 @@ import torch
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hf.files import HfFolder, checked_folder
-from tests.programs import ROOT, run_program
+from tests.programs import ROOT, peak_memory, run_program
 from tests.unit.hf.published import VOCABULARY, read_folder, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 from tools.upcycle import MOE_OF, Plan, upcycle
@@ -91,6 +91,19 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
     assert one[name].dtype == torch.bfloat16 and not torch.equal(one[name], other[name])
 
 
+def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
+    """Three tensors of 35 MB become twelve; what the process has before is not counted."""
+    dense = write_model(
+        tmp_path / "dense", "qwen3", seed=6, intermediate_size=200_000, num_hidden_layers=1
+    )
+    script = str(ROOT / "tools" / "upcycle.py")
+    start = peak_memory("-c", "import runpy; runpy.run_path(__import__('sys').argv[1])", script)
+    sizes = ("--experts", "4", "--top-k", "2")
+    peak = peak_memory(script, str(dense), str(tmp_path / "moe"), *sizes)
+    written = sum(tensor.nbytes for tensor in read_folder(tmp_path / "moe").values())
+    assert written > 420e6 and peak - start < written / 2, f"{(peak - start) / 1e6:.0f} MB"
+
+
 @pytest.mark.parametrize(
     ("family", "plan", "message"),
     [
@@ -120,3 +133,5 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     write_model(tmp_path / "dense", "qwen3", seed=6)
     done = run_program(sys.executable, *script, *sizes)
     assert done.stdout == f"{tmp_path / 'moe'}: 2 experts, 2 for each token\n"
+    with pytest.raises(DataError, match="moe: has files in it already"):
+        upcycle(tmp_path / "dense", tmp_path / "moe", Plan(experts=2, top_k=2))
