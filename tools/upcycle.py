@@ -50,7 +50,7 @@ _COUNTERPARTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a dense model."""
+    """Numbers that say what becomes of a dense model."""
 
     experts: int
     top_k: int
@@ -60,7 +60,7 @@ class Plan:
     seed: int = 1
 
     def problems(self, width: int) -> Iterator[str]:
-        """What is wrong with the numbers, for MLPs of this width."""
+        """Yield what is wrong with the numbers, for MLPs of this width."""
         if self.granularity < 1 or width % self.granularity:
             yield f"--granularity {self.granularity}: must divide the width of the MLP, {width}"
         if not 2 <= self.top_k <= self.experts:
@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor of the new model comes from: its role, and the dense tensor's name."""
+    """The place where a tensor of the new model comes from: its role, and the dense tensor's name."""
 
     role: str
     source: str
@@ -118,7 +118,7 @@ def upcycle(source: Path, target: Path, plan: Plan) -> None:
 
 
 def _expert_fields(family: Family, plan: Plan, width: int) -> dict[str, object]:
-    """Of TransformerConfig; `width` of the dense MLP."""
+    """Return fields of TransformerConfig. width: that of the dense MLP."""
     fields = {
         **family.always,
         "num_moe_experts": plan.experts,
@@ -132,7 +132,8 @@ def _expert_fields(family: Family, plan: Plan, width: int) -> dict[str, object]:
 
 
 def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, object]:
-    """config.json: what the family says of this shape, and the special tokens of the dense one.
+    """Return config.json: what the family says of this shape, and the dense one's special tokens.
+
     Raises DataError where the family has no such models."""
     made = family.config(shape, folder.config["vocab_size"])
     if made is None:
@@ -143,7 +144,7 @@ def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, ob
 
 
 def _origins(dense: Family, moe: Family, shape: ModelShape) -> Iterator[tuple[str, Origin]]:
-    """The origin of every name that the new model may have."""
+    """Yield the origin of every name that the new model may have."""
     for role, template in moe.names.items():
         # what has no counterpart, a router, has the dtype of the MLP beside it
         source = dense.names.get(_COUNTERPARTS.get(role, role), dense.names["gate"])

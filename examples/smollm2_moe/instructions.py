@@ -39,12 +39,12 @@ CHECKS: Mapping[str, Callable[..., bool]] = {
 
 
 def followed(response: str, names: list[str], options: list[dict[str, Any]]) -> list[bool]:
-    """For each instruction, whether the response follows it."""
+    """Return for each instruction whether the response follows it."""
     return [CHECKS[name](response, **given) for name, given in zip(names, options, strict=True)]
 
 
 def share_followed(sample: Sample) -> float:
-    """The share of instructions that the response follows: 1 if all."""
+    """Return the share of instructions that the response follows: 1 if all."""
     if sample.truncated or not sample.response.strip():
         return 0.0
     found = followed(sample.response, sample.fields["instruction_id_list"], sample.fields["kwargs"])

@@ -39,7 +39,7 @@ FEWEST, MOST = 6, 10  # words that an answer stays below
 
 
 def second_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:
-    """The text, IFEval's name and its arguments."""
+    """Return the text, IFEval's name and its arguments."""
     kind = generator.choice(("first_word", "keywords", "question"))
     if kind == "first_word":
         word = generator.choice(FIRST_WORDS)
