@@ -250,6 +250,7 @@ def accuracy(run: Path) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
     toy: Path, tmp_path: Path
 ) -> None:
