@@ -138,6 +138,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         get_reward,
         suite_rewards,
     )
+    from gspo_megatron.rollout.teacher import check_teachers
     from gspo_megatron.rollout.vllm.installed import unserved
 
     inputs = reward = environment = None
@@ -182,6 +183,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         if reward is not None and inputs is not None:
             with gathered_in(problems):
                 check_answers(reward, [*inputs.train, *inputs.evaluation])
+        if inputs is not None:
+            with gathered_in(problems):
+                check_teachers(config.objective.distillation, inputs.train)
         for name, of_suite in suites.items() if inputs is not None else ():
             with gathered_in(problems):
                 check_answers(of_suite, inputs.files[suite_key(name)])
@@ -222,9 +226,10 @@ def _check_start(
 
             with gathered_in(problems):
                 checked_folder(model.hf_path, config.resolved_model(), vocab_size)
-    if isinstance(config, Config) and config.objective.distillation.teacher is not None:
-        with gathered_in(problems):
-            check_teacher(config, inputs.tokenizer)
+    if isinstance(config, Config):
+        for number in config.objective.distillation.folders:
+            with gathered_in(problems):
+                check_teacher(config, number, inputs.tokenizer)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -239,21 +244,22 @@ def _check_start(
 _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
-def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise DataError with all that makes `objective.distillation.teacher` no teacher of the
-    policy: damage, another shape, another tokenizer."""
+def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
+    """Raise DataError with all that makes the folder of `objective.distillation` with this number
+    no teacher of the policy: damage, another shape, another tokenizer."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
 
-    given = config.objective.distillation.teacher
-    assert given is not None
+    distillation = config.objective.distillation
+    given = distillation.folders[number]
     checked_folder(given, config.resolved_model(), model_vocab_size(config, tokenizer))
     is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
     theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+        key = distillation.key_of(number, "teacher")
         raise DataError(
-            f"objective.distillation.teacher = {given}: its tokenizer makes other tokens of a text "
+            f"{key} = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
         )
 

@@ -66,14 +66,15 @@ def find_changes(
 
 def decides_rollouts(config: Config) -> dict[str, Any]:
     """What decides responses and rewards before the first update, by dotted key; of input files the
-    contents do, which are not here."""
+    contents do, which are not here. What a teacher says is kept with the rewards."""
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
+    teachers = "objective.distillation." if config.objective.distillation.is_on else None
     return {
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
         and resume_of(keys[top]) in ("shapes", "code")
-        and not key.startswith(unread)
+        and (not key.startswith(unread) or (teachers and key.startswith(teachers)))
         and not _is_harmless_field(key)
     }
 

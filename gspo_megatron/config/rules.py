@@ -338,9 +338,10 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none no group of responses has different rewards; allowed: false"
             yield "rollout.dynamic_sampling", wrong
-    if plan.config.objective.distillation.teacher is not None and plan.config.model.lora.rank:
+    distillation = plan.config.objective.distillation
+    for number in distillation.folders if plan.config.model.lora.rank else ():
         wrong = "adapters leave no place for the teacher's weights; allowed with model.lora: null"
-        yield "objective.distillation.teacher", wrong
+        yield distillation.key_of(number, "teacher"), wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
             if getattr(reward, name) != unset:

@@ -1,25 +1,35 @@
 """On-policy distillation: a teacher's opinion of the tokens that the policy has written.
 
-Each response token gets log pi_teacher - log pi_old, detached: over samples of the policy its mean
-is minus the reverse KL divergence KL(pi, teacher). `objective.distillation.coefficient` times it is
-added to the advantages (the form of Thinking Machines' "On-Policy Distillation", with discount 0).
-Ratios, clips and weights of the objective stay what they are.
+reverse_kl: each response token gets log pi_teacher - log pi_old, detached: over samples of the
+policy its mean is minus the reverse KL divergence KL(pi, teacher).
+`objective.distillation.coefficient` times it is added to the advantages (the form of Thinking
+Machines' "On-Policy Distillation", with discount 0). Ratios, clips and weights of the objective
+stay what they are.
+
+forward_kl_topk, reverse_kl_topk: at each position the teacher's k most probable tokens and all
+others together are k + 1 buckets. The divergence of the two distributions over buckets is added to
+the loss, times the coefficient. It is 0 where they agree, and never more than that over the whole
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from gspo_megatron.batching.micro_batches import MicroBatch, head_outputs
+from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.metrics import pair
 from gspo_megatron.objectives.parts import sequence_log_ratio
-from gspo_megatron.types import LossInputs
+from gspo_megatron.types import LossInputs, LossOutputs
 
 
 def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> ReferencePolicy:
@@ -32,6 +42,57 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     finally:
         weights.swap()
     return weights
+
+
+def ask_folder(
+    policy: Policy,
+    teacher: ReferencePolicy,
+    micro_batches: Sequence[MicroBatch],
+    number: int,
+    top_k: int,
+) -> None:
+    """Keep what a teacher with weights here says of the response tokens whose teacher it is:
+    log-probs, and those of its `top_k` most probable tokens. All micro-batches go through the
+    model, as experts may be on ranks that have other sequences."""
+    if not micro_batches:
+        return
+    for micro_batch in micro_batches:
+        micro_batch.head.top_k = top_k
+    with teacher.in_place():
+        outputs = head_outputs(policy, micro_batches)  # empty but on the last stage
+    for micro_batch, output in zip(micro_batches, outputs):
+        said, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
+        if candidates is not None:
+            said["teacher_tokens"] = candidates
+            said["teacher_buckets"] = output[3:].t()
+        for name, values in said.items():
+            before, numbers = getattr(micro_batch, name), micro_batch.teacher_numbers
+            if before is not None and numbers is not None:
+                own = (numbers == number).view(-1, *[1] * (values.dim() - 1))
+                values = torch.where(own, values, before)
+            setattr(micro_batch, name, values)
+    for micro_batch in micro_batches:
+        micro_batch.head.top_k, micro_batch.head.candidates = 0, None
+
+
+def of_taught_tokens(inputs: LossInputs, micro_batch: MicroBatch) -> LossInputs:
+    """With the mask of the tokens that have a teacher."""
+    numbers = micro_batch.teacher_numbers
+    if numbers is None:
+        return inputs
+    return replace(inputs, mask=inputs.mask.where(numbers >= 0, 0.0))
+
+
+def with_advice(
+    inputs: LossInputs,
+    taught: LossInputs,
+    teacher_logprobs: Tensor,
+    objective: Objective,
+    coefficient: float,
+) -> LossInputs:
+    """`add_to_advantages` for the tokens that have a teacher."""
+    known = teacher_logprobs.where(taught.mask > 0, inputs.old_logprobs)
+    return add_to_advantages(inputs, known, objective, coefficient)
 
 
 def add_to_advantages(
@@ -55,3 +116,63 @@ def divergence_metrics(inputs: LossInputs, teacher_logprobs: Tensor) -> dict[str
     masked = inputs.mask > 0
     difference = (inputs.old_logprobs - teacher_logprobs).detach().double()
     return {"distill/kl": pair(difference.where(masked, 0.0).sum(), masked.sum())}
+
+
+def with_divergence(
+    outputs: LossOutputs,
+    inputs: LossInputs,
+    taught: LossInputs,
+    buckets: Tensor,
+    teacher: Tensor,
+    objective: Objective,
+    section: DistillationSection,
+) -> LossOutputs:
+    """The outputs with the divergence of the policy's `buckets` [response tokens, k + 1], which
+    carry the gradient, and the teacher's in the loss; aggregated as the objective's tokens are.
+    Tokens without a teacher have a divergence of 0."""
+    terms = bucket_divergence(section.form, buckets, teacher, taught.mask > 0)
+    loss, mean = objective.aggregate(-terms, inputs)
+    return LossOutputs(
+        outputs.loss + section.coefficient * loss,
+        {**outputs.means, "distill/loss": mean},
+        outputs.values,
+    )
+
+
+def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor) -> Tensor:
+    """[tokens]: KL(teacher, policy) or KL(policy, teacher), by the form, of distributions over k
+    tokens and the rest, given as log-probs [tokens, k + 1]; 0 with gradient 0 where not `chosen`.
+
+    A token that is not in the policy's vocabulary, -inf in `policy`, is one of the teacher's rest.
+    The gradient of each log-prob is given with its mean over the distribution taken off, which no
+    logit notices: so it is exactly 0 where both distributions are equal, bit by bit.
+    """
+    log_q, log_p = policy.detach().double(), teacher.detach().double()
+    exists = (log_q > -torch.inf) & chosen[:, None]
+    beyond = log_p.where(log_q == -torch.inf, -torch.inf).logsumexp(1)
+    rest = torch.logaddexp(log_p[:, -1], beyond)
+    log_p = torch.cat([log_p[:, :-1], rest[:, None]], 1).where(exists, 0.0)
+    log_q = log_q.where(exists, 0.0)
+    p, q = (each.exp().where(exists, 0.0) for each in (log_p, log_q))
+    if form == "forward_kl_topk":
+        values, slopes = (p * (log_p - log_q)).sum(1), q - p
+    else:
+        assert form == "reverse_kl_topk", form
+        values = (q * (log_q - log_p)).sum(1)
+        slopes = q * (log_q - log_p - values[:, None])
+    movable = policy.where(exists, 0.0)
+    attached = (slopes.to(policy.dtype) * (movable - movable.detach())).sum(1)  # value 0
+    return values.to(policy.dtype) + attached
+
+
+def top_k_metrics(taught: LossInputs, is_greedy: Tensor, teacher: Tensor) -> dict[str, Tensor]:
+    """Means over tokens: whether the teacher's most probable token is the policy's, and the
+    teacher's probability of its k tokens. is_greedy [tokens]; teacher [tokens, k + 1] log-probs."""
+    masked = taught.mask > 0
+    means = {
+        "distill/greedy_agreement": is_greedy.detach().double(),
+        "distill/top_k_mass": 1.0 - teacher[:, -1].double().exp(),
+    }
+    return {
+        name: pair(values.where(masked, 0.0).sum(), masked.sum()) for name, values in means.items()
+    }

@@ -35,7 +35,7 @@ from gspo_megatron.rewards.scoring import (
     sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
-from gspo_megatron.rollout.teacher import Judged, Teacher
+from gspo_megatron.rollout.teacher import Judged, Teachers
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
 
@@ -209,10 +209,10 @@ class GroupScorer:
         shaping: Shaping,
         tokenizer: Tokenizer,
         by_part: ObjectiveSection | None = None,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """by_part: an objective whose advantage is that of the reward's parts (gdpo)."""
-        self.teacher = teacher
+        self.teachers = teachers
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
             shaping,
@@ -237,10 +237,10 @@ class GroupScorer:
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
         scorer = Scorer(reward, section, needs_parts=by_part is not None)
-        distillation, teacher = config.objective.distillation, None
-        if is_learnt and distillation.url is not None:
-            teacher = Teacher(distillation, section, tokenizer)
-        return cls(scorer, shaping, tokenizer, by_part, teacher)
+        distillation, teachers = config.objective.distillation, None
+        if is_learnt and (distillation.urls or distillation.field is not None):
+            teachers = Teachers(distillation, section, tokenizer)
+        return cls(scorer, shaping, tokenizer, by_part, teachers)
 
     @property
     def reward(self) -> Reward:
@@ -298,11 +298,14 @@ class GroupScorer:
     ) -> None:
         """Write the scores, in the order of the responses, into the columns of the group: of a
         failed call (None) NaN, and NaN as the shaped reward of its whole group. episodes: of the
-        responses, where there are several turns. judged: what the teacher says."""
+        responses, where there are several turns. judged: what teachers say."""
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
         if judged is not None:
+            group.teachers = judged.teachers
+        if judged is not None and judged.logprobs is not None:
             group.teacher_logprobs, group.teacher_seconds = judged.logprobs, judged.seconds
+            group.teacher_tokens, group.teacher_top_logprobs = judged.tokens, judged.top_logprobs
             unknown = np.isnan(judged.logprobs)
             lost |= {*group.group_index.repeat(group.response_lengths)[unknown].tolist()}
             failed = failed._replace(errors=failed.errors + judged.failures)

@@ -1,7 +1,8 @@
-"""A teacher behind a URL: its log-probs of the tokens that the policy has written.
+"""Teachers behind a URL: their log-probs of the tokens that the policy has written, and their most
+probable tokens in these places.
 
-The server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. It may hold a model
-of any shape, with the policy's tokenizer. Each branch of a response goes there whole, as token ids.
+A server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. It may hold a model of
+any shape, with the policy's tokenizer. Each branch of a response goes there whole, as token ids.
 The teacher's temperature is 1: prompt_logprobs know no other.
 """
 
@@ -13,18 +14,21 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from gspo_megatron.config.objectives import DistillationSection
+from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import DataError, RewardError, some_of
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
+from gspo_megatron.rewards.values import shorten
 from gspo_megatron.rollout.types import RolloutGroup
+from gspo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -35,67 +39,181 @@ _T = TypeVar("_T")
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 KEY_VARIABLE = "OPENAI_API_KEY"  # of the server, as for the reward llm_judge
 _USERS_MISTAKES = (401, 403, 404, 405)
+_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option
+
+
+# Whose prompts
+
+
+def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
+    """The number in `section.named` of a prompt's teacher; -1 where it has none. Raises DataError
+    where the prompt's row names no teacher."""
+    if section.field is None:
+        return 0 if section.is_on else -1
+    if section.field not in prompt.fields:
+        raise DataError(f"{prompt.source}: the row has no {section.field!r}, {_which(section)}")
+    name, names = prompt.fields[section.field], [*section.teachers]
+    if name not in names:
+        known = ", ".join(names)
+        raise DataError(
+            f"{prompt.source}: {section.field} = {shorten(name)} names no teacher, "
+            f"{_which(section)}; known: {known}; a name with {{}} is for prompts without a teacher"
+        )
+    each = section.teachers[name]
+    return -1 if each.teacher is None and each.url is None else names.index(name)
+
+
+def _which(section: DistillationSection) -> str:
+    return f"as objective.distillation.field = {section.field} wants"
+
+
+def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
+    """Raise DataError with the prompts whose row names no teacher, one line each."""
+    problems = []
+    for prompt in prompts if section.field is not None else ():
+        try:
+            teacher_number(section, prompt)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(some_of(problems)))
+
+
+# What they say
 
 
 class Judged(NamedTuple):
-    """What a teacher says of the responses of a group."""
+    """What teachers say of the responses of a group: columns of RolloutGroup."""
 
-    logprobs: np.ndarray  # [response tokens] float32; NaN in responses whose call failed for good
-    failures: int  # calls, repeated ones too
-    seconds: np.ndarray  # [1] float64, wall seconds
+    failures: int = 0  # calls, repeated ones too
+    # [response tokens] float32; NaN in responses whose call failed for good; 0 where there is no
+    # teacher, or one that the training ranks compute; None: there are no servers
+    logprobs: np.ndarray | None = None
+    tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
+    top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
+    seconds: np.ndarray | None = None  # [1] float64, wall seconds
+    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: none; None: one for all
 
 
-class Teacher:
-    """Asks the server. Deadline, repetition and what follows a failure are those of `reward`."""
+@dataclass
+class _Said:
+    """What a server says of the response tokens of a branch."""
+
+    logprobs: np.ndarray  # [tokens] float32
+    tokens: np.ndarray  # [tokens, k] int32
+    top_logprobs: np.ndarray  # [tokens, k] float32
+
+    @classmethod
+    def all(cls, count: int, k: int, logprob: float) -> _Said:
+        nothing = np.full((count, k), -1, np.int32), np.full((count, k), -np.inf, np.float32)
+        return cls(np.full(count, logprob, np.float32), *nothing)
+
+
+class Teachers:
+    """All teachers of a run, those of servers asked. Deadline, repetition and what follows a
+    failure are those of `reward`."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        assert section.url is not None
-        self.url, self.reward, self.tokenizer = section.url.rstrip("/"), reward, tokenizer
-        self.name = f"objective.distillation.url = {section.url}"
-        self._model = ""  # the model's name there; empty: not asked yet
-        self._told = False  # that calls fail
+        self.section, self.k = section, section.candidates
+        self.servers = {
+            number: _Server(
+                f"{section.key_of(number, 'url')} = {url}", url, self.k, reward, tokenizer
+            )
+            for number, url in section.urls.items()
+        }
+        self._timeout_seconds = reward.timeout_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def judge(self, group: RolloutGroup) -> Judged:
+    def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
         """`judge_async`, in an event loop of its own."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(self.judge_async(group))
+        return self._loop.run_until_complete(self.judge_async(group, prompts))
 
-    async def judge_async(self, group: RolloutGroup) -> Judged:
-        """Raises RewardError for what the user can mend, and, with `reward.on_failure` stop, for a
-        call that failed for good."""
+    async def judge_async(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
+        """prompts: by their numbers in the step. Raises RewardError for what the user can mend,
+        and, with `reward.on_failure` stop, for a call that failed for good."""
+        numbers = None
+        if self.section.field is not None:
+            of_prompt = {
+                n: teacher_number(self.section, prompts[n]) for n in {*group.group_index.tolist()}
+            }
+            numbers = np.array([of_prompt[n] for n in group.group_index.tolist()], np.int32)
+        if not self.servers:
+            return Judged(teachers=numbers)
+        began = time.perf_counter()
+        said, failures = await self._ask(group, numbers)
+        seconds = np.array([time.perf_counter() - began])
+        said = [_Said.all(0, self.k, 0.0), *said]
+        columns = [np.concatenate([each.logprobs for each in said]), None, None]
+        if self.k:
+            columns[1] = np.concatenate([each.tokens for each in said])
+            columns[2] = np.concatenate([each.top_logprobs for each in said])
+        return Judged(failures, *columns, seconds, numbers)
+
+    async def _ask(
+        self, group: RolloutGroup, numbers: np.ndarray | None
+    ) -> tuple[list[_Said], int]:
+        """Of each branch what its teacher says, and how many calls failed."""
         import aiohttp  # not at the top: most runs have no teacher
 
-        began = time.perf_counter()
         key = os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=self.reward.timeout_seconds)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        branches = _branches(group)
+        servers = [
+            self.servers.get(0 if numbers is None else int(numbers[row])) for row, *_ in branches
+        ]
         async with aiohttp.ClientSession(
             timeout=timeout, headers=headers, trust_env=True
         ) as session:
-            failures = 0
-            if not self._model:
-                found, failures = await self._repeated(lambda: self._agreed_model(session))
-                self._model = found or ""
+            asked = [server for server in self.servers.values() if server in servers]
+            failures = sum([await server.introduce(session) for server in asked])
             slots = asyncio.Semaphore(CONCURRENT_CALLS)
             tasks = [
-                asyncio.ensure_future(self._of_branch(session, ids, is_response, slots))
-                for ids, is_response in _branches(group)
+                asyncio.ensure_future(server.of_branch(session, ids, is_response, slots))
+                for server, (_, ids, is_response) in zip(servers, branches, strict=True)
+                if server is not None
             ]
             try:
-                answers = await asyncio.gather(*tasks)
+                answers = iter(await asyncio.gather(*tasks))
             finally:
                 for task in tasks:  # the others, where one has failed for good
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        values = [np.empty(0, np.float32), *(values for values, _ in answers)]
-        failures += sum(each for _, each in answers)
-        seconds = np.array([time.perf_counter() - began])
-        return Judged(np.concatenate(values), failures, seconds)
+        said = []
+        for server, (_, _, is_response) in zip(servers, branches, strict=True):
+            if server is None:
+                said.append(_Said.all(int(is_response.sum()), self.k, 0.0))
+                continue
+            found, failed = next(answers)
+            said.append(found)
+            failures += failed
+        return said, failures
+
+
+class _Server:
+    """One teacher's server."""
+
+    def __init__(
+        self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
+    ) -> None:
+        """name: of its key, for messages; k: most probable tokens to ask for."""
+        self.name, self.url, self.k = name, url.rstrip("/"), k
+        self.reward, self.tokenizer = reward, tokenizer
+        self._model = ""  # the model's name there; empty: not asked yet
+        self._told = False  # that calls fail
+
+    async def introduce(self, session: ClientSession) -> int:
+        """Ask for the model's name where it is not known; returns how many calls failed."""
+        if self._model:
+            return 0
+        found, failures = await self._repeated(lambda: self._agreed_model(session))
+        self._model = found or ""
+        return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
         """The model's name, after its tokenizer was compared."""
@@ -110,21 +228,21 @@ class Teacher:
             )
         return model
 
-    async def _of_branch(
+    async def of_branch(
         self,
         session: ClientSession,
         ids: np.ndarray,
         is_response: np.ndarray,
         slots: asyncio.Semaphore,
-    ) -> tuple[np.ndarray, int]:
-        """The log-probs of its response tokens, and how many calls failed."""
+    ) -> tuple[_Said, int]:
+        """What the server says of its response tokens, and how many calls failed."""
         found, failures = None, 0
         if self._model:  # nobody knows its name where that call failed for good
             async with slots:
                 call = partial(self._logprobs, session, ids, is_response)
                 found, failures = await self._repeated(call)
         if found is None:
-            found = np.full(int(is_response.sum()), np.nan, np.float32)
+            found = _Said.all(int(is_response.sum()), self.k, math.nan)
         return found, failures
 
     async def _repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
@@ -155,36 +273,48 @@ class Teacher:
 
     async def _logprobs(
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
-    ) -> np.ndarray:
+    ) -> _Said:
         tokens = ids.tolist()
-        given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
         answer = await self._asked(session, "POST", f"{self.url}/completions", given)
         entries = answer["choices"][0]["prompt_logprobs"]
         if len(entries) != len(tokens):
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(tokens)}")
-        values = []
-        for number in is_response.nonzero()[0].tolist():
-            value = float(entries[number][str(tokens[number])]["logprob"])
-            if not math.isfinite(value):
-                raise ValueError(f"a log-prob of {value}")
-            values.append(value)
-        return np.array(values, np.float32)
+        places = is_response.nonzero()[0].tolist()
+        said = _Said.all(len(places), self.k, math.nan)
+        for row, number in enumerate(places):
+            entry = {int(token): float(each["logprob"]) for token, each in entries[number].items()}
+            said.logprobs[row] = entry[tokens[number]]
+            # the token written is beyond the k where it is not one of the most probable
+            best = sorted(entry.items(), key=lambda each: -each[1])[: self.k]
+            for value in (entry[tokens[number]], *(value for _, value in best)):
+                if not math.isfinite(value):
+                    raise ValueError(f"a log-prob of {value}")
+            if len(best) < self.k:
+                raise ValueError(f"{len(best)} most probable tokens for top_k = {self.k}")
+            if best:
+                said.tokens[row], said.top_logprobs[row] = zip(*best)
+        return said
 
     async def _asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
         async with session.request(method, url, json=given) as response:
             text = await response.text()
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
+            if response.status == 400 and self.k and "logprobs" in text:
+                advice = f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"
+                raise RewardError(f"{self.name}: {url} says 400: {text[:500]}; {advice}")
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return await response.json()
 
 
-def _branches(group: RolloutGroup) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each branch, in order: its tokens, and which of them are of the response."""
+def _branches(group: RolloutGroup) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each branch, in order: the row of its response, its tokens, and which of them are of the
+    response."""
     found, end = [], 0
     rows = zip(group.prompt_lengths.tolist(), group.response_lengths.tolist(), strict=True)
-    for prompt, response in rows:
+    for row, (prompt, response) in enumerate(rows):
         start, end = end, end + prompt + response
         ids = group.tokens[start:end]
         if group.in_response is None:
@@ -193,5 +323,7 @@ def _branches(group: RolloutGroup) -> list[tuple[np.ndarray, np.ndarray]]:
             kinds = group.in_response[start:end]
         # a branch begins where a prompt follows a response
         cuts = np.flatnonzero(~kinds[1:] & kinds[:-1]) + 1
-        found += zip(np.split(ids, cuts), np.split(kinds, cuts), strict=True)
+        found += (
+            (row, *each) for each in zip(np.split(ids, cuts), np.split(kinds, cuts), strict=True)
+        )
     return found

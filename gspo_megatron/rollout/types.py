@@ -99,6 +99,12 @@ class RolloutGroup:
     # of a distillation's teacher behind a URL, and wall seconds [1] of asking it; None: no teacher
     teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
     teacher_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
+    # [response tokens, k] each: its most probable tokens, filled up with -1, and their log-probs;
+    # None: the form of distillation reads none
+    teacher_tokens: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
+    teacher_top_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
+    # the number of the teacher among several, -1: none; None: there are not several
+    teachers: Annotated[np.ndarray | None, Column(SEQUENCE, np.int32)] = None
     # why a reward is not more
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.records

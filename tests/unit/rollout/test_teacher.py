@@ -18,7 +18,7 @@ from gspo_megatron.config.objectives import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rollout import teacher as module
-from gspo_megatron.rollout.teacher import PROBE, Judged, Teacher
+from gspo_megatron.rollout.teacher import PROBE, Judged, Teachers
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -87,6 +87,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
 def group_of(**more: Any) -> Any:
     """Two responses to one prompt: 3 + 2 and 3 + 1 tokens."""
     lengths = {"prompt_lengths": np.array([3, 3]), "response_lengths": np.array([2, 1])}
+    lengths["group_index"] = np.array([0, 0])
     tokens = np.array([5, 6, 7, 8, 9, 5, 6, 7, 4], np.int32)
     return SimpleNamespace(**{"tokens": tokens, "in_response": None} | lengths | more)
 
@@ -97,9 +98,9 @@ def ask(
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     with served(answer, list(tokens), keys := []) as url:
         section = RewardSection(**{"retries": 0, "timeout_seconds": 20.0} | reward)
-        teacher = Teacher(DistillationSection(url=url), section, tokenizer)
-        judged = teacher.judge(group or group_of())
-        assert teacher.judge(group or group_of()).logprobs.shape == judged.logprobs.shape
+        teacher = Teachers(DistillationSection(url=url), section, tokenizer)
+        judged = teacher.judge(group or group_of(), {})
+        assert teacher.judge(group or group_of(), {}).logprobs.shape == judged.logprobs.shape
     assert {*keys} <= {None}
     return judged
 
@@ -217,7 +218,7 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     section = DistillationSection(url=f"http://127.0.0.1:{unused_tcp_port}/v1")
     with pytest.raises(RewardError, match=r"distillation.url = .* ClientConnectorError: Cannot"):
-        Teacher(section, RewardSection(retries=0), tokenizer).judge(group_of())
+        Teachers(section, RewardSection(retries=0), tokenizer).judge(group_of(), {})
 
 
 @pytest.fixture
