@@ -68,15 +68,19 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     """What decides responses and rewards before the first update, by dotted key; of input files the
     contents do, which are not here. What a teacher says is kept with the rewards."""
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
-    teachers = "objective.distillation." if config.objective.distillation.is_on else None
-    return {
+    found: dict[str, Any] = {
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
         and resume_of(keys[top]) in ("shapes", "code")
-        and (not key.startswith(unread) or (teachers and key.startswith(teachers)))
+        and not key.startswith(unread)
         and not _is_harmless_field(key)
     }
+    distillation = config.objective.distillation
+    if distillation.urls or distillation.field is not None:
+        kinds = {name: each.url is not None for name, each in distillation.named.items()}
+        found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
+    return found
 
 
 # Keys of earlier versions that acted before the first RL step only.

@@ -284,12 +284,12 @@ class _Server:
         said = _Said.all(len(places), self.k, math.nan)
         for row, number in enumerate(places):
             entry = {int(token): float(each["logprob"]) for token, each in entries[number].items()}
+            for value in entry.values() if self.k else (entry[tokens[number]],):
+                if not math.isfinite(value):
+                    raise ValueError(f"a log-prob of {value}")
             said.logprobs[row] = entry[tokens[number]]
             # the token written is beyond the k where it is not one of the most probable
             best = sorted(entry.items(), key=lambda each: -each[1])[: self.k]
-            for value in (entry[tokens[number]], *(value for _, value in best)):
-                if not math.isfinite(value):
-                    raise ValueError(f"a log-prob of {value}")
             if len(best) < self.k:
                 raise ValueError(f"{len(best)} most probable tokens for top_k = {self.k}")
             if best:

@@ -3,6 +3,8 @@ teacher, plain autograd. See explicit.py, of which it has the terms of the polic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,17 @@ from tests.parallel.models import build_on_ranks
 
 
 def explicit_distillation(
-    config: Config, vocab_size: int, batch: SyntheticBatch, teacher: type[ReferencePolicy]
+    config: Config,
+    vocab_size: int,
+    batch: SyntheticBatch,
+    teachers: Sequence[type[ReferencePolicy] | None],
 ) -> StepResult:
-    """Loss and gradients of an objective that takes means over sequences; `teacher`: what its
-    weights are."""
+    """Loss and gradients of an objective that takes means over sequences. teachers: what their
+    weights are, of each sequence; None: it has none."""
     policy = build_on_ranks(config, vocab_size)
     policy.eval()
     [model] = policy.models
     section = config.objective.distillation
-    of_teacher = teacher(policy, offload=False)
     loss, parameters = torch.zeros((), dtype=torch.float64), list(model.parameters())
 
     def distributions(tokens: Tensor, length: int) -> Tensor:
@@ -34,21 +38,25 @@ def explicit_distillation(
         logits = hidden[-length - 1 : -1] @ model.head_weight[:vocab_size].t()
         return torch.log_softmax(logits / config.rollout.temperature, dim=-1)
 
-    with torch.no_grad(), of_teacher.in_place():
-        said_of_all = [*map(distributions, batch.tokens, batch.response_lengths)]
+    said_of_all: list[Tensor | None] = [None] * len(teachers)
+    for number, teacher in enumerate(teachers):
+        if teacher is not None:
+            with torch.no_grad(), teacher(policy, offload=False).in_place():
+                row = batch.tokens[number], batch.response_lengths[number]
+                said_of_all[number] = distributions(*row)
     rows = zip(batch.tokens, batch.response_lengths, batch.log_ratios, batch.advantages)
     for (tokens, length, log_ratios, advantage), theirs in zip(rows, said_of_all, strict=True):
         ours, written = distributions(tokens, length), tokens[-length:, None]
         logprobs = ours.gather(1, written)[:, 0]
         old = logprobs.detach() - log_ratios.double()
         advantages = torch.full_like(old, torch.tensor(advantage, dtype=torch.float32))
-        if section.form == "reverse_kl":
+        if theirs is not None and section.form == "reverse_kl":
             said = theirs.gather(1, written)[:, 0] - old
             said = said if config.objective.name != "gspo" else said.mean()
             advantages = advantages + section.coefficient * said
         terms = surrogate(config.objective.name, logprobs, old, advantages)
         loss = loss - terms.mean() / len(batch.tokens)
-        if section.form != "reverse_kl":
+        if theirs is not None and section.form != "reverse_kl":
             divergence = of_buckets(section.form, ours, theirs, section.top_k)
             loss = loss + section.coefficient * divergence.mean() / len(batch.tokens)
 

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from gspo_megatron.models import logprob_head
-from gspo_megatron.models.top_k_head import NO_TOKEN, bucket_logprobs, most_probable
+from gspo_megatron.models.top_k_head import NO_TOKEN, bucket_logprobs, most_probable, with_rest
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, other orders of additions
 
@@ -173,3 +173,14 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
 
 def test_shards_of_the_vocabulary_equal_the_dense_softmax(tmp_path: Path) -> None:
     mp.spawn(compare_shard, (2, str(tmp_path / "rendezvous")), nprocs=2)
+
+
+def test_a_servers_log_probs_get_the_rest_that_the_head_gives() -> None:
+    hidden, weight, _, flow = make_case(9, 5, 14, 4)
+    candidates = most_probable(hidden, weight, 4)
+    expected = dense(hidden, weight, candidates, flow)[0]
+    found = with_rest(expected[:, :-1].float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    sure = with_rest(torch.tensor([[1e-8, -math.inf]]))  # a rounding above 1, and no second token
+    assert sure[0, 2].item() == pytest.approx(-24 * math.log(2))
