@@ -47,7 +47,8 @@ def best(number: int, k: int) -> dict[str, float]:
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """The server's URL; what `answer` raises is an error 500."""
+    """The server's URL; what `answer` raises is an error 500, or with ConnectionAbortedError the
+    end of the connection."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "the teacher"}]})
@@ -59,7 +60,12 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
 
     async def complete(request: web.Request) -> web.Response:
         keys.append(request.headers.get("Authorization"))
-        return web.json_response(answer(await request.json()))
+        try:
+            return web.json_response(answer(await request.json()))
+        except ConnectionAbortedError:  # as where the server is killed
+            assert request.transport is not None
+            request.transport.abort()
+            raise
 
     application = web.Application()
     application.router.add_get("/v1/models", models)
