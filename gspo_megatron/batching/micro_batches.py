@@ -55,8 +55,8 @@ class MicroBatch:
     routes: Routes | None = None  # chooses the experts in the next forward pass; None: the routers
 
 
-# micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. Where the head has
-# candidates it gets all rows that the head returns beyond these two, too.
+# micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If the head has
+# candidates, the function gets the head's further output as a fourth argument.
 LossFunction = Callable[..., tuple[Tensor, Any]]
 
 

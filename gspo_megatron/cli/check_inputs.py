@@ -155,10 +155,11 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             check_section(of_suite, config.evaluation.suites[name].reward)
     with gathered_in(problems):
         section = config.reward
+        is_read = config.data.prompts is not None or config.data.eval_prompts is not None
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
         if gives_rewards(environment):
             reward = None
-        elif reward.answers is not None and field_map(config.data).answer is None:
+        elif is_read and reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
             problems.append(
                 f"data.answer_field = null: {wrong}; allowed: the field that holds them"

@@ -52,7 +52,7 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """The same for the section of a teacher, and for those of several below it."""
+    """Return the section `distillation` with the paths of its teachers found in the same way."""
     found = dict(inner)
     if "teacher" in inner:
         found["teacher"] = _of_key(f"{above}teacher", inner["teacher"], file)

@@ -1,4 +1,5 @@
-"""Teachers of on-policy distillation: where they are, whose prompts they judge, and how."""
+"""The configuration of on-policy distillation: the teachers, their prompts, and the form of the
+loss."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any, Literal
 from gspo_megatron.config.section import Section, SuiteName, Text, harmless, shapes
 
 FORMS = ("reverse_kl", "forward_kl_topk", "reverse_kl_topk")
-TOP_K = 20  # the most that a vLLM server gives without --max-logprobs
-MOST_CANDIDATES = 1024  # of top_k: 8 KB a token
+TOP_K = 20  # a vLLM server gives at most so many without --max-logprobs
+MOST_CANDIDATES = 1024  # the largest top_k: 8 KB a token
 
 _FOLDER = (
     "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
@@ -22,14 +23,14 @@ _URL = (
 
 
 class TeacherSection(Section):
-    """One of several teachers; with neither key its prompts have none."""
+    """One of several teachers. If neither key is set, its prompts have no teacher."""
 
     teacher: Text | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
 
 
 class DistillationSection(Section):
-    """A teacher whose opinion of each token of the responses is learnt from."""
+    """A teacher that judges each token of the responses."""
 
     teacher: Text | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
@@ -56,20 +57,20 @@ class DistillationSection(Section):
 
     @property
     def named(self) -> dict[str, TeacherSection]:
-        """All teachers; the only one of all prompts has the name ""."""
+        """All teachers by name. A teacher for all prompts has the name ""."""
         if self.teachers or (self.teacher is None and self.url is None):
             return self.teachers
         return {"": TeacherSection(teacher=self.teacher, url=self.url)}
 
     @property
     def folders(self) -> dict[int, str]:
-        """Teachers that the training ranks compute, by their numbers in `named`."""
+        """The folders of teachers that the training ranks compute, by their numbers in `named`."""
         every = enumerate(self.named.values())
         return {number: each.teacher for number, each in every if each.teacher is not None}
 
     @property
     def urls(self) -> dict[int, str]:
-        """Those of servers, likewise."""
+        """The URLs of teachers behind a server, by their numbers in `named`."""
         every = enumerate(self.named.values())
         return {number: each.url for number, each in every if each.url is not None}
 
@@ -80,11 +81,11 @@ class DistillationSection(Section):
 
     @property
     def candidates(self) -> int:
-        """How many tokens of the teacher are read at each position, beside the one written."""
+        """How many most probable tokens of the teacher the form reads at each position."""
         return 0 if self.form == "reverse_kl" else self.top_k
 
     def key_of(self, number: int, key: str) -> str:
-        """The key `teacher` or `url` of a teacher, in full."""
+        """Return the full name of a teacher's key `teacher` or `url`."""
         name = [*self.named][number]
         return (
             f"objective.distillation.teachers.{name}.{key}"
@@ -94,8 +95,8 @@ class DistillationSection(Section):
 
 
 def distillation_problems(given: DistillationSection) -> Iterator[tuple[str, Any, str]]:
-    """The key below objective.distillation, its value and what is wrong, of each problem that the
-    section has by itself."""
+    """Yield the problems of the section: the key below objective.distillation, its value, and what
+    is wrong."""
     for name, value in {"coefficient": 1.0, "form": "reverse_kl"}.items():
         if not given.is_on and getattr(given, name) != value:
             wrong = "nothing reads it without objective.distillation.teacher or url"

@@ -338,6 +338,9 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
+    if not reward.repetition_penalty and reward.repetition_words != 3:
+        wrong = "nothing reads it without reward.repetition_penalty; allowed: 3"
+        yield "reward.repetition_words", wrong
     if reward.name == "none" and reward.import_path is None:
         if not plan.config.objective.distillation.is_on:
             wrong = "there is nothing to learn from without objective.distillation.teacher or url"

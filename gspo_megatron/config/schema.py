@@ -323,10 +323,12 @@ class RewardSection(Section):
         "grows; null: no penalty",
     )
     overlong_penalty: float = shapes(
-        1.0,
-        "largest penalty, of a response that uses the whole buffer or is cut off; applied last",
-        gt=0,
+        1.0, "largest penalty: the whole buffer is used, or the response is cut off", gt=0
     )
+    repetition_penalty: float = shapes(
+        0.0, "penalty of a response that only repeats itself; else the repeated share of it", ge=0
+    )
+    repetition_words: Positive = shapes(3, "so many equal words in a row are a repetition")
 
 
 class RoutingSection(Section):

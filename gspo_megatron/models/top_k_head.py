@@ -1,8 +1,8 @@
-"""Log-probabilities of several given tokens a row, and of all others together, with a vocabulary in
-shards; and the most probable tokens of a row.
+"""Log-probabilities of several candidates for each row, and of all other tokens together, with a
+sharded vocabulary; and the most probable tokens of each row.
 
 The k candidates and the rest of the vocabulary are k + 1 buckets, whose probabilities add up to 1.
-As in logprob_head.py logits exist one tile at a time and are computed again in the backward pass.
+Logits exist one tile at a time and are computed again in the backward pass, as in logprob_head.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gspo_megatron.models.logprob_head import (
     to_base_2,
 )
 
-NO_TOKEN = -1  # fills up the candidates of a row that has fewer
-# Smallest probability of the rest that counts: sums of probabilities in float32 are no better. Its
-# logarithm stays finite where the candidates are the whole vocabulary.
+NO_TOKEN = -1  # fills up the candidates of a row that has fewer than k
+# The probability of the rest is never taken smaller: sums of probabilities in float32 are not more
+# precise. So its logarithm stays finite if the candidates are the whole vocabulary.
 SMALLEST_REST = 2.0**-24
 
 
@@ -42,13 +42,14 @@ def bucket_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the candidates [rows, k] int64 and, in the last column, of all other
-    tokens together: [rows, k + 1]; and whether the first candidate is the row's most probable
-    token: [rows] bool, without gradient. The candidates of a row differ. Those that are not in the
-    vocabulary, as NO_TOKEN, have the log-probability -inf and no gradient.
+    """Compute log-probabilities [rows, k + 1]: of the candidates, and in the last column of all
+    other tokens together. Also return whether the first candidate is the row's most probable token:
+    [rows] bool, without gradient.
 
-    The other arguments, the dtypes and the gradient of `hidden` are those of `logprob_and_entropy`.
-    Two collectives in the forward pass, of [rows] and of [rows, k + 1]; none in the backward pass.
+    candidates: [rows, k] int64, no two in a row equal. Candidates that are not in the vocabulary,
+    such as NO_TOKEN, have the log-probability -inf and no gradient. The other arguments, the dtypes
+    and the gradient of `hidden` are those of `logprob_and_entropy`. The forward pass has two
+    collectives, of [rows] and of [rows, 2 k + 1]; the backward pass has none.
     """
     assert candidates.dim() == 2 and len(candidates) == len(hidden), (
         f"candidates {tuple(candidates.shape)} for hidden {tuple(hidden.shape)}"
@@ -60,8 +61,8 @@ def bucket_logprobs(
 
 
 class _Buckets(torch.autograd.Function):
-    """The autograd function behind `bucket_logprobs`. `local` [rows, k] count from the first row of
-    `weight`, of which the first `used` rows are in the vocabulary."""
+    """The autograd function behind `bucket_logprobs`. `local` [rows, k] are row numbers of
+    `weight`; its first `used` rows are in the vocabulary."""
 
     @staticmethod
     def forward(
@@ -79,7 +80,7 @@ class _Buckets(torch.autograd.Function):
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
         )
         owned = (local >= 0) & (local < used)  # [rows, k]
-        # of each block of columns: maximum, and sum of exponentials without the candidates
+        # for each block of columns: maximum, and sum of exponentials without the candidates
         maxima, sums = hidden.new_empty((2, len(column_blocks), len(hidden)), dtype=dtype)
         found = hidden.new_zeros(local.shape, dtype=dtype)  # logits of the candidates
         buffer = tile_buffer(hidden, row_blocks, column_blocks, dtype)
@@ -95,7 +96,7 @@ class _Buckets(torch.autograd.Function):
                 sums[place, rows] = exponentials.sum(-1)
         maximum = row_maximum(maxima, process_group)  # [rows]
         rest = (sums * (maxima - maximum).exp2()).sum(0)
-        # [rows, 2 k + 1]; who owns a candidate, too: one that nobody owns has no probability
+        # [rows, 2 k + 1]; the last k count the owners: without an owner, no probability
         parts = torch.cat([rest[:, None], found, owned.to(dtype)], 1)
         if process_group is not None:
             dist.all_reduce(parts, group=process_group)
@@ -141,8 +142,8 @@ class _Buckets(torch.autograd.Function):
 
 
 def _take_out(values: Tensor, index: Tensor, inside: Tensor) -> None:
-    """Make the values at the candidates inside this tile 0, exactly: x - x is. Those outside it
-    have an index, too, where nothing is taken off."""
+    """Set the values at the candidates inside this tile to exactly 0, as x - x. Candidates outside
+    it have an index too; nothing is subtracted there."""
     values.scatter_add_(1, index, -values.gather(1, index).where(inside, 0.0))
 
 
@@ -156,8 +157,11 @@ def most_probable(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The k most probable tokens of each row, the first one first: [rows, k] int64. A vocabulary of
-    fewer is filled up with NO_TOKEN. Of each rank of the group k of its own vocabulary travel."""
+    """Return the k most probable tokens of each row, the most probable first: [rows, k] int64.
+
+    Rows are filled up with NO_TOKEN if the vocabulary has fewer tokens. Each rank of the group
+    sends k tokens of its own shard for each row.
+    """
     last = vocab_start + len(weight) if vocab_size is None else vocab_size
     used = min(max(last - vocab_start, 0), len(weight))
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -187,7 +191,7 @@ def most_probable(
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Log-probs [rows, k] of a row's tokens, with that of all others in one more column, as
-    `bucket_logprobs` gives it."""
+    """Append the log-prob of all other tokens to log-probs [rows, k], as `bucket_logprobs` computes
+    it: [rows, k + 1]."""
     rest = 1.0 - logprobs.double().exp().sum(1, keepdim=True)
     return torch.cat([logprobs, rest.clamp_min(SMALLEST_REST).log().to(logprobs.dtype)], 1)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's opinion of the tokens that the policy has written.
+"""On-policy distillation: a teacher judges the tokens that the policy has written.
 
 reverse_kl: each response token gets log pi_teacher - log pi_old, detached: over samples of the
 policy its mean is minus the reverse KL divergence KL(pi, teacher).
@@ -6,10 +6,10 @@ policy its mean is minus the reverse KL divergence KL(pi, teacher).
 Machines' "On-Policy Distillation", with discount 0). Ratios, clips and weights of the objective
 stay what they are.
 
-forward_kl_topk, reverse_kl_topk: at each position the teacher's k most probable tokens and all
-others together are k + 1 buckets. The divergence of the two distributions over buckets is added to
-the loss, times the coefficient. It is 0 where they agree, and never more than that over the whole
-vocabulary.
+forward_kl_topk, reverse_kl_topk: at each position there are k + 1 buckets, one for each of the
+teacher's k most probable tokens and one for all other tokens together. The divergence of the two
+distributions over these buckets, times the coefficient, is added to the loss. It is 0 if they are
+equal, and never larger than the divergence over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -51,15 +51,18 @@ def ask_folder(
     number: int,
     top_k: int,
 ) -> None:
-    """Keep what a teacher with weights here says of the response tokens whose teacher it is:
-    log-probs, and those of its `top_k` most probable tokens. All micro-batches go through the
-    model, as experts may be on ranks that have other sequences."""
+    """Store, in the micro-batches, the log-probs that a teacher computed on these ranks gives to
+    its response tokens, and to its own `top_k` most probable tokens.
+
+    All micro-batches go through the model, also those without a response for this teacher: the
+    experts of other ranks' tokens may be here.
+    """
     if not micro_batches:
         return
     for micro_batch in micro_batches:
         micro_batch.head.top_k = top_k
     with teacher.in_place():
-        outputs = head_outputs(policy, micro_batches)  # empty but on the last stage
+        outputs = head_outputs(policy, micro_batches)  # empty except on the last stage
     for micro_batch, output in zip(micro_batches, outputs):
         said, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
         if candidates is not None:
@@ -76,7 +79,7 @@ def ask_folder(
 
 
 def of_taught_tokens(inputs: LossInputs, micro_batch: MicroBatch) -> LossInputs:
-    """With the mask of the tokens that have a teacher."""
+    """Return the inputs with a mask of the tokens that have a teacher."""
     numbers = micro_batch.teacher_numbers
     if numbers is None:
         return inputs
@@ -90,7 +93,7 @@ def with_advice(
     objective: Objective,
     coefficient: float,
 ) -> LossInputs:
-    """`add_to_advantages` for the tokens that have a teacher."""
+    """Call `add_to_advantages` with 0 for tokens that have no teacher."""
     known = teacher_logprobs.where(taught.mask > 0, inputs.old_logprobs)
     return add_to_advantages(inputs, known, objective, coefficient)
 
@@ -127,9 +130,12 @@ def with_divergence(
     objective: Objective,
     section: DistillationSection,
 ) -> LossOutputs:
-    """The outputs with the divergence of the policy's `buckets` [response tokens, k + 1], which
-    carry the gradient, and the teacher's in the loss; aggregated as the objective's tokens are.
-    Tokens without a teacher have a divergence of 0."""
+    """Add the divergence of the policy's `buckets` from the teacher's to the loss.
+
+    buckets: [response tokens, k + 1], with gradient; teacher: the same shape. The divergence of the
+    tokens is aggregated like the terms of the objective's tokens. It is 0 for tokens without a
+    teacher.
+    """
     terms = bucket_divergence(section.form, buckets, teacher, taught.mask > 0)
     loss, mean = objective.aggregate(-terms, inputs)
     return LossOutputs(
@@ -140,12 +146,13 @@ def with_divergence(
 
 
 def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor) -> Tensor:
-    """[tokens]: KL(teacher, policy) or KL(policy, teacher), by the form, of distributions over k
-    tokens and the rest, given as log-probs [tokens, k + 1]; 0 with gradient 0 where not `chosen`.
+    """Return KL(teacher, policy) or KL(policy, teacher), by the form, [tokens].
 
-    A token that is not in the policy's vocabulary, -inf in `policy`, is one of the teacher's rest.
-    The gradient of each log-prob is given with its mean over the distribution taken off, which no
-    logit notices: so it is exactly 0 where both distributions are equal, bit by bit.
+    policy, teacher: log-probs [tokens, k + 1] of k tokens and of the rest. Value and gradient are 0
+    for tokens that are not `chosen`. A token that the policy's vocabulary lacks (-inf in `policy`)
+    counts to the teacher's rest. The gradient for the log-probs has its mean over the distribution
+    subtracted. This does not change the gradient for logits, and makes it exactly 0, to the last
+    bit, if both distributions are equal.
     """
     log_q, log_p = policy.detach().double(), teacher.detach().double()
     exists = (log_q > -torch.inf) & chosen[:, None]
@@ -166,8 +173,11 @@ def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor
 
 
 def top_k_metrics(taught: LossInputs, is_greedy: Tensor, teacher: Tensor) -> dict[str, Tensor]:
-    """Means over tokens: whether the teacher's most probable token is the policy's, and the
-    teacher's probability of its k tokens. is_greedy [tokens]; teacher [tokens, k + 1] log-probs."""
+    """Return two means over tokens: how often the teacher's most probable token is the policy's,
+    and the teacher's probability of its k tokens.
+
+    is_greedy: [tokens]; teacher: [tokens, k + 1] log-probs.
+    """
     masked = taught.mask > 0
     means = {
         "distill/greedy_agreement": is_greedy.detach().double(),

@@ -69,7 +69,7 @@ class PolicyUpdater:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
         self.distillation = section.distillation
-        self.teachers = {  # those that are computed here, by their numbers
+        self.teachers = {  # computed on these ranks, by their numbers
             number: teacher_of(folder, policy, offload=section.reference_offload)
             for number, folder in self.distillation.folders.items()
         }
@@ -213,13 +213,13 @@ class PolicyUpdater:
     def _taught(
         self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
     ) -> tuple[LossInputs, LossInputs]:
-        """The inputs with a teacher's opinion in their advantages, where the form has it there;
-        and as they were, with the mask of the tokens that have a teacher."""
+        """Return the inputs with the teacher's part of the advantages, if the form has one; and the
+        original inputs with a mask of the tokens that have a teacher."""
         teacher = micro_batch.teacher_logprobs
         if teacher is None:
             return inputs, inputs
         taught = of_taught_tokens(inputs, micro_batch)
-        if is_first:  # the policy is still the one that sampled
+        if is_first:  # the policy has not been updated since it sampled
             self._metrics.add_means(divergence_metrics(taught, teacher))
         if not self.distillation.candidates:
             coefficient = self.distillation.coefficient
@@ -236,7 +236,10 @@ class PolicyUpdater:
         *,
         is_first: bool,
     ) -> LossOutputs:
-        """of_candidates: [k + 2, tokens] as the head returns it beyond log-probs and entropies."""
+        """Add the divergence from the teacher to the outputs.
+
+        of_candidates: [k + 2, tokens], the head's output after log-probs and entropies.
+        """
         teacher = micro_batch.teacher_buckets
         assert teacher is not None, "its tokens are the candidates"
         if is_first:

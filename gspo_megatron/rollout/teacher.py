@@ -1,9 +1,9 @@
-"""Teachers behind a URL: their log-probs of the tokens that the policy has written, and their most
-probable tokens in these places.
+"""Asks teachers behind a URL for their log-probs of the tokens that the policy has written, and for
+their most probable tokens at these positions.
 
-A server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. It may hold a model of
-any shape, with the policy's tokenizer. Each branch of a response goes there whole, as token ids.
-The teacher's temperature is 1: prompt_logprobs know no other.
+A server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. Its model may have any
+shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as token ids.
+The teacher's temperature is always 1, because a server has no other for prompt_logprobs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _USERS_MISTAKES = (401, 403, 404, 405)
 _LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option
 
 
-# Whose prompts
+# Which teacher judges which prompt
 
 
 def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
-    """The number in `section.named` of a prompt's teacher; -1 where it has none. Raises DataError
-    where the prompt's row names no teacher."""
+    """Return the number, in `section.named`, of the prompt's teacher; -1 if it has none. Raises
+    DataError if the prompt's row names no known teacher."""
     if section.field is None:
         return 0 if section.is_on else -1
     if section.field not in prompt.fields:
@@ -68,7 +68,7 @@ def _which(section: DistillationSection) -> str:
 
 
 def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
-    """Raise DataError with the prompts whose row names no teacher, one line each."""
+    """Raise DataError if rows of prompts name no known teacher, with one line for each."""
     problems = []
     for prompt in prompts if section.field is not None else ():
         try:
@@ -79,15 +79,15 @@ def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> N
         raise DataError("\n".join(some_of(problems)))
 
 
-# What they say
+# What teachers answer
 
 
 class Judged(NamedTuple):
-    """What teachers say of the responses of a group: columns of RolloutGroup."""
+    """The teachers' answers for the responses of a group: columns of RolloutGroup."""
 
-    failures: int = 0  # calls, repeated ones too
-    # [response tokens] float32; NaN in responses whose call failed for good; 0 where there is no
-    # teacher, or one that the training ranks compute; None: there are no servers
+    failures: int = 0  # number of failed calls, including those that were repeated later
+    # [response tokens] float32; NaN in a response whose call failed for good; 0 in a response that
+    # no server judges; None: there are no servers
     logprobs: np.ndarray | None = None
     tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
     top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
@@ -96,22 +96,22 @@ class Judged(NamedTuple):
 
 
 @dataclass
-class _Said:
-    """What a server says of the response tokens of a branch."""
+class _Answer:
+    """A server's answer for the response tokens of a branch."""
 
     logprobs: np.ndarray  # [tokens] float32
     tokens: np.ndarray  # [tokens, k] int32
     top_logprobs: np.ndarray  # [tokens, k] float32
 
     @classmethod
-    def all(cls, count: int, k: int, logprob: float) -> _Said:
+    def all(cls, count: int, k: int, logprob: float) -> _Answer:
         nothing = np.full((count, k), -1, np.int32), np.full((count, k), -np.inf, np.float32)
         return cls(np.full(count, logprob, np.float32), *nothing)
 
 
 class Teachers:
-    """All teachers of a run, those of servers asked. Deadline, repetition and what follows a
-    failure are those of `reward`."""
+    """All teachers of a run. Asks those behind a URL. Deadline, number of repetitions and the
+    consequence of a failure come from the section `reward`."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer
@@ -127,15 +127,18 @@ class Teachers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
-        """`judge_async`, in an event loop of its own."""
+        """Run `judge_async` in an event loop of this object."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         return self._loop.run_until_complete(self.judge_async(group, prompts))
 
     async def judge_async(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
-        """prompts: by their numbers in the step. Raises RewardError for what the user can mend,
-        and, with `reward.on_failure` stop, for a call that failed for good."""
+        """Ask the servers about the responses of a group.
+
+        prompts: by their numbers in the step. Raises RewardError for mistakes of the user, and for
+        a call that failed for good if `reward.on_failure` is `stop`.
+        """
         numbers = None
         if self.section.field is not None:
             of_prompt = {
@@ -147,7 +150,7 @@ class Teachers:
         began = time.perf_counter()
         said, failures = await self._ask(group, numbers)
         seconds = np.array([time.perf_counter() - began])
-        said = [_Said.all(0, self.k, 0.0), *said]
+        said = [_Answer.all(0, self.k, 0.0), *said]
         columns = [np.concatenate([each.logprobs for each in said]), None, None]
         if self.k:
             columns[1] = np.concatenate([each.tokens for each in said])
@@ -156,8 +159,8 @@ class Teachers:
 
     async def _ask(
         self, group: RolloutGroup, numbers: np.ndarray | None
-    ) -> tuple[list[_Said], int]:
-        """Of each branch what its teacher says, and how many calls failed."""
+    ) -> tuple[list[_Answer], int]:
+        """Return the teacher's answer for each branch, and the number of failed calls."""
         import aiohttp  # not at the top: most runs have no teacher
 
         key = os.environ.get(KEY_VARIABLE)
@@ -187,7 +190,7 @@ class Teachers:
         said = []
         for server, (_, _, is_response) in zip(servers, branches, strict=True):
             if server is None:
-                said.append(_Said.all(int(is_response.sum()), self.k, 0.0))
+                said.append(_Answer.all(int(is_response.sum()), self.k, 0.0))
                 continue
             found, failed = next(answers)
             said.append(found)
@@ -196,19 +199,19 @@ class Teachers:
 
 
 class _Server:
-    """One teacher's server."""
+    """The server of one teacher."""
 
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        """name: of its key, for messages; k: most probable tokens to ask for."""
+        """name: its key and URL, for messages; k: how many most probable tokens to ask for."""
         self.name, self.url, self.k = name, url.rstrip("/"), k
         self.reward, self.tokenizer = reward, tokenizer
-        self._model = ""  # the model's name there; empty: not asked yet
-        self._told = False  # that calls fail
+        self._model = ""  # the model's name there; empty: not known yet
+        self._told = False  # a message about failed calls was printed
 
     async def introduce(self, session: ClientSession) -> int:
-        """Ask for the model's name where it is not known; returns how many calls failed."""
+        """Ask for the model's name, unless it is known. Returns the number of failed calls."""
         if self._model:
             return 0
         found, failures = await self._repeated(lambda: self._agreed_model(session))
@@ -216,7 +219,7 @@ class _Server:
         return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """The model's name, after its tokenizer was compared."""
+        """Return the model's name. Raises RewardError if its tokenizer is another one."""
         model = (await self._asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
@@ -234,20 +237,22 @@ class _Server:
         ids: np.ndarray,
         is_response: np.ndarray,
         slots: asyncio.Semaphore,
-    ) -> tuple[_Said, int]:
-        """What the server says of its response tokens, and how many calls failed."""
+    ) -> tuple[_Answer, int]:
+        """Return the server's answer for a branch, and the number of failed calls."""
         found, failures = None, 0
-        if self._model:  # nobody knows its name where that call failed for good
+        if self._model:  # it is empty if the call for the name failed for good
             async with slots:
                 call = partial(self._logprobs, session, ids, is_response)
                 found, failures = await self._repeated(call)
         if found is None:
-            found = _Said.all(int(is_response.sum()), self.k, math.nan)
+            found = _Answer.all(int(is_response.sum()), self.k, math.nan)
         return found, failures
 
     async def _repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
-        """What a call returns, None where it failed for good and responses may be lost; and how
-        many calls failed."""
+        """Return the result of a call, and the number of failed calls.
+
+        The result is None if the call failed for good and `reward.on_failure` lets responses go.
+        """
         tries = 0
         while True:
             try:
@@ -273,7 +278,7 @@ class _Server:
 
     async def _logprobs(
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
-    ) -> _Said:
+    ) -> _Answer:
         tokens = ids.tolist()
         given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
         answer = await self._asked(session, "POST", f"{self.url}/completions", given)
@@ -281,14 +286,14 @@ class _Server:
         if len(entries) != len(tokens):
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(tokens)}")
         places = is_response.nonzero()[0].tolist()
-        said = _Said.all(len(places), self.k, math.nan)
+        said = _Answer.all(len(places), self.k, math.nan)
         for row, number in enumerate(places):
             entry = {int(token): float(each["logprob"]) for token, each in entries[number].items()}
             for value in entry.values() if self.k else (entry[tokens[number]],):
                 if not math.isfinite(value):
                     raise ValueError(f"a log-prob of {value}")
             said.logprobs[row] = entry[tokens[number]]
-            # the token written is beyond the k where it is not one of the most probable
+            # an entry has k + 1 tokens if the token written is not among the k most probable
             best = sorted(entry.items(), key=lambda each: -each[1])[: self.k]
             if len(best) < self.k:
                 raise ValueError(f"{len(best)} most probable tokens for top_k = {self.k}")
@@ -310,8 +315,8 @@ class _Server:
 
 
 def _branches(group: RolloutGroup) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Of each branch, in order: the row of its response, its tokens, and which of them are of the
-    response."""
+    """List the branches in order: the row of the response, the branch's tokens, and a mask of the
+    tokens that belong to the response."""
     found, end = [], 0
     rows = zip(group.prompt_lengths.tolist(), group.response_lengths.tolist(), strict=True)
     for row, (prompt, response) in enumerate(rows):

@@ -71,29 +71,26 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
     application.router.add_get("/v1/models", models)
     application.router.add_post("/tokenize", tokenize)
     application.router.add_post("/v1/completions", complete)
-    loop, started, port = asyncio.new_event_loop(), threading.Event(), [0]
+    started = threading.Event()
+    found: list[Any] = []  # the event loop, what ends it, and the port
 
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(application)
+    async def serve() -> None:
+        runner, ended = web.AppRunner(application), asyncio.Event()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port[0] = runner.addresses[0][1]
+        found.extend([asyncio.get_running_loop(), ended, runner.addresses[0][1]])
         started.set()
-        return runner
+        await ended.wait()
+        await runner.cleanup()
 
-    def run() -> None:
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
+    assert started.wait(60)
+    loop, ended, port = found
     try:
-        assert started.wait(60)
-        yield f"http://127.0.0.1:{port[0]}/v1"
+        yield f"http://127.0.0.1:{port}/v1"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(ended.set)
         thread.join()
 
 
