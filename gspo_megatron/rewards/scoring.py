@@ -87,8 +87,8 @@ class Shaping:
 
 
 def repeated_share(text: str, size: int) -> float:
-    """Return the share of the text's `size` words in a row that occur earlier in it; 0 if the text
-    has fewer words. Upper and lower case are equal (Open-R1's repetition penalty)."""
+    """Return the share of the text's runs of `size` words that occur earlier in it; 0 if the text
+    has fewer words. Upper and lower case are equal (arXiv 2502.03373, appendix C.2)."""
     words = text.lower().split()
     runs = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return 1 - len({*runs}) / len(runs) if runs else 0.0

@@ -71,7 +71,7 @@ def explicit(**arguments: Any) -> StepResult:
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
 def test_an_advantage_is_that_of_the_formula_on_every_layout(pool: Pool, name: str) -> None:
-    check(pool, name, ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2"))
+    check(pool, name, ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2", WIDE))
 
 
 @pytest.mark.parametrize(

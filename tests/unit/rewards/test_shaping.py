@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -60,15 +62,11 @@ def test_the_order_is_scale_clip_punishment() -> None:
 
 
 def repetition(text: str, size: int) -> float:
-    """Open-R1's get_repetition_penalty_reward, its loop as it is printed, with max_penalty = -1."""
+    """The share of runs of `size` words that are not the first of their kind; arXiv 2502.03373,
+    appendix C.2, punishes by it."""
     words = text.lower().split()
-    if len(words) < size:
-        return 0.0
-    ngrams, total = set(), 0
-    for ngram in zip(*[words[start:] for start in range(size)]):
-        ngrams.add(ngram)
-        total += 1
-    return (1 - len(ngrams) / total) * -1.0
+    counts = Counter(" ".join(words[n : n + size]) for n in range(len(words) - size + 1))
+    return sum(count - 1 for count in counts.values()) / max(counts.total(), 1)
 
 
 LOOPS = "To be or not to be or not to be Or not"
@@ -78,12 +76,23 @@ LOOPS = "To be or not to be or not to be Or not"
 @pytest.mark.parametrize("text", ["", "one", "one two three", "a a a a", LOOPS, "a b\n a  b"])
 def test_responses_that_repeat_themselves_lose_their_share(text: str, size: int) -> None:
     keys = {"repetition_penalty": 2.0, "repetition_words": size}
-    expected = 0.5 + 2.0 * repetition(text, size)
+    expected = 0.5 - 2.0 * repetition(text, size)
     assert shaped([0.5], text=text, **keys) == [pytest.approx(expected, abs=1e-15)]
     # that of all turns of an episode, from its last one
     found = shaped([0.5, 0.25], text="one", transcript=text, **keys)
     other = repetition(text or "one", size)
-    assert found == [0.5, pytest.approx(0.25 + 2.0 * other, abs=1e-15)]
+    assert found == [0.5, pytest.approx(0.25 - 2.0 * other, abs=1e-15)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_penalty_is_that_of_trl(size: int) -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_repetition_penalty_reward(ngram_size=size, max_penalty=-0.5)
+    for text in ("one", "one two three", "a a a a", LOOPS):
+        # of tokens there, of words here
+        [expected] = theirs(completions=[text], completion_ids=[text.lower().split()])
+        found = shaped([0.0], text=text, repetition_penalty=0.5, repetition_words=size)
+        assert found == [pytest.approx(expected, abs=1e-15)]
 
 
 def test_a_share_counted_by_hand() -> None:

@@ -146,7 +146,52 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
+def test_a_teacher_far_away_is_followed_and_what_is_masked_is_not_read(
+    name: str, hidden: float
+) -> None:
+    """One token is 200 apart; the gradient in float32 is that in float64."""
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        inputs, objective = inputs_of(name, 3, dtype=dtype), make_objective(name)
+        teacher = teacher_of(inputs, 4).to(dtype).where(inputs.mask > 0, hidden)
+        teacher[int(inputs.mask.nonzero()[0])] -= 200.0
+        taught = add_to_advantages(inputs, teacher, objective, 0.5)
+        expected = expected_advantages(inputs, teacher.double(), 0.5)
+        read, wanted = taught.token_advantages, expected[0]
+        if not objective.of_tokens:
+            read, wanted = taught.advantages, expected[1]
+        assert read is not None
+        masked = inputs.mask.bool() if objective.of_tokens else torch.ones(len(wanted)).bool()
+        wanted = torch.tensor(wanted, dtype=torch.float64)[masked]
+        tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+        torch.testing.assert_close(read.double()[masked], wanted, **tolerance)
+        objective(taught).loss.backward()
+        gradients.append(inputs.logprobs.grad)
+    assert gradients[0].isfinite().all() and gradients[0].any()
+    torch.testing.assert_close(gradients[1].double(), gradients[0], rtol=1e-4, atol=1e-6)
+
+
 TOPK = ["forward_kl_topk", "reverse_kl_topk"]
+
+
+@pytest.mark.parametrize("form", TOPK)
+def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
+    """Log-probs of -200 and -inf: the definition in float64, and finite in float32."""
+    far = [math.log1p(-math.exp(-1.0)), -200.0, -1.0]
+    near = [-200.0, math.log1p(-math.exp(-1.0)), -1.0]
+    lost = [-math.inf, -math.inf, -math.inf]
+    chosen = torch.tensor([True, False, True])
+    for dtype in (torch.float64, torch.float32):
+        ours = torch.tensor([far, lost, near], dtype=dtype, requires_grad=True)
+        teacher = torch.tensor([near, lost, near], dtype=dtype)
+        found = bucket_divergence(form, ours, teacher, chosen)
+        over, under = (near, far) if form == "forward_kl_topk" else (far, near)
+        wanted = math.fsum(math.exp(a) * (a - b) for a, b in zip(over, under, strict=True))
+        assert found.tolist() == [pytest.approx(wanted, rel=1e-6), 0.0, 0.0] and wanted > 100
+        [gradient] = torch.autograd.grad(found.sum(), ours)
+        assert gradient.isfinite().all() and gradient[0].any() and not gradient[1:].any()
 
 
 def a_pair(seed: int, tokens: int = 6, vocab: int = 11) -> tuple[Tensor, Tensor]:

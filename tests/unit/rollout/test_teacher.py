@@ -47,8 +47,8 @@ def best(number: int, k: int) -> dict[str, float]:
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """The server's URL; what `answer` raises is an error 500, or with ConnectionAbortedError the
-    end of the connection."""
+    """The server's URL. What `answer` raises is an error 500; but ConnectionAbortedError is the end
+    of the connection, and TimeoutError is no answer at all."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "the teacher"}]})
@@ -62,6 +62,9 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
         keys.append(request.headers.get("Authorization"))
         try:
             return web.json_response(answer(await request.json()))
+        except TimeoutError:
+            await asyncio.sleep(3600)
+            raise
         except ConnectionAbortedError:  # as where the server is killed
             assert request.transport is not None
             request.transport.abort()
@@ -75,7 +78,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
     found: list[Any] = []  # the event loop, what ends it, and the port
 
     async def serve() -> None:
-        runner, ended = web.AppRunner(application), asyncio.Event()
+        runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         found.extend([asyncio.get_running_loop(), ended, runner.addresses[0][1]])
