@@ -29,18 +29,21 @@ from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.metrics import pair
 from gspo_megatron.objectives.parts import sequence_log_ratio
+from gspo_megatron.platform.collectives import raise_everywhere
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
 def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> ReferencePolicy:
-    """The weights of a Hugging Face folder, for passes in place of the policy's, which it keeps.
-    Raises UserError, on all ranks alike, where the folder is damaged or holds a model of another
-    shape."""
+    """Read the weights of a Hugging Face folder, for passes in place of the policy's weights, which
+    the policy keeps. Raises DataError, on all ranks alike, if the folder is damaged, holds a model
+    of another shape, or has weights that are not finite."""
     weights = ReferencePolicy(policy, offload=offload)  # the policy's own, until they are exchanged
     try:
         load_hf(folder, policy)
     finally:
         weights.swap()
+    wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"
+    raise_everywhere(None if weights.is_finite() else wrong)
     return weights
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import make_small, records, train
@@ -72,6 +73,13 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
     (other / "tokenizer.model").unlink()
     [line] = train(config, f"objective.distillation.teacher={other}", expect=2).stderr.splitlines()
     assert str(other / "tokenizer.model") in line
+    damaged = a_folder(tmp_path / "damaged", toy, seed=1)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    told = train(config, f"objective.distillation.teacher={damaged}", expect=2).stderr
+    [line] = [line for line in told.splitlines() if "not finite" in line]
+    assert line.startswith(f"{damaged}: this teacher has weights that are not finite; ")
     alone = train(config, "objective.distillation.teacher=null", expect=2).stderr.splitlines()
     assert alone == [
         "reward.name = 'none': there is nothing to learn from without "
