@@ -314,14 +314,10 @@ class RewardSection(Section):
     )
     scale: float = shapes(1.0, "factor for all rewards; applied first", gt=0)
     clip: float | None = shapes(
-        None,
-        "bound for each turn's reward, after scale: clipped to [-clip, clip]; null: none",
-        gt=0,
+        None, "each turn's reward, after scale, is clipped to [-clip, clip]; null: none", gt=0
     )
     overlong_buffer: Positive | None = shapes(
-        None,
-        "number of tokens before max_response_tokens over which the penalty for long responses "
-        "grows; null: no penalty",
+        None, "tokens before max_response_tokens over which a penalty grows; null: no penalty"
     )
     overlong_penalty: float = shapes(
         1.0, "largest penalty: the whole buffer is used, or the response is cut off", gt=0
