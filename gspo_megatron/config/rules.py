@@ -338,6 +338,9 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
+    if not reward.repetition_penalty and reward.repetition_words != 3:
+        wrong = "nothing reads it without reward.repetition_penalty; allowed: 3"
+        yield "reward.repetition_words", wrong
     if reward.name == "none" and reward.import_path is None:
         if not plan.config.objective.distillation.is_on:
             wrong = "there is nothing to learn from without objective.distillation.teacher or url"
@@ -345,9 +348,10 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none no group of responses has different rewards; allowed: false"
             yield "rollout.dynamic_sampling", wrong
-    if plan.config.objective.distillation.teacher is not None and plan.config.model.lora.rank:
+    distillation = plan.config.objective.distillation
+    for number in distillation.folders if plan.config.model.lora.rank else ():
         wrong = "adapters leave no place for the teacher's weights; allowed with model.lora: null"
-        yield "objective.distillation.teacher", wrong
+        yield distillation.key_of(number, "teacher"), wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
             if getattr(reward, name) != unset:

@@ -314,20 +314,18 @@ class RewardSection(Section):
     )
     scale: float = shapes(1.0, "factor for all rewards; applied first", gt=0)
     clip: float | None = shapes(
-        None,
-        "bound for each turn's reward, after scale: clipped to [-clip, clip]; null: none",
-        gt=0,
+        None, "each turn's reward, after scale, is clipped to [-clip, clip]; null: none", gt=0
     )
     overlong_buffer: Positive | None = shapes(
-        None,
-        "number of tokens before max_response_tokens over which the penalty for long responses "
-        "grows; null: no penalty",
+        None, "tokens before max_response_tokens over which a penalty grows; null: no penalty"
     )
     overlong_penalty: float = shapes(
-        1.0,
-        "largest penalty, of a response that uses the whole buffer or is cut off; applied last",
-        gt=0,
+        1.0, "largest penalty: the whole buffer is used, or the response is cut off", gt=0
     )
+    repetition_penalty: float = shapes(
+        0.0, "penalty of a response that only repeats itself; else the repeated share of it", ge=0
+    )
+    repetition_words: Positive = shapes(3, "so many equal words in a row are a repetition")
 
 
 class RoutingSection(Section):

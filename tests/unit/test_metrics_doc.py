@@ -51,7 +51,10 @@ SERVED = {
     *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
 # Written by runs with a teacher: tests/e2e/test_distillation.py, tests/vllm/test_distillation.py.
-DISTILLED = {"distill/kl", "distill/teacher_seconds"}
+DISTILLED = {
+    *("distill/kl", "distill/teacher_seconds"),
+    *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
+}
 
 
 def documented() -> set[str]:
