@@ -11,7 +11,14 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import write_config
-from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, records, train
+from tests.e2e.resuming import (
+    assert_same_run,
+    checkpoint_names,
+    environment,
+    make_small,
+    records,
+    train,
+)
 from tests.programs import gspo
 
 LAST = "rl_00000006"
@@ -120,13 +127,9 @@ def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
 
 def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Path) -> None:
     out = tmp_path / "evaluation"
-    words = (
-        campaign / "run",
-        "--output",
-        out,
-        "data.eval_prompts=" + str(campaign / "other.jsonl"),
-    )
-    gspo("evaluate", *words, "reward.name=per_character")
+    prompts = f"data.eval_prompts={campaign / 'other.jsonl'}"
+    path = environment(campaign / "config.yaml")["PYTHONPATH"]
+    gspo("evaluate", campaign / "run", "--output", out, prompts, PYTHONPATH=path)
     values = yaml.safe_load((out / "config.resolved.yaml").read_text())
     assert (values["rollout"]["max_response_tokens"], values["training"]["phases"]) == (9, [])
 

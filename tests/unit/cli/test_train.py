@@ -77,9 +77,9 @@ def test_what_a_command_line_does(
     assert gspo("train", path, *words)[0] == code
     what, *given = does
     if what == "train":
-        fresh = ("fresh",) if "--fresh" in given else ()
-        overrides = [word for word in given if word != "--fresh"]
-        assert calls == [("train", load_config(path, overrides), *fresh)]
+        options = [word.removeprefix("--") for word in given if word.startswith("--")]
+        overrides = [word for word in given if not word.startswith("--")]
+        assert calls == [("train", load_config(path, overrides), *options)]
     else:  # a rank gets the same arguments, and the launcher is told whether it saves
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
