@@ -24,6 +24,7 @@ class Twice:
         await client.generate(text="+", max_tokens=2)
 """
 ALL_OPTIONS = {  # an RL run with everything that adds metrics
+    "data": {"selection": {"by": "pass_rate"}},
     "rollout": {
         "group_size": 4,
         "prompts_per_step": 4,
