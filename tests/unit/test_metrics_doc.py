@@ -24,7 +24,6 @@ class Twice:
         await client.generate(text="+", max_tokens=2)
 """
 ALL_OPTIONS = {  # an RL run with everything that adds metrics
-    "data": {"selection": {"by": "pass_rate"}},
     "rollout": {
         "group_size": 4,
         "prompts_per_step": 4,
@@ -84,7 +83,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     write_corpus(folder / "tokenizer.model", folder / "text", 30)
     train, test, text = (str(folder / name) for name in ("train.jsonl", "test.jsonl", "text"))
     data = {
-        "train": {"prompts": train, "eval_prompts": test},
+        "train": {"prompts": train, "eval_prompts": test, "selection": {"by": "pass_rate"}},
         "sft": {"examples": train, "eval_examples": test},
         "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
     }
