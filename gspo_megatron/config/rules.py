@@ -443,6 +443,22 @@ def prompts_are_sound(plan: Plan) -> Problems:
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
 
 
+def selection_fits(plan: Plan) -> Problems:
+    """Check that the statistics by which data.selection chooses exist, and that no other key orders
+    the prompts."""
+    data, reward = plan.config.data, plan.config.reward
+    yield from data.selection.problems()
+    if not data.selection.is_on:
+        return
+    for name, usual in (("weights", None), ("shuffle", True)):
+        if getattr(data, name) != usual:
+            wrong = "nothing reads it with data.selection.by = pass_rate"
+            yield f"data.{name}", f"{wrong}; allowed: {format_value(usual)}"
+    if reward.name == "none" and reward.import_path is None:
+        wrong = "with reward none no response is solved; allowed: uniform"
+        yield "data.selection.by", wrong
+
+
 def weights_fit(weights: list[float] | None, weighted: list[str], words: str) -> Problems:
     if weights is not None and len(weights) != len(weighted):
         yield (
@@ -500,6 +516,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
     Config: (
         *_SHARED,
         prompts_are_sound,
+        selection_fits,
         rollouts_fit,
         environment_is_one,
         staleness_fits,

@@ -17,6 +17,7 @@ from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.phases import PHASES, Phase
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
+    FORMAT,
     SYSTEM_PROMPT,
     TEMPLATE,
     Date,
@@ -33,6 +34,7 @@ from gspo_megatron.config.section import (
     key,
     shapes,
 )
+from gspo_megatron.config.selection import SelectionSection
 from gspo_megatron.families import PRESETS, Family, family_of, family_of_shape, preset_of_folder
 from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
@@ -162,9 +164,7 @@ class DataSection(Section):
     )
     eval_prompts: Paths | None = key("shown", None, "held-out prompts, as data.prompts")
     tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
-    format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(
-        None, "published dataset of the rows; replaces prompt_field and answer_field"
-    )
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(None, FORMAT)
     prompt_field: Text = shapes(
         "prompt", "the field that holds the prompt, a string or messages; a.b: field b of object a"
     )
@@ -184,6 +184,7 @@ class DataSection(Section):
     )
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
+    selection: SelectionSection = Field(default_factory=SelectionSection)
 
 
 class VllmSection(Section):
@@ -431,9 +432,7 @@ class SuiteSection(Section):
     prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
     template: Text | None = harmless(None, TEMPLATE)
     system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)
-    format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(
-        None, "published dataset of the rows; replaces prompt_field and answer_field"
-    )
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(None, FORMAT)
     prompt_field: Text = harmless("prompt", "the field that holds the prompt, as data.prompt_field")
     answer_field: Text | None = harmless(
         "answer", "the field of the right answer; null: no answers"

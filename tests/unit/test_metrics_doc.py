@@ -86,7 +86,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     write_corpus(folder / "tokenizer.model", folder / "text", 30)
     train, test, text = (str(folder / name) for name in ("train.jsonl", "test.jsonl", "text"))
     data = {
-        "train": {"prompts": train, "eval_prompts": test},
+        "train": {"prompts": train, "eval_prompts": test, "selection": {"by": "pass_rate"}},
         "sft": {"examples": train, "eval_examples": test},
         "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
     }
