@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
 from gspo_megatron.config.objectives import (
     learns_from_parts,
@@ -95,6 +96,13 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "optimizer.megatron.optimizer", lost.format("adam")
         if ddp.get("use_distributed_optimizer") not in (None, True):
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
+    elif training.steps != 0 and (does := getattr(training, "on_collapse", "warn")) != "warn":
+        wrong = "saves nothing, and without checkpoints a run can neither be saved nor go back"
+        legal = f"from 1, or training.on_collapse = warn in place of {does}"
+        yield "checkpoint.interval", f"{wrong}; allowed: {legal}"
+    if getattr(training, "on_collapse", "warn") == "rollback" and training.steps >> STEP_BITS:
+        wrong = "the samples of two rollbacks would be the same"
+        yield "training.steps", f"{wrong}; allowed: below {1 << STEP_BITS}, or on_collapse = stop"
     if not section.keep_best:
         return
     yield from _best_metric_is_measured(plan)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.config.collapse import CollapseKeys
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
@@ -402,7 +403,7 @@ class RunSection(Section):
     )
 
 
-class TrainingSection(RunSection):
+class TrainingSection(RunSection, CollapseKeys):
     """The run itself."""
 
     steps: NotNegative = key(
@@ -411,9 +412,7 @@ class TrainingSection(RunSection):
     packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     dump_batches: NotNegative = harmless(
-        0,
-        "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
-        "none",
+        0, "last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: none"
     )
     phases: list[Phase] = harmless([], PHASES)
 

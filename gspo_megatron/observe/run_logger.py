@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,11 +61,7 @@ class RunLogger:
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
-            phase, step = resumed_at
-            self._metrics.truncate_after(step, phase)
-            self._draws.truncate_after(step, phase)
-            self._samples.truncate_after(step, phase)
-            self._evaluation.truncate_after(step, phase)
+            self._drop_after(*resumed_at)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
         rollout = getattr(config, "rollout", None)  # fine-tuning and pre-training have no rollout
@@ -120,6 +117,15 @@ class RunLogger:
             self._draws.sync()
             self._samples.sync()
             self._evaluation.sync()
+
+    def keep_metrics(self, name: str) -> None:
+        """Copy metrics.jsonl, as it is now, to another file of the run folder. Raises OSError."""
+        if self.is_main:
+            shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
+
+    def _drop_after(self, phase: str, step: int) -> None:
+        for file in (self._metrics, self._draws, self._samples, self._evaluation):
+            file.truncate_after(step, phase)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""

@@ -193,6 +193,12 @@ DELTA_NETS = [
          "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; allowed: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
          "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; allowed: true"),
+        (1, ["training.on_collapse=stop"], "checkpoint.interval = 0",
+         "allowed: from 1, or training.on_collapse = warn in place of stop"),
+        (1, ["training.on_collapse=rollback"], "checkpoint.interval = 0",
+         "allowed: from 1, or training.on_collapse = warn in place of rollback"),
+        (1, ["training.on_collapse=rollback", "checkpoint.interval=9", "training.steps=16777216"],
+         "training.steps = 16777216", "allowed: below 16777216, or on_collapse = stop"),
         (1, ["objective.advantage=gdpo", "reward.scale=2.0"], "reward.scale = 2.0",
          "normalises each part of the reward by itself; allowed: 1.0"),
         (1, ["objective.advantage=gdpo", "reward.clip=1.0"], "reward.clip = 1.0",
@@ -214,6 +220,17 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
     (line,) = problems_of(world_size, *overrides)
     assert line.startswith(f"{start}: ")
     assert wrong in line
+
+
+def test_collapses_can_be_answered_where_checkpoints_are() -> None:
+    for does in ("stop", "rollback"):
+        assert problems_of(1, f"training.on_collapse={does}", "checkpoint.interval=1") == []
+        # nothing is trained, and nothing has to be saved
+        assert not any(
+            "checkpoint" in line
+            for line in problems_of(1, f"training.on_collapse={does}", "training.steps=0")
+        )
+    assert problems_of(1, "training.on_collapse=warn") == []
 
 
 def test_what_replay_asks_for_is_asked_for_replay_alone() -> None:
