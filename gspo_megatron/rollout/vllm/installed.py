@@ -8,14 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import ConfigError, RolloutError, problem
-from gspo_megatron.families import family_of, family_of_shape
-from gspo_megatron.files import parse_json
+from gspo_megatron.families import Family
+from gspo_megatron.families.model_shape import ModelShape, config_of_weights
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
@@ -68,21 +67,20 @@ def unserved(config: Config) -> list[str]:
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
     with contextlib.suppress(ConfigError):  # of a model that no family has
-        hf = _config_json(config.model.hf_path)  # of the folder that the servers start with
-        family = family_of_shape(shape) if hf is None else family_of(hf)
+        family = config.model.family(shape)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
             wrong = f"{has_not}; allowed: megatron, or another vLLM"
             return [problem("rollout.engine", "vllm", wrong)]
-        if "head_sizes" in found and family.no_cpu_servers:
-            wrong = f"vLLM {found['version']} for CPUs: its servers {family.no_cpu_servers}"
-            wrong = f"{wrong}; allowed: megatron"
+        for_cpus = "head_sizes" in found
+        if found and (why := family.no_servers or (for_cpus and family.no_cpu_servers)):
+            kind = "" if family.no_servers else " for CPUs"
+            wrong = f"vLLM {found['version']}{kind}: its servers {why}; allowed: megatron"
             return [problem("rollout.engine", "vllm", wrong)]
-        lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
+        lacking = _lacking_keys(config, family, shape)
         if lacking:
-            wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"
-            wrong = f"{wrong} published, or one that gspo-megatron has exported"
-            return [problem("model.hf_path", config.model.hf_path, wrong)]
+            wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"
+            return [problem("rollout.engine", "vllm", f"{wrong} model; allowed: megatron")]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -98,9 +96,13 @@ def unserved(config: Config) -> list[str]:
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
 
 
-def _config_json(folder: str | None) -> dict[str, Any] | None:
-    path = None if folder is None else Path(folder) / "config.json"
-    return parse_json(path.read_bytes()) if path is not None and path.is_file() else None
+def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:
+    """What vLLM needs and neither the config.json that the weights come from nor ours has; the
+    servers start with an export, which has the keys of both."""
+    model = config.model
+    known = family.config(shape, shape.vocab_size or 1) or {}
+    known |= config_of_weights(model.hf_path, model.checkpoint_path) or {}
+    return [key for key in family.vllm_keys if key not in known]
 
 
 def _look_at(python: str) -> dict[str, Any]:
