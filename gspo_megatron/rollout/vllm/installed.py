@@ -14,7 +14,12 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import ConfigError, RolloutError, problem
 from gspo_megatron.families import Family
-from gspo_megatron.families.model_shape import ModelShape, config_of_weights
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    config_of_weights,
+    delta_net_layers,
+    delta_net_sizes,
+)
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
@@ -81,6 +86,8 @@ def unserved(config: Config) -> list[str]:
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"
             return [problem("rollout.engine", "vllm", f"{wrong} model; allowed: megatron")]
+    if "head_sizes" in found and (wrong := _delta_net_problem(config, shape)):
+        return [wrong]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -94,6 +101,24 @@ def unserved(config: Config) -> list[str]:
         f"{', '.join(map(str, sizes))} ({kind})"
     )
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
+
+
+def _delta_net_problem(config: Config, shape: ModelShape) -> str | None:
+    """Why vLLM's kernels of delta nets for CPUs would give other log-probs, or none. They say
+    nothing themselves."""
+    if not any(delta_net_layers(shape)):
+        return None
+    kernels = "vLLM for CPUs computes delta nets"
+    precision = config.training.precision
+    if precision != "bf16":
+        wrong = f"{kernels} in bf16 alone; allowed: bf16, or rollout.engine = megatron"
+        return problem("training.precision", precision, wrong)
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        size = delta_net_sizes(shape.megatron)[key]
+        if size != 128:
+            wrong = f"{kernels} with heads of 128 alone; allowed: 128, or rollout.engine = megatron"
+            return problem(f"model.megatron.{key}", size, wrong)
+    return None
 
 
 def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:

@@ -210,11 +210,18 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def needed_arguments(
-    folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1, latent: bool = False
+    folder: str,
+    dtype: str,
+    *,
+    routes: bool,
+    on_cpu: bool,
+    workers: int = 1,
+    latent: bool = False,
+    delta_nets: bool = False,
 ) -> dict[str, Any]:
     """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it;
     routes: it reports the experts of its tokens; workers: over which its tensors are split; latent:
-    the model has multi-head latent attention."""
+    the model has multi-head latent attention; delta_nets: it has gated delta nets."""
     own: dict[str, Any] = {}
     if on_cpu:
         # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
@@ -222,6 +229,8 @@ def needed_arguments(
         own = {"enforce_eager": True, "enable_chunked_prefill": False}
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
+        if delta_nets:
+            own["enable_prefix_caching"] = False  # needs prompts in parts there
         if latent:
             # The kernel that vLLM 0.30 takes on CPUs with AMX knows bf16 alone. Its rotary kernel
             # for CPUs turns the keys of latent attention wrongly unless the model has YaRN: nothing

@@ -12,7 +12,7 @@ from typing import Any
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import preset_of_folder
-from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.families.model_shape import delta_net_layers, shape_of
 from gspo_megatron.rollout.vllm.client import (
     TOKEN_VARIABLE,
     ServerClient,
@@ -49,6 +49,7 @@ def server_command(
         on_cpu=on_cpu,
         workers=options.get("tensor_parallel_size", 1),
         latent=shape.has_latent_attention,
+        delta_nets=any(delta_net_layers(shape)),
     )
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True

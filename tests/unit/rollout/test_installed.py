@@ -121,6 +121,31 @@ def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, famil
     assert unserved(config(install(tmp_path / "gpu", **on_gpus), hf_path=model)) == []
 
 
+def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
+    """They answer without an error, by other log-probs, in fp32 and with other sizes of heads."""
+    sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
+    wrong = write_model(
+        tmp_path / "wrong", "qwen3_next", seed=1, **sizes | {"linear_key_head_dim": 64}
+    )
+    python = install(tmp_path / "cpu", registry="_MODELS = {'Qwen3NextForCausalLM': ('x', 'y')}")
+
+    def told(folder: Path, precision: str) -> list[str]:
+        parts = config(python, hf_path=folder).model_dump(exclude_unset=True)
+        return unserved(parse_config(parts | {"training": {"precision": precision}}))
+
+    assert told(right, "bf16") == []
+    kernels = "vLLM for CPUs computes delta nets"
+    assert told(right, "fp32") == [
+        f"training.precision = 'fp32': {kernels} in bf16 alone; allowed: bf16, or "
+        "rollout.engine = megatron"
+    ]
+    assert told(wrong, "bf16") == [
+        f"model.megatron.linear_key_head_dim = 64: {kernels} with heads of 128 alone; allowed: "
+        "128, or rollout.engine = megatron"
+    ]
+
+
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
     """On GPUs, too."""
     llama = write_model(tmp_path / "model", "llama", seed=1)
