@@ -1,4 +1,4 @@
-"""What the vLLM of an interpreter can do, as programs in its own environment find out."""
+"""Finds out what an interpreter's vLLM supports, by programs that run in its environment."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gspo_megatron.families.model_shape import (
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
 _DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
-# Without importing vLLM: that takes ten seconds. The models that it has, and the sizes of its
-# attention kernels for CPUs, are constants in the source text.
+# This does not import vLLM, which takes ten seconds. vLLM's models, and the head sizes of its
+# attention kernels for CPUs, are constants in its source text.
 _LOOK = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
@@ -63,15 +63,17 @@ print(json.dumps(found))
 
 
 def unserved(config: Config) -> list[str]:
-    """Why the vLLM that this run starts cannot serve its model, in a line: an architecture that it
-    does not have, or attention that it has no kernel for on CPUs. [] where nothing is wrong, or
-    where this cannot be known here."""
+    """Return the problem, as one line, that prevents this run's vLLM from serving the model.
+
+    vLLM may lack the architecture, or a CPU kernel for its attention. Returns [] if there is no
+    problem, or if this machine cannot know.
+    """
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():
         return []
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
-    with contextlib.suppress(ConfigError):  # of a model that no family has
+    with contextlib.suppress(ConfigError):  # no family has this model
         family = config.model.family(shape)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
@@ -104,8 +106,8 @@ def unserved(config: Config) -> list[str]:
 
 
 def _delta_net_problem(config: Config, shape: ModelShape) -> str | None:
-    """Why vLLM's kernels of delta nets for CPUs would give other log-probs, or none. They say
-    nothing themselves."""
+    """Return the setting with which vLLM's CPU kernels of delta nets compute other log-probs than
+    training does, without an error; None if there is no such setting."""
     if not any(delta_net_layers(shape)):
         return None
     kernels = "vLLM for CPUs computes delta nets"
@@ -122,8 +124,8 @@ def _delta_net_problem(config: Config, shape: ModelShape) -> str | None:
 
 
 def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:
-    """What vLLM needs and neither the config.json that the weights come from nor ours has; the
-    servers start with an export, which has the keys of both."""
+    """Return the keys that vLLM needs and an export would lack. The servers start with an export,
+    which has the keys of the weights' config.json and of ours."""
     model = config.model
     known = family.config(shape, shape.vocab_size or 1) or {}
     known |= config_of_weights(model.hf_path, model.checkpoint_path) or {}
@@ -131,7 +133,8 @@ def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str
 
 
 def _look_at(python: str) -> dict[str, Any]:
-    """{} where that has no vLLM, or one whose source text is of another form."""
+    """Return facts about the interpreter's vLLM; {} if it has none, or if its source text has
+    another structure."""
     try:
         return json.loads(_run(python, _LOOK, _SECONDS).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -140,7 +143,7 @@ def _look_at(python: str) -> dict[str, Any]:
 
 @functools.cache
 def device_of(python: str) -> str:
-    """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
+    """Return the device type of the interpreter's vLLM: cpu or cuda. Raises RolloutError."""
     try:
         done = _run(python, _DEVICE, _IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
