@@ -61,8 +61,9 @@ def test_it_works_without_megatron_core() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None:
     family, changes = variant
-    source = write_model(tmp_path / "hf", family, seed=3, **changes)
-    (source / "generation_config.json").write_text('{"top_k": 3}')
+    ends = {"eos_token_id": [5, 7]}  # of answers and of turns
+    source = write_model(tmp_path / "hf", family, seed=3, **changes | ends)
+    (source / "generation_config.json").write_text(json.dumps(ends | {"top_k": 3}))
     assert_same_bits(there_and_back(source, max_shard_bytes=30_000), read_folder(source))
     assert find_damage(tmp_path / "ours") == []
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
