@@ -43,6 +43,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "ERNIE-4.5-300B-A47B": ("parallel.layout=tp=8,pp=2,ep=32",),
     "Qwen3-Next-80B-A3B": ("parallel.layout=tp=2,pp=4,ep=32",),
     "Qwen3-Next-80B-A3B-FP8": ("parallel.layout=tp=2,pp=4,ep=32",),
+    "Qwen3-Coder-Next": ("parallel.layout=tp=2,pp=4,ep=32",),
     "Qwen3.5-122B-A10B": ("parallel.layout=tp=2,pp=4,ep=32",),
     "Qwen3.5-397B-A17B": ("parallel.layout=tp=2,pp=4,ep=64",),
     "Qwen3.5-27B": ("parallel.layout=tp=4,pp=2",),
@@ -57,7 +58,7 @@ model: {max_sequence_length: 6144}
 """
 QUICK = ("Moonlight-16B-A3B",)
 # Families of which fewer than three different config.json were published: later versions of their
-# models (MiniMax-M2.5, Qwen3-Coder-Next, Hy3, OLMoE of 2025) have the same sizes.
+# models (MiniMax-M2.5, Hy3, OLMoE of 2025) have the same sizes.
 FEWER = {
     "qwen2_moe": 2,
     "glm4_moe_lite": 1,
@@ -66,7 +67,6 @@ FEWER = {
     "ernie4_5_moe": 2,
     "olmoe": 1,
     "gpt_oss": 2,
-    "qwen3_next": 2,
 }
 
 

@@ -77,7 +77,7 @@ def qwen3_next(**more: Any) -> dict[str, Any]:
     rope = {"rope_theta": 1e7, "rope_scaling": None, "partial_rotary_factor": 0.25}
     sizes = {"vocab_size": 151_936, "intermediate_size": 5120, "decoder_sparse_step": 1}
     sizes["max_position_embeddings"] = 262_144
-    return delta(48, 2048, 512, 10, **named, **sizes, **rope, **more)
+    return delta(48, 2048, 512, 10, **named, **sizes, **rope | more)
 
 
 def vision(text: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +86,9 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
     rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     named = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "rope_parameters": rope}
     more = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}  # beside rope_parameters
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    more["layer_types"] = kinds * (text["num_hidden_layers"] // len(kinds))
     return {
         "model_type": "qwen3_5_moe",
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -258,9 +261,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             model_type="glm4_moe_lite",
             architectures=["Glm4MoeLiteForCausalLM"],
             intermediate_size=10_240,
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
+            v_head_dim=256,
             n_routed_experts=64,
+            num_experts_per_tok=4,
             moe_intermediate_size=1536,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.8,
+            n_group=1,
+            topk_group=1,
+            topk_method="noaux_tc",
             num_nextn_predict_layers=1,
+            partial_rotary_factor=1.0,
+            rope_theta=1e6,
+            rope_scaling=None,
+            max_position_embeddings=202_752,
+            rms_norm_eps=1e-5,
         ),
         29.9,
     ),
@@ -282,6 +301,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             "scoring_func": "sigmoid",
             "qk_norm_type": "per_layer",
             "num_mtp_modules": 3,
+            "use_mtp": True,
+            "mtp_transformer_layers": 1,
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "attn_type_list": [1] * 62,
+            "shared_intermediate_size": 0,
             "sliding_window": None,
             "max_position_embeddings": 196_608,
             "quantization_config": _FP8 | {"fmt": "float8_e4m3fn"},
@@ -313,6 +338,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "Qwen3-Next-80B-A3B": (qwen3_next(), 79.7),
     "Qwen3-Next-80B-A3B-FP8": (qwen3_next(quantization_config=_FP8), 79.7),
+    "Qwen3-Coder-Next": (qwen3_next(rope_theta=5e6, use_sliding_window=False), 79.7),
     "Qwen3.5-35B-A3B": (vision(delta(40, 2048, 256, 8)), 34.66),
     "Qwen3.5-0.8B": (dense_vision(24, 1024, 3584, 8, 2, 16, tied=True), 0.752),
     "Qwen3.5-9B": (dense_vision(32, 4096, 12_288, 16, 4, 32), 8.95),
@@ -477,7 +503,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             num_experts=192,
             num_experts_per_tok=8,
             moe_intermediate_size=1536,
+            expert_hidden_dim=1536,
             num_shared_experts=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+            qk_norm=True,
+            route_norm=True,
+            moe_router_use_sigmoid=True,
+            moe_router_enable_expert_bias=True,
+            router_scaling_factor=2.826,
+            rope_parameters={"rope_type": "default", "rope_theta": 11_158_840.0},
+            max_position_embeddings=262_144,
+            rms_norm_eps=1e-5,
         ),
         295.0,
     ),
