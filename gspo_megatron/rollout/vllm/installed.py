@@ -88,8 +88,9 @@ def unserved(config: Config) -> list[str]:
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"
             return [problem("rollout.engine", "vllm", f"{wrong} model; allowed: megatron")]
-    if "head_sizes" in found and (wrong := _delta_net_problem(config, shape)):
-        return [wrong]
+    if "head_sizes" in found and (limit := delta_net_limit(shape, config.training.precision)):
+        key, value, wrong, legal = limit
+        return [problem(key, value, f"{wrong}; allowed: {legal}, or rollout.engine = megatron")]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -105,21 +106,20 @@ def unserved(config: Config) -> list[str]:
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
 
 
-def _delta_net_problem(config: Config, shape: ModelShape) -> str | None:
+def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, str] | None:
     """Return the setting with which vLLM's CPU kernels of delta nets compute other log-probs than
-    training does, without an error; None if there is no such setting."""
+    training does, without an error: key, value, the limit, the legal value. None if there is no
+    such setting."""
     if not any(delta_net_layers(shape)):
         return None
     kernels = "vLLM for CPUs computes delta nets"
-    precision = config.training.precision
     if precision != "bf16":
-        wrong = f"{kernels} in bf16 alone; allowed: bf16, or rollout.engine = megatron"
-        return problem("training.precision", precision, wrong)
+        return "training.precision", precision, f"{kernels} in bf16 alone", "bf16"
+    sizes = delta_net_sizes(shape.megatron)
     for key in ("linear_key_head_dim", "linear_value_head_dim"):
-        size = delta_net_sizes(shape.megatron)[key]
-        if size != 128:
-            wrong = f"{kernels} with heads of 128 alone; allowed: 128, or rollout.engine = megatron"
-            return problem(f"model.megatron.{key}", size, wrong)
+        if sizes[key] != 128:
+            wrong = f"{kernels} with heads of 128 alone"
+            return f"model.megatron.{key}", sizes[key], wrong, "128"
     return None
 
 

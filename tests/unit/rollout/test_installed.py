@@ -13,10 +13,12 @@ import torch
 
 from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import FAMILIES, preset_of_folder
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hf.side_files import export_config
 from gspo_megatron.rollout.vllm.installed import unserved
+from gspo_megatron.rollout.vllm.standalone import server_command
 from tests.unit.hf.published import CONFIGS, write_model
 
 _REGISTRY = "_MODELS = {'Qwen3MoeForCausalLM': ('qwen3_moe', 'Qwen3MoeForCausalLM')}"
@@ -144,6 +146,36 @@ def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
         f"model.megatron.linear_key_head_dim = 64: {kernels} with heads of 128 alone; allowed: "
         "128, or rollout.engine = megatron"
     ]
+
+
+def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -> None:
+    """`serve` starts none on CPUs; on GPUs it does."""
+    sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
+    narrow = write_model(tmp_path / "narrow", "qwen3_next", seed=1)
+    biased = write_model(tmp_path / "biased", "minimax_m2", seed=1)
+    pythons = {}
+    for device in ("cpu", "cuda"):  # the answer of an interpreter that has vLLM
+        pythons[device] = tmp_path / device
+        pythons[device].write_text(f"#!/bin/sh\necho device {device}\n")
+        pythons[device].chmod(0o755)
+
+    def words(folder: Path, dtype: str, device: str = "cpu") -> list[str]:
+        return server_command(folder, str(pythons[device]), dtype, {})[0]
+
+    assert "--no-enable-prefix-caching" in words(right, "bfloat16")
+    for folder, dtype, named in (
+        (
+            right,
+            "float32",
+            "computes delta nets in bf16 alone; --dtype is 'float32'; allowed: bf16",
+        ),
+        (narrow, "bfloat16", "128 alone; linear_key_head_dim is 10; allowed: 128"),
+        (biased, "float32", "vLLM's servers for CPUs ignore the bias of a router without groups"),
+    ):
+        with pytest.raises(RolloutError, match=f"^{folder}: .*{named}$"):
+            words(folder, dtype)
+        assert "--model" in words(folder, dtype, "cuda")
 
 
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
