@@ -245,7 +245,9 @@ def _check_start(
             from gspo_megatron.hf.files import checked_folder
 
             with gathered_in(problems):
-                checked_folder(model.hf_path, config.resolved_model(), vocab_size)
+                code = model.ignore_custom_code
+                shape = config.resolved_model()
+                checked_folder(model.hf_path, shape, vocab_size, ignore_custom_code=code)
     if isinstance(config, Config):
         for number in config.objective.distillation.folders:
             with gathered_in(problems):
@@ -271,9 +273,9 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
 
-    distillation = config.objective.distillation
-    given = distillation.folders[number]
-    checked_folder(given, config.resolved_model(), model_vocab_size(config, tokenizer))
+    given = config.objective.distillation.folders[number]
+    vocab_size, code = model_vocab_size(config, tokenizer), config.model.ignore_custom_code
+    checked_folder(given, config.resolved_model(), vocab_size, ignore_custom_code=code)
     is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
     theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):

@@ -5,7 +5,6 @@ Rules for several keys together are in rules.py; pre-training and fine-tuning ar
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -41,11 +40,10 @@ from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
-    checkpoint_model_file,
+    config_of_weights,
     preset_of_checkpoint,
     shape_of,
 )
-from gspo_megatron.files import parse_json
 
 
 class ModelSection(Section):
@@ -57,6 +55,11 @@ class ModelSection(Section):
         "them",
     )
     hf_path: Text | None = shapes(None, "Hugging Face folder of starting weights; null: random")
+    ignore_custom_code: bool = harmless(
+        False,
+        "take hf_path, and a teacher's folder, for what its model_type says although config.json "
+        "names Python code of its own (auto_map), which is never run",
+    )
     checkpoint_path: Text | None = shapes(
         None,
         "checkpoint of gspo-megatron with the weights to start from; of a run folder or its "
@@ -95,12 +98,7 @@ class ModelSection(Section):
     def family(self, shape: ModelShape) -> Family:
         """Return the family that names the tensors: that of the weights' config.json, else one that
         has models of this shape. Raises ConfigError."""
-        hf = None
-        if self.hf_path is not None:
-            hf = parse_json((Path(self.hf_path) / "config.json").read_bytes())
-        elif self.checkpoint_path is not None:
-            file = checkpoint_model_file(self.checkpoint_path)
-            hf = None if file is None else parse_json(file.read_bytes()).get("hf")
+        hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
 

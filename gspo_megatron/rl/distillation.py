@@ -39,7 +39,7 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     of another shape, or has weights that are not finite."""
     weights = ReferencePolicy(policy, offload=offload)  # the policy's own, until they are exchanged
     try:
-        load_hf(folder, policy)
+        load_hf(folder, policy, ignore_custom_code=True)  # refused before the start, if unwanted
     finally:
         weights.swap()
     wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"
