@@ -32,6 +32,7 @@ from gspo_megatron.errors import ConfigError, DataError, UserError, problem
 from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
+    DRAWS_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
     PHASE_CONFIG,
@@ -124,7 +125,7 @@ def _make(branch: Branch, source: Path, folder: Path) -> None:
     for path in sorted(run.glob(f"{PHASE_CONFIG}*.yaml")):
         if int(path.stem.removeprefix(PHASE_CONFIG)) <= branch.step:
             shutil.copyfile(path, folder / path.name)
-    for name in (METRICS_FILE, SAMPLES_FILE, EVALUATION_FILE, CHANGES_FILE):
+    for name in (METRICS_FILE, DRAWS_FILE, SAMPLES_FILE, EVALUATION_FILE, CHANGES_FILE):
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
             with JsonLinesWriter(folder / name) as file:

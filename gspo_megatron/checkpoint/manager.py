@@ -141,7 +141,9 @@ class Checkpoints:
         assert self.start.checkpoint is not None
         path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
-        if any(before.get(key) != data[key] for key in ("prompts", "weights", "shuffle")):
+        keys = ("prompts", "weights", "shuffle", "selection")
+        # an earlier version may lack a key
+        if any(before[key] != data[key] for key in keys if key in before):
             return True
         now = fingerprints(self.config)
         return now.get("data.prompts") != state.fingerprints.get("data.prompts")

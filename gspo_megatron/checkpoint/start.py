@@ -84,7 +84,7 @@ def load_base(config: AnyConfig, policy: Policy) -> Any:
         from gspo_megatron.hf.load import load_hf
 
         source = Path(config.model.hf_path)
-        load_hf(source, policy)
+        load_hf(source, policy, ignore_custom_code=config.model.ignore_custom_code)
         hf = parse_json((source / "config.json").read_bytes())
     if policy.lora is not None and source is not None:
         policy.lora.base = on_main(lambda: base_of(source))

@@ -15,6 +15,7 @@ from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
+    DRAWS_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
     PHASE_CONFIG,
@@ -56,6 +57,7 @@ class RunLogger:
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
         self._metrics = MetricsWriter(self.folder)
+        self._draws = JsonLinesWriter(self.folder / DRAWS_FILE)
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
@@ -112,6 +114,7 @@ class RunLogger:
         """
         if self.is_main:
             self._metrics.sync()
+            self._draws.sync()
             self._samples.sync()
             self._evaluation.sync()
 
@@ -121,7 +124,7 @@ class RunLogger:
             shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
 
     def _drop_after(self, phase: str, step: int) -> None:
-        for file in (self._metrics, self._samples, self._evaluation):
+        for file in (self._metrics, self._draws, self._samples, self._evaluation):
             file.truncate_after(step, phase)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -129,6 +132,12 @@ class RunLogger:
         if self.is_main:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})
+
+    def write_draws(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write what came of the prompts of a step: see `rl.rollouts.draw_records`."""
+        if self.is_main:
+            for record in records:
+                self._draws.append(record)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write some responses of a step: see `metrics_files.sample_row`."""
@@ -156,6 +165,7 @@ class RunLogger:
         """Close the files; also after an error."""
         if self.is_main:
             self._metrics.close()
+            self._draws.close()
             self._samples.close()
             self._evaluation.close()
             self._trackers.close()

@@ -28,15 +28,17 @@ from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.data.selection import PromptSelection, identity
 from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.collapse import Alarm
-from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.observe.metrics_files import RL, read_draws
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
@@ -46,6 +48,7 @@ from gspo_megatron.rl.rollouts import (
     Collector,
     DynamicSampling,
     Experience,
+    draw_records,
     judge_groups,
 )
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
@@ -102,17 +105,7 @@ class ReinforcementLoop:
         self.suites = Suites(self.config, run.collector)
         self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling.of(rollout)
-        self.loader = PromptLoader(
-            # a run that only evaluates may have no prompts, and uses none
-            run.inputs.train_sizes or [len(run.inputs.train) or 1],
-            rollout.prompts_per_step,
-            self.config.training.seed,
-            shuffle=self.config.data.shuffle,
-            weights=self.config.data.weights,
-        )
         self.data_group = data_parallel_group()
-        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
-        self.last = phase_end(self.config, self.done + 1)
         # The responses of the next step, if the run was stopped between its rollout and its update.
         start = run.checkpoints.start
         self.restored: Experience | None = None
@@ -120,6 +113,9 @@ class ReinforcementLoop:
         # Responses from before `train --change` were sampled with other values.
         if start.checkpoint is not None and saved is not None and not start.begins_phase:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
+        self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
+        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
+        self.last = phase_end(self.config, self.done + 1)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
@@ -266,6 +262,7 @@ class ReinforcementLoop:
             try:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._request(step))
+                self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
@@ -279,7 +276,11 @@ class ReinforcementLoop:
         else:
             experience = restored
             self._begin_requests(step, first=step + 1)
+        records = [{"step": step, **each} for each in experience.draws]
+        self.run_components.logger.write_draws(records)
         self.run_components.logger.write_samples(step, experience.samples)
+        if isinstance(self.loader, PromptSelection):
+            self.loader.learn(records)
         return experience
 
     def _request(self, step: int) -> RolloutRequest:
@@ -324,11 +325,23 @@ class ReinforcementLoop:
         If servers generate ahead, the loader's next prompts belong to the next step. Refills then
         use a separate loader.
         """
-        yield self.loader.next()
+        taken = [*self.loader.next()]
+        yield [*taken]
+        while isinstance(self.loader, PromptSelection):
+            more = self.loader.refill(taken)
+            taken += more
+            yield more
         ahead = self.config.rollout.staleness > 0
         refills = self.loader.for_refills(self._draw_number(step)) if ahead else self.loader
         while True:
             yield refills.next()
+
+    def _tell_selection(self, experience: Experience) -> None:
+        """Add the figures of data.selection to those of the step, and mark what it explored."""
+        if isinstance(self.loader, PromptSelection):
+            experience.metrics |= self.loader.metrics()
+            for record in experience.draws[: self.loader.explored()]:
+                record["explored"] = True
 
     def evaluate(self, step: int, prompts: bool = True, suites: bool = True) -> dict[str, float]:
         """Evaluate data.eval_prompts and the suites, if there are any. Returns the metrics."""
@@ -389,6 +402,28 @@ class ReinforcementLoop:
         )
 
 
+def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSelection:
+    """Make what chooses the prompts of each step, from `step` on.
+
+    data.selection needs the records of all steps before it, which the main rank reads.
+    """
+    config, inputs = run.config, run.inputs
+    data, per_step, seed = config.data, config.rollout.prompts_per_step, config.training.seed
+    if not (data.selection.is_on and inputs.train):
+        # a run that only evaluates may have no prompts, and uses none
+        sizes = inputs.train_sizes or [len(inputs.train) or 1]
+        return PromptLoader(sizes, per_step, seed, shuffle=data.shuffle, weights=data.weights)
+    return PromptSelection(
+        [*map(identity, inputs.train)],
+        data.selection,
+        per_step,
+        seed,
+        step=step,
+        staleness=config.rollout.staleness,
+        records=on_main(lambda: read_draws(run.logger.folder)),
+    )
+
+
 def collect(
     collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
 ) -> Experience:
@@ -401,7 +436,7 @@ def collect(
     turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
-    kept, samples = [], []
+    kept, samples, draws = [], [], []
     chosen = DynamicSampling(
         config.rollout.prompts_per_step,
         config.rollout.max_refills,
@@ -411,7 +446,9 @@ def collect(
         request = part_of(of_step, len(kept), next_rows(), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
-        chosen.add(*judge_groups(share.group, request, collector.device))
+        has_spread, has_failed = judge_groups(share.group, request, collector.device)
+        chosen.add(has_spread, has_failed)
+        draws += draw_records(collector, request, share.group, has_spread)
         if request.first == 0:
             samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()
@@ -431,6 +468,7 @@ def collect(
         reward_seconds=metrics.reward_seconds,
         rollout_seconds=time.perf_counter() - start,
         samples=samples,
+        draws=draws,
     )
 
 
