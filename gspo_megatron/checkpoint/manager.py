@@ -12,18 +12,22 @@ import torch.distributed as dist
 
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
-    REFERENCE,
     Position,
+    finish_rollback,
     hide,
     positions,
+    reference_name,
     remove_leftovers,
     set_latest,
     surplus,
+    to_go_back_to,
     write_file,
 )
+from gspo_megatron.checkpoint.manifest import first_whole
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
 from gspo_megatron.checkpoint.rng import save_rng
+from gspo_megatron.checkpoint.rollback import Rollbacks, read_rollbacks
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -33,14 +37,18 @@ from gspo_megatron.checkpoint.run_state import (
     fingerprints,
     versions,
 )
-from gspo_megatron.checkpoint.start import load_reference
+from gspo_megatron.checkpoint.start import damage_of, load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
+from gspo_megatron.config.load import parse_yaml
+from gspo_megatron.config.phases import reference_step
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.observe.collapse import Alarm, CollapseWatch
+from gspo_megatron.observe.history import kept_metrics
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
@@ -74,12 +82,17 @@ class Checkpoints:
         self.folder = run_folder(config) / CHECKPOINTS
         self._newest = start.state.position if start.state else None  # saved, or being saved
         self.warned = list(start.state.warned) if start.state else []
+        # Ranks may differ in the last digit of a metric: the main one decides.
+        self.watch = CollapseWatch(start.state.watch if start.state else None)
+        self.rollbacks = start.state.rollbacks if start.state else 0
+        self.back: Path | None = None  # the checkpoint to which the run has just gone back
+        self._next_prompts: dict[str, Any] | None = None  # after a rollback: not those before it
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
         base = None if policy.lora is None else policy.lora.base
         self._model = describe_model(config, policy.vocab_size, hf, base)
-        on_main(self._prepare)
+        self.rollbacks, self._next_prompts = on_main(self._prepare)
 
     def saved_step(self, step: int) -> int:
         """Return the step from which the run would resume if it were killed now, after `step`.
@@ -91,36 +104,158 @@ class Checkpoints:
 
     # What a run restores
 
-    def restore(self, phase: str, trainer: Trainer, loader: DataOrder) -> int:
+    def is_new(self, phase: str) -> bool:
+        """Whether the run begins a stage now, without a checkpoint of it."""
+        return self.start.state is None or self.start.state.phase != phase
+
+    def finished_steps(self, phase: str) -> int:
+        """Return the number of steps of a stage that an earlier start of the run has finished."""
+        state = self.start.state
+        return state.step if state is not None and state.phase == phase else 0
+
+    def restore(
+        self, phase: str, trainer: Trainer, loader: DataOrder, updates_per_step: int = 1
+    ) -> int:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
-        already. Returns the number of finished steps, which is 0 if the stage begins now."""
+        already. Returns the number of finished steps, which is 0 if the stage begins now.
+
+        If a phase with other values begins, the schedule continues at steps × `updates_per_step`,
+        and prompts that differ from those before begin with the first one.
+        """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
             return 0
         load_optimizer(checkpoint, self.policy, trainer)
-        load_trainer_state(trainer, state.trainer)
-        loader.load_state_dict(state.loader)
+        position = state.trainer
+        if self.start.begins_phase:
+            position = {"scheduler": {"num_steps": state.step * updates_per_step}}
+        load_trainer_state(trainer, position)
+        if self._next_prompts is not None:
+            loader.load_state_dict(self._next_prompts)
+        elif not (self.start.begins_phase and on_main(lambda: self._has_other_prompts(state))):
+            loader.load_state_dict(state.loader)
         return state.step
 
-    @contextlib.contextmanager
-    def reference_weights(self, *, needed: bool) -> Generator[None]:
-        """Give the policy, inside the context, the weights that RL starts from, if `needed`.
+    def _has_other_prompts(self, state: RunState) -> bool:
+        """Whether the prompts, or their order, are not those with which the checkpoint was made."""
+        assert self.start.checkpoint is not None
+        path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
+        before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
+        keys = ("prompts", "weights", "shuffle", "selection")
+        # an earlier version may lack a key
+        if any(before[key] != data[key] for key in keys if key in before):
+            return True
+        now = fingerprints(self.config)
+        return now.get("data.prompts") != state.fingerprints.get("data.prompts")
 
-        A new run saves them here. A resumed run reads them, and reads its own weights again at the
-        end. A policy whose adapters began without effect needs neither: without its adapters it
-        has those weights anyway."""
+    @contextlib.contextmanager
+    def reference_weights(self, *, needed: bool, kept: bool) -> Generator[None]:
+        """Give the policy, inside the context, the weights of the reference policy, if `needed`.
+
+        At the start of RL, and where a phase renews the reference, the policy itself is the
+        reference. It is saved here if `kept`. Otherwise the reference is read, and at the end the
+        policy reads its own weights again. A policy whose adapters began without effect needs
+        neither: without its adapters it has the weights of the start anyway."""
         lora = self.policy.lora
-        needed = needed and (lora is None or not lora.starts_as_base)
+        is_base = lora is not None and lora.starts_as_base
+        needed, kept = needed and not is_base, kept and not is_base
+        step = self.finished_steps(RL)
+        since = reference_step(self.config, step + 1)
         resumed = self.start.state is not None and self.start.state.phase == RL
-        if needed and resumed:
-            load_reference(self.config, self.policy)
-        elif needed and self.section.interval:
+        is_read, name = resumed and (since != step or step == 0), reference_name(since)
+        if is_read and needed:
+            load_reference(self.config, self.policy, name)
+        elif not is_read and kept and self.section.interval:
             self._raise(self.writer.finish())
-            self._raise(self.writer.begin(REFERENCE, None, self._write_model, asynchronous=False))
+            self._raise(self.writer.begin(name, None, self._write_model, asynchronous=False))
         yield
-        if needed and resumed:
+        if is_read and needed:
             assert self.start.checkpoint is not None
             load_model(self.start.checkpoint, self.policy)
+
+    # A run that goes back
+
+    def judge(self, step: int, metrics: dict[str, float]) -> Alarm | None:
+        """Return the alarm if the policy collapses at this step, and add what the watch knows to
+        the step's metrics. If the run only warns, the other ranks get None."""
+        if getattr(self.config.training, "on_collapse", "warn") != "warn":
+            alarm = on_main(lambda: self.watch.add(step, metrics))
+        else:
+            alarm = self.watch.add(step, metrics) if self.logger.is_main else None
+        if alarm is not None:
+            metrics["collapse/alarm"] = 1.0
+        if self.rollbacks:
+            metrics["collapse/rollbacks"] = float(self.rollbacks)
+        return alarm
+
+    def lose(self, step: int, text: str) -> Alarm:
+        """Return the alarm of a step whose update has lost the weights."""
+        return on_main(lambda: self.watch.lose(step, text))
+
+    def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
+        """Save a new run that may have to go back to its first step."""
+        if getattr(self.config.training, "on_collapse", "warn") == "rollback":
+            self._save(self._state(RL, 0, trainer, loader), trainer, None, must=True)
+
+    def collapsed_text(self, step: int) -> str:
+        """Return the message of a run that ends after a collapse, the same on all ranks."""
+        return on_main(lambda: self._collapsed_text(step))
+
+    def _collapsed_text(self, step: int) -> str:
+        alarm, run = self.watch.alarm, run_folder(self.config)
+        assert alarm is not None
+        healthy = [p.step for p in positions(self.folder) if _is_healthy(p, alarm.healthy)]
+        earlier = "no checkpoint is healthy"
+        if healthy:
+            words = f"gspo-megatron train {run} --from-step {healthy[0]} section.key=value"
+            earlier = f"the last healthy checkpoint is that of step {healthy[0]}: {words}"
+        return (
+            f"{alarm.collapse}; the run ends, and is saved after step {step}\n{earlier}\n"
+            "training.on_collapse=warn: the same command goes on with the run as it is"
+        )
+
+    def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
+        """Take back all steps since the newest undamaged checkpoint that was healthy for sure.
+
+        Afterwards `back` is that checkpoint. The run continues from it as a resumed one does, with
+        the prompts that it would have used next. Returns the number of its steps. If there is no
+        such checkpoint, changes nothing and returns None."""
+        self._raise(self.writer.finish())
+        found = on_main(lambda: positions(self.folder))
+        found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
+        self.back, _ = first_whole(found, damage_of)
+        if self.back is None:
+            return None
+        to = Position.of_name(self.back.name)
+        assert to is not None
+        self.rollbacks = on_main(lambda: self._take_back(to, alarm, step, loader))
+        return to.step
+
+    def _take_back(self, to: Position, alarm: Alarm, step: int, loader: DataOrder) -> int:
+        """Record a rollback, and hide the later checkpoints. Called on the main rank. Returns the
+        number of rollbacks."""
+        before = read_rollbacks(self.folder)
+        number = self.rollbacks + 1
+        told = {"number": number, "from_step": step, "to_step": to.step, "text": alarm.text}
+        record = Rollbacks(
+            number=number,
+            to=to.name,
+            loader=loader.state_dict(),
+            prompts=self._prompts(),
+            undone=[p.name for p in positions(self.folder) if p.order > to.order],
+            rollbacks=[*(before.rollbacks if before else ()), told],
+        )
+        self.logger.keep_metrics(kept_metrics(number))
+        record.write(self.folder)
+        finish_rollback(self.folder)
+        set_latest(self.folder, to.name)
+        return number
+
+    def _prompts(self) -> dict[str, Any]:
+        """What the place in the data belongs to. Called on the main rank."""
+        data = self.config.model_dump(mode="json")["data"]
+        values = {key: data[key] for key in ("prompts", "weights", "shuffle")}
+        return values | {"fingerprint": self._fingerprints.get("data.prompts")}
 
     # Saving
 
@@ -133,11 +268,14 @@ class Checkpoints:
         metrics: Mapping[str, float],
         *,
         is_last: bool,
+        is_border: bool = False,
     ) -> None:
-        """Save the run if this step is due: by the interval, at the stage's end, on a stop signal.
+        """Save the run if this step is due: by the interval, at the stage's end, at a phase's last
+        step (`is_border`), on a stop signal.
 
         Raises StopRun on all ranks after a stop signal. Raises UserError if the save at the stage's
-        end or after a stop signal fails. Any other failed save is a warning, and the run continues.
+        end, at a border or after a stop signal fails. Any other failed save is a warning, and the
+        run continues.
         """
         interval = self.section.interval
         if not interval:
@@ -146,7 +284,7 @@ class Checkpoints:
         stop, busy = any_rank([self.stop.is_requested, self.writer.is_busy])
         if not busy:
             self._warn(self.writer.finish())
-        ends = stop or is_last
+        ends = stop or is_last or is_border
         if not (ends or step % interval == 0):
             return
         self._warn_of_missing_metric(step, metrics, is_last)
@@ -227,6 +365,13 @@ class Checkpoints:
             f"continues it once {error.resume_when}"
         ) from error
 
+    def next_start(self) -> Start:
+        """The start of the phase that follows the border that was just saved."""
+        assert self._newest is not None
+        checkpoint = self.folder / self._newest.name
+        state = on_main(lambda: RunState.read(checkpoint))
+        return Start(checkpoint, state, begins_phase=True)
+
     def close(self) -> None:
         """Wait for checkpoints that are still being written or removed."""
         if self.section.interval:
@@ -275,15 +420,19 @@ class Checkpoints:
             world_size=dist.get_world_size(),
             versions=versions(),
             warned=list(self.warned),
+            watch=self.watch.state(),
+            rollbacks=self.rollbacks,
         )
 
     def _write_model(self, folder: Path) -> None:
         if self.logger.is_main:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
-    def _prepare(self) -> None:
-        """Clean the folder and check the free disk space. Called on the main rank before
-        training."""
+    def _prepare(self) -> tuple[int, dict[str, Any] | None]:
+        """Clean the folder and check the free disk space. Called on the main rank before training.
+        Returns the number of rollbacks, and the place in the data if the run continues at the
+        checkpoint that the last of them went back to."""
+        finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
@@ -291,10 +440,15 @@ class Checkpoints:
                 f"{self.folder}: no room for a checkpoint: {refusal}; free some, give another "
                 "logging.dir, or set checkpoint.interval=0"
             )
+        record = read_rollbacks(self.folder)
+        if record is None or self.start.state is None or self.rollbacks >= record.number:
+            return self.rollbacks, None
+        return record.number, record.loader if record.prompts == self._prompts() else None
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the configuration does not keep. Called on the main rank.
-        Checkpoints later than `newest` are damaged and stay, because the run will replace them."""
+        Checkpoints later than `newest` are damaged and stay, because the run will replace them.
+        Healthy ones stay too, because a collapse is seen some steps after it began."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):
@@ -305,6 +459,8 @@ class Checkpoints:
                         state = RunState.read(self.folder / position.name)
                         found[position] = state.metrics.get(section.best_metric)
         extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
+        needed = to_go_back_to([*found], self.watch.healthy_step, self.watch.healthy)
+        extra = [position for position in extra if position not in needed]
         self.writer.remove([hide(self.folder / each.name) for each in extra])
 
     def _stopped(self, position: Position) -> str:
@@ -328,3 +484,8 @@ class Checkpoints:
                 f"{problem}; when that is solved, the same command resumes the run from its newest "
                 "checkpoint"
             )
+
+
+def _is_healthy(position: Position, step: int) -> bool:
+    """Whether a checkpoint is one of the RL steps up to a healthy one."""
+    return position.phase == RL and position.step <= step and not position.rolled_out

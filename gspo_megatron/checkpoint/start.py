@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, remove_leftovers
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, remove_leftovers
 from gspo_megatron.checkpoint.manifest import find_damage, first_whole
 from gspo_megatron.checkpoint.resume import (
     Start,
@@ -32,7 +32,7 @@ from gspo_megatron.checkpoint.run_state import base_of, read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
@@ -51,7 +51,7 @@ from gspo_megatron.platform.stop import SlurmJob, StopRun, StopSignals, watched
 RESTARTS_FILE = "restarts.json"
 
 
-def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
+def damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Return what is wrong with a checkpoint. All ranks share the work and get the same lines."""
     share = (dist.get_rank(), dist.get_world_size())
     mine = find_damage(checkpoint, share=share, only=only)
@@ -77,7 +77,7 @@ def load_base(config: AnyConfig, policy: Policy) -> Any:
     source, hf = None, None
     if config.model.checkpoint_path is not None:
         source = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
-        refuse_damage(source, _damage_of(source, is_of_model))
+        refuse_damage(source, damage_of(source, is_of_model))
         load_model(source, policy, adapters=False)
         hf = read_model(source)["hf"]
     elif config.model.hf_path is not None:
@@ -102,14 +102,20 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
     assert policy.lora is not None
     base = policy.lora.base
     checkpoint = on_main(lambda: given_adapters(path, section, base))
-    refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
+    refuse_damage(checkpoint, damage_of(checkpoint, is_of_model))
     load_model(checkpoint, policy)
 
 
-def load_reference(config: AnyConfig, policy: Policy) -> None:
-    """Read the weights that RL started from. Raises UserError on all ranks if they are damaged."""
-    reference = run_folder(config) / CHECKPOINTS / REFERENCE
-    refuse_damage(reference, _damage_of(reference))
+def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
+    """Read the weights of the reference policy. Raises UserError on all ranks if they are damaged,
+    or if the run has kept none."""
+    reference = run_folder(config) / CHECKPOINTS / name
+    if not on_main(reference.is_dir):
+        raise DataError(
+            f"objective.kl: {reference} is missing, as the run began without a KL penalty; "
+            "allowed: none, or a phase in training.phases with reference: renew"
+        )
+    refuse_damage(reference, damage_of(reference))
     load_model(reference, policy)
 
 
@@ -238,8 +244,9 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
-    """Join the other ranks and find the checkpoint to resume; every rank enters it.
+def open_session(config: AnyConfig, *, fresh: bool, change: bool = False) -> Generator[Session]:
+    """Join the other ranks and find the checkpoint to resume; every rank enters it. `change`: see
+    `conclude`.
 
     Raises UserError on all ranks: if `fresh` is set and the folder is not empty, if all checkpoints
     are damaged, or if keys have changed that must not change.
@@ -248,8 +255,8 @@ def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             found = on_main(lambda: candidates(config, fresh=fresh, lock=lock))
-            chosen, damage = first_whole(found, _damage_of)
-            start = on_main(lambda: conclude(config, chosen, damage))
+            chosen, damage = first_whole(found, damage_of)
+            start = on_main(lambda: conclude(config, chosen, damage, change=change))
             yield Session(config, ranks, start, stop, lock)
         finally:
             stop_processes()

@@ -63,6 +63,7 @@ def check_run(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> Checked:
@@ -70,7 +71,7 @@ def check_run(
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
     its export. Raises ConfigError with the problems of all parts, after the problems `told`: the
     values that are not allowed."""
-    options: Any = {"fresh": fresh, "command": command}
+    options: Any = {"fresh": fresh, "change": change, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
         config, inputs = check_all(config, world_size, with_files=with_files, told=told, **options)
@@ -88,6 +89,7 @@ def check_all(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
@@ -101,15 +103,25 @@ def check_all(
     the problems of the run folder that can be found without the files.
     """
     from gspo_megatron.config import Config, check_config
+    from gspo_megatron.config.phases import phase_configs
     from gspo_megatron.config.stages import FineTuningConfig
     from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     problems: list[str] = [*told]
     inputs = None
+    options: Any = {"here": with_files, "for_training": isinstance(config, Config)}
+    first, *later = phase_configs(config)
     with gathered_in(problems):
-        check_config(config, world_size, here=with_files, for_training=isinstance(config, Config))
+        check_config(first, world_size, **options)
     if isinstance(config, Config):
-        inputs = _read_prompts(config, with_files, problems)
+        inputs = _read_prompts(first, with_files, problems)
+        for number, phase in enumerate(later, start=1):
+            of_phase: list[str] = []
+            with gathered_in(of_phase):
+                check_config(phase, world_size, **options)
+            inputs = _read_prompts(phase, with_files, of_phase) or inputs
+            new = [line for line in of_phase if line not in problems]
+            problems += [f"training.phases[{number}]: {line}" for line in new]
     else:
         with gathered_in(problems):
             named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
@@ -123,7 +135,7 @@ def check_all(
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
-            _check_start(config, None, fresh=fresh, command=command)
+            _check_start(config, None, fresh=fresh, change=change, command=command)
     _raise(problems)
     return config, inputs
 
@@ -140,6 +152,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         get_reward,
         suite_rewards,
     )
+    from gspo_megatron.rollout.teacher import check_teachers
     from gspo_megatron.rollout.vllm.installed import unserved
 
     inputs = reward = environment = None
@@ -154,10 +167,11 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             check_section(of_suite, config.evaluation.suites[name].reward)
     with gathered_in(problems):
         section = config.reward
+        is_read = config.data.prompts is not None or config.data.eval_prompts is not None
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
         if gives_rewards(environment):
             reward = None
-        elif reward.answers is not None and field_map(config.data).answer is None:
+        elif is_read and reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
             problems.append(
                 f"data.answer_field = null: {wrong}; allowed: the field that holds them"
@@ -184,6 +198,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         if reward is not None and inputs is not None:
             with gathered_in(problems):
                 check_answers(reward, [*inputs.train, *inputs.evaluation])
+        if inputs is not None:
+            with gathered_in(problems):
+                check_teachers(config.objective.distillation, inputs.train)
         for name, of_suite in suites.items() if inputs is not None else ():
             with gathered_in(problems):
                 check_answers(of_suite, inputs.files[suite_key(name)])
@@ -191,7 +208,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
 
 
 def _check_start(
-    config: Any, inputs: AnyInputs | None, *, fresh: bool, command: Sequence[str]
+    config: Any,
+    inputs: AnyInputs | None,
+    *,
+    fresh: bool,
+    change: bool = False,
+    command: Sequence[str] = (),
 ) -> Start | None:
     """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
@@ -200,7 +222,7 @@ def _check_start(
     from gspo_megatron.data.inputs import model_vocab_size
 
     try:
-        start = preview(config, fresh=fresh, command=command)
+        start = preview(config, fresh=fresh, change=change, command=command)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already
@@ -226,9 +248,10 @@ def _check_start(
                 code = model.ignore_custom_code
                 shape = config.resolved_model()
                 checked_folder(model.hf_path, shape, vocab_size, ignore_custom_code=code)
-    if isinstance(config, Config) and config.objective.distillation.teacher is not None:
-        with gathered_in(problems):
-            check_teacher(config, inputs.tokenizer)
+    if isinstance(config, Config):
+        for number in config.objective.distillation.folders:
+            with gathered_in(problems):
+                check_teacher(config, number, inputs.tokenizer)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -243,22 +266,22 @@ def _check_start(
 _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
-def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise DataError if `objective.distillation.teacher` cannot teach the policy: because it is
-    damaged, or has another shape or another tokenizer."""
+def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the folder of `objective.distillation` with this number cannot teach the
+    policy: because it is damaged, or has another shape or another tokenizer."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
 
-    given = config.objective.distillation.teacher
-    assert given is not None
+    given = config.objective.distillation.folders[number]
     vocab_size, code = model_vocab_size(config, tokenizer), config.model.ignore_custom_code
     checked_folder(given, config.resolved_model(), vocab_size, ignore_custom_code=code)
     is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
     theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+        key = config.objective.distillation.key_of(number, "teacher")
         raise DataError(
-            f"objective.distillation.teacher = {given}: its tokenizer makes other tokens of a text "
+            f"{key} = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
         )
 

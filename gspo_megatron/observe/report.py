@@ -22,7 +22,9 @@ from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
+from gspo_megatron.observe.history import history
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     FINE_TUNING,
     PRETRAINING,
     RL,
@@ -50,7 +52,7 @@ _MEANS = (
     f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
 )
 _SAMPLES_SHOWN = 12
-_CONFIG_FILE = "config.resolved.yaml"
+_CONFIG_FILE, _ENVIRONMENT = "config.resolved.yaml", "environment.json"
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -406,12 +408,12 @@ def _report_one(run: Run, out: Path) -> str:
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
     tiles.append(("wall time", duration(wall_seconds(records))))
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
+    sections += [ReportSection("History", told)] if (told := history(run.path)) else []
     sections += warning_section([run])
     pictures = [*plot_run(run.path, out), plot_timeline(run, out / "plots" / "timeline.png")]
     if shown := [Picture(path, path.stem) for path in pictures if path is not None]:
         sections.append(ReportSection("Plots", [*shown]))
-    samples = read_samples(run.path)
-    if samples:
+    if samples := read_samples(run.path):
         sections.append(ReportSection("Samples", [_sample_table(samples)]))
     sections.append(ReportSection("Details", _details(run)))
     return render_html(run.name, str(run.path), sections, tiles)
@@ -589,10 +591,10 @@ def conversation(sample: Mapping[str, Any]) -> str:
 
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:
-    """Return the run's configuration and environment files as foldable texts."""
-    files = (("Configuration", _CONFIG_FILE), ("Environment", "environment.json"))
+    """Return the run's configuration, changes and environment files as foldable texts."""
+    kept = {"Configuration": _CONFIG_FILE, "Changes": CHANGES_FILE, "Environment": _ENVIRONMENT}
     return [
         Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))
-        for title, name in files
+        for title, name in kept.items()
         if (run.path / name).is_file()
     ] or ["No configuration was kept with this run."]
