@@ -17,9 +17,10 @@ from tests.e2e.resuming import (
     environment,
     make_small,
     records,
+    start,
     train,
 )
-from tests.programs import gspo
+from tests.programs import gspo, wait_until
 
 LAST = "rl_00000006"
 # Every kind of key: lengths and sizes, other prompts, a rate, another objective with as many
@@ -108,6 +109,21 @@ def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call
     (config.parent / "signal_at").write_text(str(call))
     train(config, expect=75)
     assert LAST not in checkpoint_names(config.parent / "run")
+    train(config)
+    assert_same_run(config.parent / "run", campaign / "run", LAST)
+
+
+def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_path: Path) -> None:
+    """By SIGKILL, as soon as a border's checkpoint is whole; each step has its prompts once."""
+    config = copied(campaign, tmp_path)
+    for border in (2, 4):
+        process = start(config)
+        checkpoint = config.parent / "run/checkpoints" / f"rl_{border:08d}"
+        wait_until(checkpoint.is_dir, process)
+        assert process.poll() is None, (config.parent / "stderr").read_text()[-3000:]
+        process.kill()
+        process.wait(timeout=60)
+        assert LAST not in checkpoint_names(config.parent / "run")
     train(config)
     assert_same_run(config.parent / "run", campaign / "run", LAST)
 

@@ -17,11 +17,13 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """Of the border's weights and of the phase's lengths; within a phase they are a step older."""
+    """Of the border's weights and of the phase's lengths; within a phase they are a step older. A
+    run that is killed at the border takes each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
         vllm_python,
+        parallel={"layout": "tp=2,pp=2,ep=2"},
         rollout={
             "group_size": 2,
             "prompts_per_step": 4,
@@ -32,6 +34,10 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
         checkpoint={"interval": 1},
         logging={"samples_per_step": 8},
     )
+    process, border = run.start(), run.out / "checkpoints" / f"rl_{BORDER:08d}"
+    run.wait(process, border.is_dir)
+    process.kill()
+    process.wait(timeout=60)
     run.finish(run.start())
     records = {each["step"]: each for each in run.records()}
     oldest = {step: records[step]["staleness/max"] for step in range(1, 5)}
