@@ -35,7 +35,6 @@ from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import family_of, family_of_shape
 from gspo_megatron.families.adapter_map import (
-    PEFT_TENSORS,
     Adapted,
     adapted_weights,
     adapter_map,
@@ -49,7 +48,7 @@ from gspo_megatron.families.weight_map import (
     split,
     weight_map,
 )
-from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_config
+from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_config, write_peft
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
@@ -215,15 +214,9 @@ def adapters_to_peft(
 ) -> None:
     """Write adapters as a new PEFT folder."""
     tensors = {name: each.to(dtype or each.dtype) for name, each in adapters.tensors.items()}
-    specs = {name: each.to("meta") for name, each in tensors.items()}
-    size = sum(each.nbytes for each in tensors.values()) + 1
-    with HfWriter(destination, specs, max_shard_bytes=size, single_file=PEFT_TENSORS) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.finish()
-        base = adapters.base["path"]
-        document = peft_config(adapters.section, adapters.adapted, adapters.weights, base)
-        writer.publish({"adapter_config.json": document})
+    base = adapters.base["path"]
+    document = peft_config(adapters.section, adapters.adapted, adapters.weights, base)
+    write_peft(destination, tensors, document)
 
 
 def peft_to_megatron(

@@ -24,6 +24,7 @@ from gspo_megatron.families.adapter_map import (
 )
 from gspo_megatron.families.weight_map import WeightMap
 from gspo_megatron.hf.files import DTYPES, HfFolder, read_header, read_json
+from gspo_megatron.hf.writer import HfWriter
 
 # Fields of adapter_config.json with which other arithmetic is meant than B (A x) * alpha / r.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -156,6 +157,32 @@ def peft_config(
         "modules_to_save": None,
         "inference_mode": True,
     }
+
+
+def write_peft(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    private: bool = False,
+) -> None:
+    """Write a new PEFT folder, which appears when it is complete. document: adapter_config.json.
+    Raises DataError."""
+    specs = {name: each.to("meta") for name, each in tensors.items()}
+    size = sum(each.nbytes for each in tensors.values()) + 1
+    with HfWriter(
+        path,
+        specs,
+        max_shard_bytes=size,
+        single_file=PEFT_TENSORS,
+        durable=durable,
+        private=private,
+    ) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        writer.publish({PEFT_CONFIG: document})
 
 
 def _whole(value: float) -> float:

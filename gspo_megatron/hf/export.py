@@ -13,10 +13,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import Family, family_of, family_of_shape
+from gspo_megatron.families.adapter_map import adapter_map
 from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
-from gspo_megatron.hf.load import weight_shards
+from gspo_megatron.hf.adapters import peft_config, write_peft
+from gspo_megatron.hf.load import adapter_shards, weight_shards
 from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.models.build import Policy
@@ -84,6 +87,43 @@ def export_hf(
                 files = tokenizer_files(tokenizer)
                 writer.finish()
                 writer.publish({"config.json": config, **generation_files(files)}, files)
+
+
+@torch.no_grad()
+def export_adapter(
+    policy: Policy,
+    path: str | Path,
+    section: LoraSection,
+    base: str,
+    *,
+    hf_config: Mapping[str, Any] | None = None,
+    durable: bool = True,
+    private: bool = False,
+) -> int:
+    """Write the policy's adapters as the new PEFT folder `path`, as `export_hf` writes a model.
+    Returns their bytes.
+
+    section: model.lora; base: the folder or name of the model that they belong to. Raises
+    DataError, on every rank, for a destination that cannot be written."""
+    assert policy.lora is not None, "a model without adapters"
+    adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
+    policy.finish_parameter_gather()
+    copy = _ModelCopy(adapter_shards(policy), adapters)
+    kind, device = policy.config.params_dtype, torch.device(torch.cuda.current_device())
+    is_main = dist.get_rank() == MAIN_RANK
+    tensors: dict[str, Tensor] = {}
+    for name, shape in adapters.shapes.items():
+        tensor = torch.empty(shape, dtype=kind, device=device) if is_main else None
+        copy.collect(name, kind, tensor)
+        if tensor is not None:
+            tensors[name] = tensor.cpu()
+    with raised_everywhere():
+        if is_main:
+            family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
+            weights = weight_map(family, policy.shape, policy.vocab_size)
+            document = peft_config(section, policy.lora.adapted, weights, base)
+            write_peft(path, tensors, document, durable=durable, private=private)
+    return sum(math.prod(shape) for shape in adapters.shapes.values()) * kind.itemsize
 
 
 @torch.no_grad()

@@ -78,6 +78,10 @@ def unserved(config: Config) -> list[str]:
             wrong = f"vLLM {found['version']} for CPUs: its servers {family.no_cpu_servers}"
             wrong = f"{wrong}; allowed: megatron"
             return [problem("rollout.engine", "vllm", wrong)]
+        if "head_sizes" in found and section.takes_adapters and shape.num_moe_experts:
+            wrong = f"vLLM {found['version']} for CPUs runs no adapters of models with experts"
+            wrong = f"{wrong}; allowed: merged"
+            return [problem("rollout.vllm.lora", section.lora, wrong)]
         lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import ServerClient
+from gspo_megatron.rollout.vllm.client import MODEL, ServerClient
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
@@ -34,6 +34,15 @@ class FleetSettings:
     silence_seconds: float
     max_staleness: int = 0  # above 0, new weights come while responses are under way
     keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
+    # The Hugging Face folder that servers start with and keep: new weights are adapters of it.
+    # None: new weights are whole models.
+    base: str | None = None
+
+    def model(self, version: int) -> str | None:
+        """The name by which requests ask for a version; None: there is but one at a time. A name
+        of its own for each version: vLLM keeps what it remembers of prompts by the adapter's
+        name."""
+        return None if self.base is None else f"{MODEL}-{version}"
 
     def salt(self, version: int) -> str | None:
         """The cache salt of a version. vLLM forgets its prefix cache with each version, unless
@@ -101,6 +110,7 @@ class Server:
     why_out: str | None = "has not started yet"
     checked_version: int = -1  # the newest version that it had and that passed the check
     reports_versions: bool = False  # which weights drew which tokens
+    adapters: set[int] = field(default_factory=set)  # versions that it has loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
     window: RequestWindow = field(default_factory=RequestWindow)
