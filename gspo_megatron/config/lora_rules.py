@@ -55,6 +55,11 @@ def _matrices_are_served(plan: Plan) -> Problems:
             named = ", ".join(sorted(names))
             wrong = f"vLLM drops adapters of the {kind} ({named}), or has none"
             yield _KEY, f"{wrong}; {_MERGED}"
+    family = model.family(shape)
+    is_joint = any(f"{part}_gate_up" in family.names for part in ("interleaved", "experts"))
+    if is_joint and any(".mlp.experts." in name for name in adapted):
+        wrong = "all experts of a layer are one tensor in its files, and vLLM's form for that has"
+        yield _KEY, f"{wrong} no adapters of gate and up projection; {_MERGED}"
     if shape.has_latent_attention and any(".self_attention." in name for name in adapted):
         wrong = "vLLM multiplies latent attention's matrices with each other, without adapters"
         yield _KEY, f"{wrong}; {_MERGED}, or other model.lora.targets"
