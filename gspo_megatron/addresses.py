@@ -1,4 +1,4 @@
-"""Addresses of this machine: where others reach it, and sockets that listen there."""
+"""Addresses at which other hosts reach this machine, and sockets that listen there."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from gspo_megatron.errors import UserError
 
-# The launcher's socket for torch's store, on which rank 0 answers: a descriptor.
+# Environment variable: the file descriptor of the socket that the launcher opened for torch's
+# store; rank 0 answers on it.
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
-ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # names of hosts of the job that only serve, with commas
+ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # comma-separated names of the job's hosts that only serve
 _DISCARD = 9  # a port; nothing is sent there
-_ABROAD = "192.0.2.1"  # no machine has it (RFC 5737): the way there is the default route
+_ABROAD = "192.0.2.1"  # no machine has it (RFC 5737), so its route is the default route
 
 
 def addresses_of(host: str) -> list[str]:
-    """What the host's name stands for here, IPv4 first; nothing where it is unknown."""
+    """Resolve a host's name on this machine, IPv4 first; empty if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -32,12 +33,12 @@ def is_loopback(address: str) -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """The address of this machine from which it reaches the host; None: it does not."""
+    """Return the address that this machine uses to reach the host; None: no route."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as way:
             try:
-                way.connect((address, _DISCARD))  # looks up the route alone
+                way.connect((address, _DISCARD))  # only looks up the route
             except OSError:
                 continue
             return str(way.getsockname()[0])
@@ -45,12 +46,12 @@ def route_to(host: str) -> str | None:
 
 
 def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The address of this machine for the other hosts of its job, of which `master` is the first.
+    """Return the address at which the other hosts of the job reach this machine.
 
-    On many systems a host's own name stands for 127.0.1.1 on the host itself, where nobody else
-    reaches it: then it is the address on the way to another host. So it is where the name stands
-    for several addresses of the host, in several networks. Raises UserError where none is
-    known, and where `master` is no name here.
+    master: the first host of the job. On many systems a host's own name resolves to 127.0.1.1 on
+    the host itself, which other hosts cannot reach. Then, and if the name has several addresses in
+    several networks, the result is the address towards another host. Raises UserError if no address
+    is known, or if `master` cannot be resolved.
     """
     known = addresses_of(master)
     if not known:
@@ -72,10 +73,10 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
-    """The address of this machine, the first of its job, for the hosts that only serve rollouts.
+    """Return the address at which hosts that only serve rollouts reach this machine.
 
-    Raises UserError as `own_address`, and where the way to these hosts is unknown and there is no
-    default route.
+    This machine must be the first host of the job. Raises UserError like `own_address`, and if
+    there is neither a known route to these hosts nor a default route.
     """
     master = environ.get("MASTER_ADDR") or socket.gethostname()
     own = own_address(master, environ)
@@ -95,7 +96,7 @@ def _ways_to_others(environ: Mapping[str, str]) -> list[str]:
 
 
 def _way_abroad(problem: str) -> str:
-    """The address of this machine on its default route. Raises UserError where it has none."""
+    """Return this machine's address on its default route. Raises UserError if it has none."""
     way = route_to(_ABROAD)
     if way is None or is_loopback(way):
         raise UserError(f"{problem}; set it to an address of the first host of the job")
@@ -103,8 +104,7 @@ def _way_abroad(problem: str) -> str:
 
 
 def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Some hosts of the job, as the environment names them: Slurm's last one, and those that serve
-    rollouts."""
+    """Return some other hosts of the job: Slurm's last one, and those that serve rollouts."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     return [*last_host(nodes), *_serving_hosts(environ)]
 
@@ -114,22 +114,26 @@ def _serving_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def last_host(nodes: str) -> list[str]:
-    """The last name in a Slurm node list, as node12 of login1,node[07-08,12]; [] where the list is
-    empty or unclear."""
+    """Return the last name in a Slurm node list, such as node12 in login1,node[07-08,12].
+
+    Returns [] if the list is empty or unclear.
+    """
     last = re.split(r",(?![^\[]*\])", nodes)[-1]
     host = re.sub(r"\[(?:[^\]]*[,-])?([^\],-]+)\]", r"\1", last)
     return [host] if host and "[" not in host and "]" not in host else []
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone. Raises OSError."""
+    """Open a socket that listens only on this address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Where the first host of a job listens for the others: the address that its name stands for,
-    if that is one of its own and others reach it."""
+    """Return the address on which the first host of a job listens for the other hosts.
+
+    It is the address of the host's name, if the host has this address and others can reach it.
+    """
     known: Sequence[str] = addresses_of(master)
     own = own_address(master, environ)
     if is_loopback(own):
@@ -148,8 +152,8 @@ def _is_here(address: str) -> bool:
 
 
 def _spans_hosts(master: str, environ: Mapping[str, str]) -> bool:
-    """Whether ranks of the job may be on other hosts than this one."""
+    """Return whether ranks of the job may be on other hosts."""
     if master == "localhost" or re.fullmatch(r"[\d.]+|.*:.*", master):
-        return False  # a loopback address by itself: the user has said so
+        return False  # the user has named a loopback address
     here = environ.get("LOCAL_WORLD_SIZE")
     return here is None or here != environ.get("WORLD_SIZE", here)

@@ -1,7 +1,7 @@
-"""Errors that a user can mend.
+"""Errors that a user can correct.
 
-Everything below ends a command with exit code 2 and its message alone, without a traceback; any
-other exception is a defect of ours or a failure of the machine, and is shown whole.
+A UserError ends a command with exit code 2 and its message, without a traceback. Any other
+exception is a defect of this program or a failure of the machine, and is shown with its traceback.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _LONGEST_VALUE = 200  # characters; a path should be whole
 
 
 class UserError(ValueError):
-    """Something in the user's hands is wrong: a config, a file, a reward function.
+    """Something that the user can correct is wrong: a config, a file, a reward function.
 
-    `resume_when` ends the sentence "the same command continues it once ..." of a run that this
-    error has ended."""
+    `resume_when` ends the sentence "the same command continues it once ...", which is printed when
+    this error has ended a run."""
 
     resume_when = "that is mended"
 
 
 class ConfigError(UserError):
-    """All that is wrong with a configuration, one line a problem.
+    """All problems of a configuration, one line each.
 
-    known: the configuration without the values that are not allowed, where the rest of it can still
+    known: the configuration without the values that are not allowed, if its other values can still
     be checked (config/known.py).
     """
 
@@ -37,8 +37,9 @@ class ConfigError(UserError):
 
 
 class UnknownValueError(ConfigError):
-    """A value was read that is not allowed, which is told already: what needs it cannot be checked.
-    It has no line of its own."""
+    """A check has read a value that is not allowed, so the check is impossible.
+
+    The problem of the value is reported already, so this error has no line of its own."""
 
     def __init__(self) -> None:
         self.problems, self.known = [], None
@@ -50,7 +51,7 @@ class DataError(UserError):
 
 
 class RolloutError(UserError):
-    """The servers that draw responses: not as the run needs them, or gone."""
+    """The rollout servers do not fit the run, or are gone."""
 
     resume_when = "servers answer"
 
@@ -62,19 +63,22 @@ class RewardError(UserError):
 
 
 class EpisodeError(UserError):
-    """An environment raised, or did not keep to what an episode allows."""
+    """An environment raised, or broke a rule of episodes."""
 
     resume_when = "the environment works"
 
 
 class UnplayableError(EpisodeError):
-    """An environment cannot play any episode, whatever the policy does: it ends the run, where an
-    EpisodeError is the failure of one episode."""
+    """An environment cannot play any episode, whatever the policy does.
+
+    It ends the run, whereas an EpisodeError is the failure of one episode."""
 
 
 def error_of(kind: str, text: str) -> UserError:
-    """The UserError that another process has raised, by the name of its class and its message. A
-    class that is not of this module becomes a plain UserError."""
+    """Make the UserError that another process raised, from its class name and message.
+
+    A class that is not in this module becomes a plain UserError.
+    """
     if kind == ConfigError.__name__:
         return ConfigError(text.splitlines())
     kinds = (DataError, RolloutError, RewardError, EpisodeError, UnplayableError)
@@ -82,14 +86,14 @@ def error_of(kind: str, text: str) -> UserError:
 
 
 def some_of(lines: Sequence[str], shown: int = 10) -> list[str]:
-    """The first `shown` lines and how many more there are: a model has thousands of tensors."""
+    """Return the first `shown` lines and the number of the others, for very long lists."""
     more = len(lines) - shown
     return list(lines) if more <= 1 else [*lines[:shown], f"... and {more:,} more"]
 
 
 @contextlib.contextmanager
 def gathered_in(problems: list[str]) -> Generator[None]:
-    """Add what is wrong inside to the list, line by line."""
+    """Catch a UserError in this context, and add its lines to the list."""
     try:
         yield
     except UserError as error:
@@ -97,13 +101,12 @@ def gathered_in(problems: list[str]) -> Generator[None]:
 
 
 def problem(key: str, value: Any, wrong: str) -> str:
-    """One line about one key; `wrong` says what is wrong and, after a semicolon, what is
-    allowed."""
+    """Make one line about a key. wrong: the problem and, after a semicolon, the allowed values."""
     return f"{key} = {format_value(value)}: {wrong}"
 
 
 def format_value(value: Any) -> str:
-    """A value as the user could have written it, on one line and not too long."""
+    """Format a value as the user would write it, on one short line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -113,18 +116,18 @@ def format_value(value: Any) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most similar to `name`, best first; empty when none is close."""
+    """Return the candidates most similar to `name`, best first; empty if none is close."""
     by_folded = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), list(by_folded), n=count, cutoff=0.61)
     return [by_folded[folded] for folded in found]
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """`did you mean a or b?` for at least one name."""
+    """Return `did you mean a or b?` for at least one name."""
     return f"did you mean {' or '.join(names)}?"
 
 
 def suggest(name: str, candidates: Sequence[str]) -> str:
-    """The nearest candidates, or all of them where none is near and the list is short."""
+    """Suggest the nearest candidates; if none is near, list all as allowed."""
     close = nearest(name, candidates)
     return did_you_mean(close) if close else f"allowed: {', '.join(candidates)}"

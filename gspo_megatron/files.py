@@ -1,4 +1,4 @@
-"""Writing files so that readers see all of a file or nothing, and hashes of their contents."""
+"""Atomic and durable writing of files, hashes of their contents, and checked JSON."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 from gspo_megatron.errors import DataError
 
-# What code raises that takes a value from JSON for one of the wanted form.
+# Exceptions of code that reads a JSON value with another structure than it expects.
 WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
-_MOST_NESTED = 100  # levels of a JSON text that a program of ours or a known one wrote
-SETTLED = 64 << 20  # bytes of a large file that are written before `settle` waits for the disk
+_MOST_NESTED = 100  # levels; more than any file of this or a known program has
+SETTLED = 64 << 20  # a writer of a large file calls `settle` after this number of bytes
 
 
 def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:
-    """Writes `content` to `path`, making its folder; a reader never sees half of it. `mode`: who
-    may read and write it, less what the umask takes away.
+    """Write `content` to `path`, making its folder; a reader never sees a part of it.
 
-    Raises DataError where the folder or the file cannot be written.
+    mode: the file's permissions before the umask. Raises DataError if the folder or the file cannot
+    be written.
     """
     path = Path(path)
-    # The process id keeps two writers apart; the same folder makes the replacement atomic.
+    # The process id separates two writers. The file is in the same folder, so that the replacement
+    # is atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         make_folder(path.parent)
@@ -41,10 +42,10 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
 
 
 def make_folder(folder: str | Path) -> None:
-    """Make a folder and those above it; it may be there already. Raises OSError.
+    """Make a folder and its parents; it may exist already. Raises OSError.
 
-    On a shared file system (NFS, BeeGFS) another node may have made it a moment ago: making it
-    fails then, although this node does not see a folder there yet.
+    On a shared file system (NFS, BeeGFS) another node may have just made it. Then this call fails
+    although this node does not see the folder yet, so it tries again.
     """
     folder = Path(folder)
     for seconds in (*_LAGS, None):
@@ -57,11 +58,11 @@ def make_folder(folder: str | Path) -> None:
         time.sleep(seconds)
 
 
-_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds; attributes in a cache of NFS may be older
+_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds between tries, until NFS has updated its cache
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's contents, or the names in a folder, are on the disk. Raises OSError."""
+    """Wait until a file's contents, or the names in a folder, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,18 +71,21 @@ def sync(path: Path) -> None:
 
 
 def settle(descriptor: int) -> None:
-    """Wait until a file's contents are on the disk, and give their memory back.
+    """Wait until a file's contents are on disk, and free their pages in the page cache.
 
-    Called every SETTLED bytes while a large file is written: its pages are then used again for what
-    follows. Without it a model fills the page cache, and fresh memory is several times slower than
-    used memory on a virtual machine (docs/decisions, 0066). Raises OSError.
+    A writer of a large file calls this every SETTLED bytes, so that the system reuses the pages.
+    Otherwise a model fills the page cache, and on a virtual machine new memory is several times
+    slower than reused memory (docs/decisions, 0066). Raises OSError.
     """
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def folder_lacks(folder: Path) -> str | None:
-    """Why files can neither be written into `folder` nor it be made, in words; None: they can."""
+    """Return in words why files cannot be written into `folder`; None: they can.
+
+    The folder need not exist if it can be made.
+    """
     there = folder
     while not os.path.lexists(there):
         there = there.parent
@@ -94,12 +98,12 @@ def folder_lacks(folder: Path) -> str | None:
 
 
 _BLOCK = 1 << 22  # bytes read at a time
-# The files that a Hugging Face tokenizer is read from; weights may be in the same folder.
+# The files of a Hugging Face tokenizer. The folder may also hold weights.
 _TOKENIZER_FILES = ("*token*.json", "vocab*", "merges*", "*.model", "chat_template*", "config.json")
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 of a file's contents, or of the tokenizer files of a folder. Raises DataError."""
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     try:
@@ -115,13 +119,16 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes, and how many of them are read of a file of weights
+_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes in a sample, and samples of a file of weights
 
 
 def fingerprint_of_weights(folder: str | Path) -> str:
-    """SHA-256 of a model's folder: of its small files whole, of each safetensors file the size, the
-    beginning and samples from all of it. Reading all of a large model would take minutes, and two
-    models that were trained apart differ everywhere. Raises DataError."""
+    """Return the SHA-256 of a model's folder. Raises DataError.
+
+    It covers whole small files; of a safetensors file, only its size and samples from all parts.
+    Reading a whole large model would take minutes, and two separately trained models differ
+    everywhere.
+    """
     folder, digest = Path(folder), hashlib.sha256()
     try:
         for file in sorted(folder.glob("*.safetensors")):
@@ -131,7 +138,7 @@ def fingerprint_of_weights(folder: str | Path) -> str:
                 for number in range(_SAMPLES):
                     stream.seek(number * size // _SAMPLES)
                     digest.update(stream.read(_SAMPLE))
-        for name in ("config.json", "manifest.json"):  # a checkpoint's has checksums of all files
+        for name in ("config.json", "manifest.json"):  # the manifest has checksums of all files
             if (folder / name).is_file():
                 _add(digest, folder / name)
     except OSError as error:
@@ -146,8 +153,11 @@ def _add(digest: hashlib._Hash, path: Path) -> None:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text from a file or a request. Raises ValueError, and nothing else, for
-    what is none, is no UTF-8 or is nested so deep that code which walks through it would fail."""
+    """Return the value of a JSON text from a file or a request.
+
+    Raises only ValueError: if the text is not JSON or not UTF-8, or if it is nested so deep that
+    recursive code would fail.
+    """
     try:
         value = json.loads(content)
         level = [value]
@@ -162,7 +172,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def fault_of_name(name: str) -> str | None:
-    """Why a name that a file lists cannot be that of a file below its folder; None: it can."""
+    """Return why a listed name cannot be that of a file below a folder; None: it can."""
     parts = PurePosixPath(name).parts
     try:
         encoded = os.fsencode(name)
@@ -181,6 +191,6 @@ _LONGEST_NAME = 255  # bytes, of Linux's file systems
 
 
 def sync_folders(top: Path) -> None:
-    """Wait until all names in a folder and below it are on the disk. Raises OSError."""
+    """Wait until all names in a folder and below it are on disk. Raises OSError."""
     for folder in [top, *(path for path in top.rglob("*") if path.is_dir())]:
         sync(folder)

@@ -1,5 +1,5 @@
-"""Custom functions, named in the configuration as "package.module:function", and the copies of
-records that they are given."""
+"""Loads custom functions, which the configuration names as "package.module:function", checks their
+options and copies the records that they get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from gspo_megatron.errors import UserError
 from gspo_megatron.types import Prompt, Sample
 
-MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # processes of a run inherit it
+MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # environment variable, for all processes of a run
 _T = TypeVar("_T")
 _Record = TypeVar("_Record", Prompt, Sample)
 
@@ -30,18 +30,18 @@ _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 def load_function(
     key: str, import_path: str, error_class: type[UserError] = UserError, kind: str = "function"
 ) -> Callable[..., Any]:
-    """The function, or with kind "class" the class, at `import_path`, "package.module:name", that
-    the configuration names under `key`. The current directory, and those of MODULES_VARIABLE, are
-    searched for the module after the installed packages.
+    """Import a function, or a class with kind "class", from `import_path`, "package.module:name".
 
-    Raises `error_class` with the cause, and its place in the code, if it cannot be loaded.
+    key: the configuration key with this path. The module is searched for in the installed packages,
+    then in the current directory and the folders of MODULES_VARIABLE. Raises `error_class` with the
+    cause and its place in the code if the import fails.
     """
     key = f"{key} = {import_path}"
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
         raise error_class(f"{key}: write it as package.module:{kind}")
-    # Console scripts do not search them. They go to the end, so that they hide no installed
-    # package, and stay there, because the module may import its neighbours when it is called.
+    # Console scripts do not search these folders. They are at the end, so that they cannot hide an
+    # installed package, and stay there, because the module may import its neighbours later.
     sys.path += [folder for folder in module_folders() if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
@@ -74,7 +74,7 @@ def load_function(
 
 
 def module_folders() -> list[str]:
-    """Where the user's modules are looked for beside the installed packages, absolute paths."""
+    """Return the folders, as absolute paths, that are searched after the installed packages."""
     named = os.environ.get(MODULES_VARIABLE, "").split(os.pathsep)
     return list(dict.fromkeys([os.getcwd(), *filter(None, named)]))
 
@@ -82,15 +82,17 @@ def module_folders() -> list[str]:
 def option_problems(
     kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with `options` as keyword arguments of a `kind` ("reward", "objective",
-    "environment"), one line each. The first argument of a function is its input and no option; an
-    environment is a class, which has none."""
+    """Return the problems of `options` as keyword arguments of a function or class, one line each.
+
+    kind: "reward", "objective" or "environment", for example. The first argument of a function is
+    its input, not an option. An environment is a class, which has no input.
+    """
     try:
-        # Annotations are strings in most modules; they are evaluated to compare types below.
+        # In most modules annotations are strings; evaluate them to compare types below.
         signature = inspect.signature(function, eval_str=True)
-    except NameError:  # a name imported for type checkers only
+    except NameError:  # a name that is imported only for type checkers
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C: nothing to check against
+    except (ValueError, TypeError):  # written in C, without a signature
         return []
     parameters = list(signature.parameters.values())
     given, others = "", parameters
@@ -104,8 +106,8 @@ def option_problems(
     for key, value in options.items():
         if key in named:
             wanted = named[key].annotation
-            # The very type, because Python counts booleans among the integers. Other annotations
-            # are not checked.
+            # Compare the exact type, because a bool is also an int. Other annotations are not
+            # checked.
             fits = type(value) is wanted or (wanted is float and type(value) is int)
             if wanted in (bool, int, float, str) and not fits:
                 wrong = f"wrong type; {wanted.__name__} is wanted"
@@ -122,19 +124,18 @@ def option_problems(
 
 
 def own_copy(value: _T) -> _T:
-    """A copy that the user's code may change: nobody else sees it."""
+    """Return a deep copy that the user's code may change."""
     return copy.deepcopy(value)
 
 
 def own_record(record: _Record) -> _Record:
-    """The same for a Prompt or Sample. Numbers and texts, the tokens among them, cannot be changed,
-    and are not copied."""
+    """Return such a copy of a Prompt or Sample. The token ids are immutable and not copied."""
     names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}
     changes: dict[str, Any] = {name: own_copy(getattr(record, name)) for name in names}
     return dataclasses.replace(record, **changes)
 
 
 def origin(error: BaseException) -> str:
-    """Where the error came from, "file:line": a UserError is shown without its traceback."""
+    """Return "file:line" of an error, because a UserError is shown without a traceback."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"

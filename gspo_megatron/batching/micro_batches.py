@@ -1,4 +1,4 @@
-"""Micro-batches of this rank's layout, and their way through Megatron's own pipeline schedules."""
+"""Builds micro-batches for this rank's layout, and runs Megatron's pipeline schedules on them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from gspo_megatron.routing.hooks import Routes, routed
 
 @dataclass
 class MicroBatch:
-    """A micro-batch on the device, with all that the passes of a step need or keep of it.
+    """A micro-batch on the device, with everything that the passes of a step need or record.
 
-    It is built once and serves the log-prob pass and the training pass. The log-probs are those of
-    this rank's response tokens, [response tokens] float32 in the order of `packed`; `old` and
-    `reference` ones are known on the last pipeline stage only.
+    It is built once and serves the log-prob pass and the training pass. All log-probs are
+    [response tokens] float32: this rank's response tokens in the order of `packed`. Only the last
+    pipeline stage has `old_logprobs` and `reference_logprobs`.
     """
 
     packed: PackedBatch
     packed_seq_params: PackedSeqParams | None  # None if each sequence has a row of its own
     head: HeadInputs
-    rollout_logprobs: Tensor | None = None  # of the rollout engine
-    old_logprobs: Tensor | None = None  # None: those of the training pass itself
+    rollout_logprobs: Tensor | None = None  # from the rollout engine
+    old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
     reference_logprobs: Tensor | None = None
-    teacher_logprobs: Tensor | None = None  # of a distillation's teacher
+    teacher_logprobs: Tensor | None = None  # from the teacher, in distillation
     token_advantages: Tensor | None = None
-    mask: Tensor | None = None  # [response tokens] float32, 1 on those to learn from; None: all
-    masked_lengths: Tensor | None = None  # [sequences], tokens to learn from, whole; None: all
-    rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] of each branch
-    recorded_routes: Any = None  # what Routing Replay keeps from one pass for another
-    routes: Routes | None = None  # what the next forward pass does about its experts
+    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
+    # [sequences]: tokens to learn from in the whole sequence, not this rank's shard; None: all
+    masked_lengths: Tensor | None = None
+    rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] for each branch
+    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later one
+    routes: Routes | None = None  # chooses the experts in the next forward pass; None: the routers
 
 
 # logprobs [rows], entropies [rows], micro-batch -> loss (scalar), outputs
@@ -62,7 +63,7 @@ class MicroBatchBuilder:
         self.temperature = temperature
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:
-            # of every rank's shard: the weights' gradients are products over its tokens
+            # The FP8 products for the weight gradients sum over the tokens of a rank's shard.
             multiple *= get_fp8_align_size(config.fp8_recipe)
         self.spec = PackSpec(
             pad_id,
@@ -82,7 +83,7 @@ class MicroBatchBuilder:
     def build_step(
         self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
     ) -> list[list[MicroBatch]]:
-        """This data rank's micro-batches of each mini-batch."""
+        """Build the micro-batches of this data-parallel rank, one list for each mini-batch."""
         of_branches = index.branch_lengths()
         shape = self.common_shape(plans, of_branches)
         rank = parallel_state.get_data_parallel_rank()
@@ -116,9 +117,11 @@ class MicroBatchBuilder:
     def common_shape(
         self, plans: Sequence[MiniBatch], lengths: Sequence[Sequence[int]]
     ) -> BatchShape | None:
-        """A shape for all micro-batches of all ranks, where Megatron-Core wants them alike (the
-        allgather dispatcher); None where each may have its own. lengths: of each sequence's
-        branches."""
+        """Return one shape that fits every micro-batch of every rank.
+
+        Megatron-Core's allgather dispatcher needs equal shapes. Returns None if the shapes may
+        differ. lengths: for each sequence, the tokens of its branches.
+        """
         if self.shapes_vary:
             return None
         shapes = [
@@ -138,7 +141,7 @@ class MicroBatchBuilder:
         shape: BatchShape | None = None,
         branches: Branches | None = None,
     ) -> MicroBatch:
-        """See batching.packing.pack."""
+        """Pack `members` into one micro-batch on the device. See batching.packing.pack."""
         columns = tokens, response_lengths, response_offsets
         packed = pack(self.spec, *columns, members, shape=shape, branches=branches).to(self.device)
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
@@ -155,7 +158,10 @@ class MicroBatchBuilder:
 
 
 def micro_batch_multiple(policy: Policy) -> int:
-    """Interleaved pipeline schedules want a multiple of the pipeline's size."""
+    """Return the number that must divide the number of micro-batches.
+
+    It is the pipeline size for interleaved pipeline schedules, else 1.
+    """
     config = policy.config
     if config.virtual_pipeline_model_parallel_size is None:
         return 1
@@ -171,19 +177,19 @@ def forward_backward(
     """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
 
     `loss_function` returns this rank's summand of the mini-batch loss (any mean is already in it).
-    The routers' aux and z losses of each micro-batch come from Megatron, which gives them the scale
-    of the loss. Their mean over the micro-batches is wanted, so this scale is 1 over the number of
+    Megatron adds the routers' aux and z losses of each micro-batch and scales them like the loss.
+    They should be averaged over the micro-batches. So the scale is 1 over the number of
     micro-batches, and the summand is multiplied by that number.
 
-    `total_micro_batches` is that of all ranks, the empty ones left out. Returns the outputs of each
-    micro-batch on the last pipeline stage, an empty list elsewhere.
+    `total_micro_batches` counts the micro-batches of all ranks without the empty ones. Returns the
+    outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
     """
     config = policy.config
     native = config.grad_scale_func or (lambda value: value)
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, outputs = loss_function(micro_batch, output[0], output[1])
-        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # nobody divides by them
+        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # not used as a divisor
         return value * total_micro_batches, no_tokens, outputs
 
     def scale(value: Tensor) -> Tensor:
@@ -197,8 +203,11 @@ def forward_backward(
 def response_logprobs(
     policy: Policy, micro_batches: Sequence[MicroBatch]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Log-probs and entropies of the response tokens, forward only, per micro-batch [rows] each on
-    the last pipeline stage; an empty list elsewhere."""
+    """Compute the log-probs and entropies of the response tokens without gradients.
+
+    Returns a pair for each micro-batch, [rows] each, on the last pipeline stage; an empty list
+    elsewhere.
+    """
 
     def collect(_: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
         return output[0], output[1]
@@ -226,7 +235,7 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        # Where shapes vary they travel with the activations, and this is only an upper bound.
+        # With varying shapes, stages send the shape with the activations; this is an upper bound.
         seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
         * policy.config.context_parallel_size,
         micro_batch_size=max(m.packed.input_ids.shape[0] for m in micro_batches),
@@ -236,8 +245,11 @@ def _run(
 
 
 def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
-    """The forward pass of one model chunk: hidden states for the next one, or [2, rows] (log-probs,
-    entropies) of the last."""
+    """Run the forward pass of one model chunk.
+
+    Returns the hidden states for the next chunk. The last chunk returns [2, rows]: log-probs and
+    entropies.
+    """
     packed = micro_batch.packed
     with routed(micro_batch.routes):
         return model(
@@ -251,8 +263,11 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
-    """The routers leave padding out of their losses. GPTModel cuts the mask for sequence
-    parallelism on the stage that embeds tokens; on the others it has to come cut."""
+    """Return the mask to pass to the model; the routers leave padding out of their losses.
+
+    On the stage that embeds tokens, GPTModel itself cuts the mask for sequence parallelism. The
+    other stages need a mask that is already cut.
+    """
     policy = unwrap(model)
     if mask is None or policy.pre_process or not policy.config.sequence_parallel:
         return mask

@@ -1,12 +1,12 @@
-"""Sequences into micro-batches, packed or padded, and their cut for context-parallel ranks.
+"""Packs or pads sequences into micro-batches and cuts them for context-parallel ranks.
 
 A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
-(Megatron's THD layout); a padded one has a row for each sequence. Every rank of a model replica
-builds the same plan; a context-parallel rank then takes its zig-zag shard of each sequence: chunks
-r and 2CP-1-r of 2CP.
+(Megatron's THD layout). A padded one has a row for each sequence. Every rank of a model replica
+builds the same plan. Then context-parallel rank r takes its zig-zag shard of each sequence: the
+chunks r and 2CP-1-r of 2CP.
 
-To the model each branch of an episode is a sequence of its own, at positions from 0; to the loss
-all of them are one.
+The model sees each branch of an episode as a separate sequence with positions from 0. The loss
+sees all branches of an episode as one sequence.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Prompt and response tokens of each branch, of sequences by their number
+# [sequence number][branch]: numbers of prompt and response tokens
 Branches = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Size of a micro-batch with the shards of all context-parallel ranks together."""
+    """Size of a micro-batch before the cut for context-parallel ranks."""
 
-    rows: int  # 1 where sequences are packed
-    tokens: int  # of a row
+    rows: int  # 1 if sequences are packed
+    tokens: int  # per row
 
 
 @dataclass
 class PackedBatch:
-    """One micro-batch as one rank holds it.
+    """The part of a micro-batch that one rank holds.
 
-    `token_rows` says which row of this rank's shard predicts each local response token, in the
-    order of `sequence_index`; all per-token vectors of the loss follow that order.
+    `token_rows` gives, for each local response token, the row of this rank's shard that predicts
+    it. It has the order of `sequence_index`, as have all per-token vectors of the loss.
     """
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    boundaries: Tensor  # [branches + 1] int32, of the padded branches before the CP cut
+    boundaries: Tensor  # [branches + 1] int32, bounds of the padded branches before the CP cut
     longest: int  # tokens of the longest padded branch
-    padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None without any
-    token_index: Tensor  # [rows, tokens / CP] int64, into the members' tokens joined; -1: padding
-    token_rows: Tensor  # [response tokens] int64, into hidden states [tokens / CP, rows] flattened
+    padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
+    # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
+    token_index: Tensor
+    token_rows: Tensor  # [response tokens] int64, index into flattened [tokens / CP, rows]
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
-    response_index: Tensor  # [response tokens] int64, into the flat responses of `members`
-    response_lengths: Tensor  # [sequences] int64, whole, not this shard's
-    members: tuple[int, ...]  # which sequences of the rank's batch these are
+    response_index: Tensor  # [response tokens] int64, index into the flat responses
+    response_lengths: Tensor  # [sequences] int64, of the whole sequence, not this shard
+    members: tuple[int, ...]  # numbers of these sequences in the rank's batch
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same on a device; what only the host reads stays there."""
+        """Return a copy with the tensors on `device`."""
         moved = {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
@@ -62,22 +63,23 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackSpec:
-    """What is the same for all micro-batches of a rank."""
+    """Settings that all micro-batches of a rank share."""
 
     pad_id: int
-    padded: bool = False  # a row for each sequence; False: all in one row
+    padded: bool = False  # True: a row for each sequence; False: all sequences in one row
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
-    # A rank's tokens are a multiple of this: TP under sequence parallelism, times 16 or 32 in FP8.
+    # The number of a rank's tokens is a multiple of this: TP with sequence parallelism, else 1;
+    # in FP8 times 16 or 32.
     multiple: int = 1
 
     @property
     def chunks(self) -> int:
-        """How many equal chunks context parallelism cuts a sequence into."""
+        """The number of equal chunks into which context parallelism cuts a sequence."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     def smallest_shape(self, lengths: Sequence[int]) -> BatchShape:
-        """The smallest shape that holds branches of these lengths."""
+        """Return the smallest shape that holds branches of these lengths."""
         unit = math.lcm(self.multiple * self.context_parallel_size, self.chunks)
         if self.padded:
             longest = max(lengths, default=1)
@@ -96,13 +98,13 @@ def pack(
     shape: BatchShape | None = None,
     branches: Branches | None = None,
 ) -> PackedBatch:
-    """Make one micro-batch of the sequences `members`, each a prompt with its response at the end.
+    """Make one micro-batch from the sequences `members`: each is a prompt, then its response.
 
-    tokens: sequences by their number, [length] int64 each; response_offsets: where each one's
-    response starts in the rank's flat response vectors; shape: a larger one to pad to, where all
-    micro-batches must be alike; branches: of each sequence, end to end; None: one of each. Without
-    members the batch is padding: a data-parallel rank without sequences needs it to take part in
-    the collectives.
+    tokens: sequences by their number, [length] int64 each; response_offsets: where the response of
+    each sequence starts in the rank's flat response vectors; shape: a larger shape to pad to, if
+    all micro-batches need the same; branches: the branches of each sequence, end to end; None:
+    each sequence is one branch. Without members the batch is all padding: a data-parallel rank
+    without sequences needs it to take part in the collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
@@ -136,18 +138,18 @@ def pack(
 
 @dataclass
 class _Positions:
-    """What stands at each position of a micro-batch, row after row; [positions] int64 each."""
+    """Data for each position of a micro-batch, row after row; [positions] int64 each."""
 
     ids: Tensor
-    position_ids: Tensor  # within its branch
-    source: Tensor  # into the members' tokens joined; -1: padding
+    position_ids: Tensor  # position in the branch
+    source: Tensor  # index into the concatenated tokens of the members; -1: padding
     targets: Tensor  # the response token that this position predicts
-    owner: Tensor  # the place in `members` of the sequence of that token; -1: predicts none
-    response_index: Tensor  # of that token in the rank's flat response vectors
+    owner: Tensor  # the index in `members` of that token's sequence; -1: predicts no token
+    response_index: Tensor  # index of that token in the rank's flat response vectors
 
     @staticmethod
     def padding(total: int, pad_id: int) -> _Positions:
-        """Nothing but padding."""
+        """Return positions that hold only padding."""
         nothing = torch.full((total,), -1, dtype=torch.long)
         zeros = torch.zeros(total, dtype=torch.long)
         ids = torch.full((total,), pad_id, dtype=torch.long)
@@ -160,8 +162,11 @@ class _Positions:
         joined: Tensor,
         offsets: list[int],
     ) -> None:
-        """Write each branch from its boundary on. `joined`: the members' tokens; `offsets`: where
-        the responses of each member start."""
+        """Write each branch, starting at its boundary.
+
+        pieces: see `_pieces`; joined: the concatenated tokens of the members; offsets: where each
+        member's response starts in the flat response vectors. The call advances `offsets`.
+        """
         passed = 0
         for (place, prompt, response), start in zip(pieces, boundaries):
             length = prompt + response
@@ -170,7 +175,7 @@ class _Positions:
             self.position_ids[start : start + length] = torch.arange(length)
             self.source[start : start + length] = taken
             passed += length
-            # the token before predicts: the row of the last prompt token is the first response row
+            # Each token predicts the next one, so the last prompt token has the first response row.
             first = start + prompt - 1
             rows = slice(first, first + response)
             self.targets[rows] = joined[taken[prompt:]]
@@ -179,14 +184,14 @@ class _Positions:
             offsets[place] += response
 
     def shard(self, held: Tensor) -> _Positions:
-        """The positions that a context-parallel rank holds, in its order."""
+        """Return the positions `held`, which a context-parallel rank holds, in that order."""
         return _Positions(**{name: values[held] for name, values in vars(self).items()})
 
     def head_inputs(self, size: tuple[int, int]) -> dict[str, Tensor]:
-        """The fields of PackedBatch that tell the head which rows predict which tokens."""
+        """Return the fields of PackedBatch that say which row predicts which token."""
         rows = (self.owner >= 0).nonzero()[:, 0]
         return {
-            # hidden states come with the tokens of a row first: [tokens, rows]
+            # hidden states are [tokens, rows]
             "token_rows": rows % size[1] * size[0] + rows // size[1],
             "targets": self.targets[rows],
             "sequence_index": self.owner[rows],
@@ -200,7 +205,7 @@ def _pieces(
     members: Sequence[int],
     branches: Branches | None,
 ) -> list[tuple[int, int, int]]:
-    """Of each branch the place of its sequence in `members`, and prompt and response tokens."""
+    """Return for each branch: its sequence's index in `members`, prompt tokens, response tokens."""
     pieces = []
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]
@@ -212,7 +217,10 @@ def _pieces(
 
 
 def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> list[int]:
-    """Where each sequence starts, and the end; what fills a packed batch up is a sequence too."""
+    """Return the start of each branch, and the end of the micro-batch.
+
+    In a packed batch, the padding at the end counts as one more branch.
+    """
     if spec.padded:
         return [row * shape.tokens for row in range(shape.rows + 1)]
     boundaries = [0]
@@ -222,7 +230,7 @@ def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> li
 
 
 def zigzag_shard(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
-    """Which rows of a packed batch context-parallel rank `rank` holds, in its order."""
+    """Return the rows of a packed batch that context-parallel rank `rank` holds, in its order."""
     pieces = []
     for start, end in zip(boundaries, boundaries[1:], strict=False):
         chunk = (end - start) // (2 * size)

@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains on which sequence, and in which micro-batch.
+"""Plans which data-parallel rank trains on which sequence, and in which micro-batch.
 
 Every rank computes the same plan from the lengths of all sequences of a step.
 """
@@ -19,18 +19,20 @@ class MiniBatch:
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [data-parallel rank][micro-batch]
     num_sequences: int
-    num_response_tokens: int  # to learn from
+    num_response_tokens: int  # only tokens to learn from
 
     @property
     def num_micro_batches(self) -> int:
-        """Over all ranks, the empty ones left out."""
+        """The number of micro-batches of all ranks, without empty ones."""
         return sum(bool(members) for rank in self.micro_batches for members in rank)
 
 
 def largest_equal_share(count: int, most: int, multiple: int) -> int:
-    """How many of `count` samples of one length make a micro-batch: as many as possible, `most` at
-    most but one at least, so that all micro-batches have as many and their number is a multiple of
-    `multiple`."""
+    """Return the largest micro-batch size that splits `count` samples of one length evenly.
+
+    The size is at least 1 and at most `most`. All micro-batches have this size, and their number
+    is a multiple of `multiple`.
+    """
     rounds = count // multiple
     return max(size for size in range(1, min(max(1, most), rounds) + 1) if rounds % size == 0)
 
@@ -48,15 +50,16 @@ def plan_step(
 ) -> list[MiniBatch]:
     """Cut a step's sequences (in the order of their sample index) into mini-batches.
 
-    Mini-batches are runs of consecutive samples, so that the responses of a prompt stay together
-    and the cut does not depend on the layout. Inside a mini-batch the sequences are balanced over
-    data-parallel ranks by tokens and packed into micro-batches up to `token_budget`.
+    Mini-batches are runs of consecutive samples. So the responses of a prompt stay together, and
+    the cut does not depend on the layout. Within a mini-batch, data-parallel ranks get about the
+    same number of tokens, and each rank packs its sequences into micro-batches of up to
+    `token_budget` tokens.
 
-    lengths: tokens of each sequence, prompt included; masked_lengths: its response tokens to
-    learn from; micro_batch_multiple: divides the number of
-    micro-batches (see batching.micro_batches); padded: a micro-batch has a row for each branch,
-    padded to its longest, and the budget counts the padding; branches: the tokens of each one of
-    each sequence, which stay together; None: one of each.
+    lengths: tokens of each sequence with its prompt; masked_lengths: response tokens to learn
+    from, of each sequence; micro_batch_multiple: divides the number of micro-batches (see
+    batching.micro_batches); padded: a micro-batch has a row for each branch, padded to the longest
+    row, and the budget counts the padding; branches: tokens of each branch of each sequence
+    (branches of a sequence stay together); None: each sequence is one branch.
     """
     count = len(lengths)
     rows = [[length] for length in lengths] if branches is None else branches
@@ -88,7 +91,7 @@ def plan_step(
 
 
 def data_ranks(plans: Sequence[MiniBatch], count: int) -> list[int]:
-    """[num_sequences]: the data-parallel rank that trains on each of the `count` sequences."""
+    """Return for each of the `count` sequences the data-parallel rank that trains on it."""
     owner = [0] * count
     for plan in plans:
         for rank, micro_batches in enumerate(plan.micro_batches):
@@ -99,13 +102,14 @@ def data_ranks(plans: Sequence[MiniBatch], count: int) -> list[int]:
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences into as few micro-batches as the token budget allows (first fit, longest first).
+    """Pack sequences into few micro-batches within the token budget (first fit, longest first).
 
-    A sequence longer than the budget gets a micro-batch of its own. Deterministic in `lengths`.
+    A sequence longer than the budget gets a micro-batch of its own. The result depends only on the
+    arguments.
     """
     bins: list[list[int]] = []
-    # The room of a bin for each sequence, opened or not, as the leaves of a tree of maxima: finds
-    # the first bin with room in the logarithm of their number.
+    # A tree of maxima. Its leaves are the free room of each bin, also of bins not opened yet. It
+    # finds the first bin with enough room in logarithmic time.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [budget] * (2 * leaves)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -125,11 +129,13 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Sequences into micro-batches, of the given lengths of their rows, like lengths together, so
-    that the rows times the longest stay within the token budget; a sequence beyond the budget is
-    alone."""
+    """Split sequences into padded micro-batches, similar lengths together.
+
+    rows: for each sequence, the lengths of its rows. The number of rows times the longest row
+    stays within the token budget; a sequence beyond the budget gets a micro-batch of its own.
+    """
     bins: list[list[int]] = []
-    room = 0  # rows that the last bin still takes
+    room = 0  # rows that still fit into the last bin
     for index in sorted(range(len(rows)), key=lambda i: (-max(rows[i]), i)):
         if room < len(rows[index]):
             bins.append([])
@@ -140,8 +146,11 @@ def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
 
 
 def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Sequences into exactly `parts` groups of nearly equal token counts (longest first, to the
-    lightest group); groups may be empty when there are fewer sequences than parts."""
+    """Split sequences into exactly `parts` groups of nearly equal token counts.
+
+    Each sequence, longest first, goes to the group with the fewest tokens. Some groups are empty
+    if there are fewer sequences than parts.
+    """
     groups: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, 0, group) for group in range(parts)]  # tokens, sequences, group
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -152,8 +161,10 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list[list[int]]:
-    """`bins` of sequence numbers made into `count` of them, by halving the heaviest again and
-    again; empty ones where nothing is left to halve. No bin gets heavier than it was."""
+    """Increase the number of bins to `count` by halving the heaviest bin again and again.
+
+    Adds empty bins when every bin holds at most one sequence. No bin gets heavier.
+    """
     bins = list(bins)
     while len(bins) < count:
         divisible = [members for members in bins if len(members) > 1]

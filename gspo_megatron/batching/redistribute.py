@@ -1,7 +1,8 @@
-"""Move sequences from the ranks that sampled them to the ranks that train on them.
+"""Moves sequences from the ranks that sampled them to the ranks that train on them.
 
-One all-to-all of flat tensors over the data-parallel (x context-parallel) group. No rank holds
-sequences that it does not train on. Every rank knows all lengths, so no sizes are negotiated.
+Each flat tensor moves in one all-to-all over the data-parallel (x context-parallel) group. No rank
+receives sequences that it does not train on. Every rank knows all lengths, so ranks need not
+exchange sizes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from gspo_megatron.types import RolloutBatch
 
 @dataclass(frozen=True)
 class StepIndex:
-    """What every rank knows of all sequences of a step, in the order of their sample index."""
+    """Facts about all sequences of a step that every rank knows, in the order of sample indexes."""
 
-    source: tuple[int, ...]  # the data rank that sampled it
+    source: tuple[int, ...]  # the data-parallel rank that sampled the sequence
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
     masked_lengths: tuple[int, ...]  # response tokens to learn from
-    groups: tuple[int, ...]  # the number of its prompt in the step
+    groups: tuple[int, ...]  # the number of the sequence's prompt in the step
     rewards: Tensor  # [num_sequences] float64
     # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
     branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
@@ -36,7 +37,7 @@ class StepIndex:
         return tuple(p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True))
 
     def branch_lengths(self) -> list[list[int]]:
-        """[num_sequences]: tokens of each branch."""
+        """Return for each sequence the tokens of each branch."""
         if self.branches is None:
             return [[length] for length in self.lengths]
         return [[p + r for p, r in branches] for branches in self.branches]
@@ -49,16 +50,17 @@ class Sequences:
     tokens: dict[int, Tensor]  # [length] int64 each, on the host
     rollout_logprobs: Tensor  # [response tokens] float32, sequence after sequence
     offsets: dict[int, int]  # where each sequence's response starts in `rollout_logprobs`
-    token_advantages: Tensor | None = None  # [response tokens] float32, where tokens have their own
+    # [response tokens] float32; None: tokens have no advantages of their own
+    token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
     teacher_logprobs: Tensor | None = None  # [response tokens] float32
-    routes: dict[int, Tensor] | None = None  # [length, layers of this rank, k], of the rollout
+    routes: dict[int, Tensor] | None = None  # rollout's routes, [length, layers of this rank, k]
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather what every rank has to know of all sequences: 48 bytes a sequence, 24 a branch.
+    """Gather the index of all sequences: 48 bytes a sequence, and 24 a branch.
 
-    `rewards` [num_sequences] float64 are those of this rank's `batch`.
+    rewards: [num_sequences] float64, for this rank's `batch`.
     """
     masked = batch.response_lengths
     if batch.mask is not None:
@@ -94,8 +96,10 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
 
 
 def branch_starts(batch: RolloutBatch) -> Tensor:
-    """[tokens] bool: the first token of each branch of a batch that says which tokens are of
-    responses."""
+    """Return [tokens] bool, True on the first token of each branch.
+
+    `batch.in_response` must be set.
+    """
     assert batch.in_response is not None
     lengths = batch.prompt_lengths + batch.response_lengths
     starts = ~batch.in_response & batch.in_response.roll(1)
@@ -106,10 +110,10 @@ def branch_starts(batch: RolloutBatch) -> Tensor:
 def _gather_branches(
     batch: RolloutBatch, group: dist.ProcessGroup
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """See StepIndex."""
+    """Return `branches` of StepIndex."""
     assert batch.in_response is not None
     starts = branch_starts(batch)
-    of_token = starts.cumsum(0) - 1  # [tokens], the number of its branch
+    of_token = starts.cumsum(0) - 1  # [tokens], the number of each token's branch
     lengths = batch.prompt_lengths + batch.response_lengths
     samples = batch.sample_index.repeat_interleave(lengths)[starts]
     totals = torch.zeros((2, len(samples)), dtype=torch.long, device=samples.device)
@@ -131,26 +135,28 @@ def redistribute(
     context_parallel_size: int = 1,
     token_advantages: Tensor | None = None,
 ) -> Sequences:
-    """Send every sequence to all context-parallel ranks of its data-parallel rank, data_ranks
-    [num_sequences], and receive this rank's own.
+    """Send each sequence to the ranks that train on it, and receive the sequences of this rank.
 
-    group: data-parallel x context-parallel; CP ranks of a data-parallel rank are neighbours.
-    token_advantages: [response tokens of `batch`]; on all ranks, or on none.
+    data_ranks: [num_sequences], the data-parallel rank of each sequence; all context-parallel
+    ranks of that rank get it. group: data-parallel x context-parallel; CP ranks of a data-parallel
+    rank are neighbours. token_advantages: [response tokens of `batch`]; on all ranks, or on none.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
     lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
-    mine = (source == me).nonzero()[:, 0]  # the numbers of this rank's samples
+    mine = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
     row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
-    # By receiving rank, then by number: positions in `mine`.
+    # For each receiving rank, the positions in `mine` of its sequences.
     sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
     wanted = (target == me // cp).nonzero()[:, 0]
-    received = wanted[torch.argsort(source[wanted], stable=True)]  # by sending rank, then number
+    received = wanted[torch.argsort(source[wanted], stable=True)]  # by (sender, number)
     arriving = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
-        """Send `flat`, which holds a piece of each local sequence, of the lengths `pieces` in the
-        order of `batch`; `sizes` are those lengths for all sequences of the step."""
+        """Send `flat`, which holds one piece of each local sequence in the order of `batch`.
+
+        pieces: lengths of these pieces; sizes: lengths of the pieces of all the step's sequences.
+        """
         rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
         send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
         receive_counts = [int(sizes[numbers].sum()) for numbers in arriving]
@@ -180,7 +186,7 @@ def redistribute(
 
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
-    """The rows of the chosen pieces of a flat tensor, of pieces with these lengths."""
+    """Return the rows of the chosen pieces in a flat tensor of pieces with these lengths."""
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
@@ -191,7 +197,7 @@ def _all_to_all(
 ) -> Tensor:
     if group.size() == 1:
         return outgoing
-    if outgoing.dtype is torch.int16:  # experts beyond 256; neither gloo nor NCCL knows the type
+    if outgoing.dtype is torch.int16:  # more than 256 experts; gloo and NCCL lack int16
         as_bytes = outgoing.contiguous().view(torch.uint8)
         return _all_to_all(as_bytes, send_counts, receive_counts, group).view(torch.int16)
     incoming = outgoing.new_empty((sum(receive_counts), *outgoing.shape[1:]))

@@ -1,7 +1,7 @@
-"""Converts files: a Hugging Face folder to a checkpoint, and a checkpoint back.
+"""Converts a Hugging Face folder to a checkpoint, and a checkpoint to a Hugging Face folder.
 
-Needs no GPU, no Megatron-Core and no memory for the model: tensors pass through in blocks, a few at
-a time, one in each thread. Checkpoints are read and written by torch.distributed.checkpoint (DCP).
+This needs no GPU, no Megatron-Core and no memory for the whole model: a few threads convert one
+block of a tensor each. torch.distributed.checkpoint (DCP) reads and writes the checkpoints.
 """
 
 from __future__ import annotations
@@ -83,10 +83,12 @@ from gspo_megatron.hf.writer import (
 )
 
 Merge = Callable[[str, Sequence[slice], Tensor], Tensor]
-_FILE_BYTES = 4 << 30  # of a checkpoint's files: one is synced while others are written
-_BLOCK_BYTES = 16 << 20  # of what is written: the memory of larger ones would not be reused
-_READ_BYTES = 4 << 20  # of a checkpoint's files at once
-_BEHIND_BYTES = 256 << 20  # of blocks that may not be converted yet; what is before is forgotten
+_FILE_BYTES = 4 << 30  # per file of a checkpoint: one is synced while others are written
+_BLOCK_BYTES = 16 << 20  # per block that is written: memory of larger ones would not be reused
+_READ_BYTES = 4 << 20  # read from a file at a time
+# The last bytes that were read stay in the page cache, because their blocks may not be converted
+# yet. Bytes before them are dropped from it.
+_BEHIND_BYTES = 256 << 20
 
 
 def hf_to_megatron(
@@ -98,10 +100,10 @@ def hf_to_megatron(
 ) -> None:
     """Convert a Hugging Face folder to a new checkpoint folder, which any layout loads.
 
-    dtype: of all tensors but the biases of routers (default: each keeps its own).
+    dtype: of all tensors except the biases of routers (default: each keeps its own).
 
-    Raises DataError with all that is wrong with the source before anything is written, and where
-    the destination cannot be written.
+    Raises DataError with all that is wrong with the source, before anything is written. Also raises
+    DataError if the destination cannot be written.
     """
     folder = HfFolder(source, ignore_custom_code=ignore_custom_code)
     preset = folder.describe()
@@ -113,18 +115,18 @@ def hf_to_megatron(
     recipes, pieces = by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
-        kept = functools.reduce(torch.promote_types, dtypes)  # holds the values of all
+        kept = functools.reduce(torch.promote_types, dtypes)  # can hold the values of all boxes
         planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
         pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
     model_document = {
         "shape": dataclasses.asdict(shape),
         "vocab_size": vocab_size,
-        "tokenizer": None,  # in hf/, where there is one
+        "tokenizer": None,  # its files are in hf/, if there are any
         "hf": folder.config,
     }
 
     def read(block: Piece) -> Tensor:
-        # not empty_like: from the meta device it loads modules of 125 MB
+        # Not empty_like: for a tensor on the meta device it loads modules of 125 MB.
         out = torch.empty(block.data.shape, dtype=block.data.dtype)
         fill(out, recipes[block.key], block.slices, folder.read)
         return out
@@ -139,8 +141,9 @@ def write_checkpoint(
     model_document: Mapping[str, Any],
     side_files: Iterable[Path],
 ) -> None:
-    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: the values of
-    a block of one; model_document: model.json; side_files: of a tokenizer."""
+    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: returns the
+    values of a block of a piece; model_document: the contents of model.json; side_files: the files
+    of a tokenizer."""
     total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
@@ -157,9 +160,9 @@ def write_checkpoint(
 
 
 def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
-    """Write the tensors of `planner`, of `total` bytes, into several files at a time; returns size
-    and checksum of the files. DCP's own write_data keeps the last block of every tensor in memory
-    until a file is complete."""
+    """Write the tensors of `planner`, `total` bytes, into several files at a time. Returns the size
+    and checksum of each file. DCP's own write_data is not used, because it keeps the last block of
+    every tensor in memory until a file is complete."""
     writer, plan = TorchDistWriter(folder), planner.create_local_plan()
     writer.prepare_local_plan(plan)
     _, index = planner.create_global_plan([plan])
@@ -195,8 +198,8 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
 
 
 class _ModelFile(io.FileIO):
-    """A new file for torch.save, which writes one part after the other; `size` and `crc32` are of
-    what was written."""
+    """A new file that torch.save writes sequentially. `size` and `crc32` are those of the bytes
+    written so far."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "x")
@@ -222,13 +225,13 @@ def megatron_to_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     shard: WorkerShard = ALONE,
 ) -> tuple[Path, list[str]]:
-    """Convert a checkpoint, of any layout, to a new Hugging Face folder.
+    """Convert a checkpoint, saved on any layout, to a new Hugging Face folder.
 
-    source: a checkpoint folder, or a run's (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
-    Every process of `shard` calls it and writes files of its own. Returns the checkpoint, and notes
-    for the user.
+    source: a checkpoint or a run folder (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
+    Every process of `shard` calls it and writes files of its own. Returns the checkpoint's folder,
+    and notes for the user.
 
-    Raises as `hf_to_megatron`, and ConfigError for a model that no family has.
+    Raises the errors of `hf_to_megatron`, and ConfigError if the model belongs to no family.
     """
     checkpoint = open_checkpoint(source, shard)
     export_checkpoint(source, checkpoint, destination, dtype, max_shard_bytes, shard)
@@ -244,8 +247,9 @@ def export_checkpoint(
     shard: WorkerShard,
     merge: Merge = lambda _name, _slices, data: data,
 ) -> None:
-    """Write the checkpoint that `source` means, a whole model, as a new Hugging Face folder.
-    merge(name, slices, data): what becomes of a block of a Hugging Face tensor."""
+    """Write `checkpoint`, a whole model, as a new Hugging Face folder. `source`: the path that the
+    user gave for it. merge(name, slices, data): returns the values to write for a block of a
+    Hugging Face tensor."""
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
@@ -279,7 +283,7 @@ def export_checkpoint(
             try:
                 _export(model, index, recipes, writer, names, records, shard.is_main, merge)
             except DataError:
-                if records is not None:  # what is wrong with other files, too
+                if records is not None:  # reports the damage of all other files, too
                     refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
                 raise
             writer.finish(mine)
@@ -301,7 +305,7 @@ def _export(
     progress: bool,
     merge: Merge,
 ) -> None:
-    """Read each stored block that the HF tensors of `names` need, once, and write its parts;
+    """Read each stored block that the Hugging Face tensors `names` need once, and write its parts.
     records: see `_in_file_order`."""
     reader = TorchDistReader(folder, index)
     work: dict[str, list[_Block]] = defaultdict(list)  # by file
@@ -332,8 +336,8 @@ def _export(
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of a checkpoint: where it is in its file, its place in its tensor (no values), and
-    what is made of it."""
+    """A block of a checkpoint: its place in its file, its place in its tensor (`piece`, without
+    values), and the boxes of Hugging Face tensors that it becomes."""
 
     offset: int
     length: int
@@ -348,9 +352,11 @@ class _Block:
 def _in_file_order(
     folder: Path, work: Mapping[str, list[_Block]], records: Files | None
 ) -> Iterator[_Block]:
-    """The blocks of each file as they follow each other. With `records`, by file, all files are
-    read on the way, and each block follows when its bytes have been read: so a checkpoint is read
-    once from the disk, and checked. Raises DataError where a file is not as its record says."""
+    """Yield the blocks of each file in the order in which they are stored.
+
+    `records`: the expected size and checksum of each file. If given, all files are read here, and
+    each block is yielded when its bytes have been read. The checkpoint is then checked, and read
+    only once from the disk. Raises DataError if a file differs from its record."""
     for name in sorted(work):
         blocks = sorted(work[name], key=lambda block: block.offset)
         if records is None:
@@ -370,7 +376,8 @@ def _in_file_order(
 
 
 def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
-    """The recipes by the keys of a checkpoint, where the experts of a layer are one tensor."""
+    """Return the recipes by the keys of a checkpoint, which stores the experts of a layer as one
+    tensor."""
     keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
     return {key: weights[key] for key in keys}
 
@@ -378,7 +385,7 @@ def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
 def checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint. Raises DataError where they are not those of the model."""
+    """Return the tensors of a checkpoint. Raises DataError if they are not those of the model."""
     stored = tensors_of(index)
     missing: list[str] = []
     problems: list[str] = []
@@ -402,5 +409,6 @@ def checked_tensors(
 
 
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The biases of routers keep their dtype: Megatron-Core accumulates them in fp32."""
+    """Return the dtype to convert to, or None to keep the stored one. The biases of routers keep
+    theirs, because Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype

@@ -1,6 +1,7 @@
-"""Converts adapters: merged into their base as a Hugging Face folder, and from and to PEFT folders.
+"""Converts adapters: merges them into their base as a Hugging Face folder, or converts them from
+and to PEFT folders.
 
-Adapters fit into memory; the base passes through in blocks.
+The adapters are held in memory. The base is read and written in blocks.
 """
 
 from __future__ import annotations
@@ -58,18 +59,20 @@ from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a checkpoint. `tensors`: by the names of a PEFT file."""
+    """The adapters of a checkpoint. The keys of `tensors` are the names in a PEFT file."""
 
     checkpoint: Source
     section: LoraSection
-    base: dict[str, str]  # its path, and the fingerprint that it had
+    base: dict[str, str]  # the base's path and fingerprint at the time of training, see `base_of`
     weights: WeightMap  # of the base
     adapted: dict[str, Adapted]
     tensors: dict[str, Tensor]
 
     def merging(self, files: WeightMap) -> Merge:
-        """A function that adds to a block of a tensor of the base its adapter. files: the map of
-        the base's files, which may have all experts of a layer in one tensor."""
+        """Return a function that adds the adapter to a block of a tensor of the base.
+
+        files: the map of the base's files, which may hold all experts of a layer in one tensor.
+        """
         pairs, scale = pairs_of(self.tensors), self.section.scale
         joint = {
             name: [(box, pairs[each.name][0], pairs[each.name][1]) for box, each in found]
@@ -98,7 +101,8 @@ def any_to_hf(
     shard: WorkerShard = ALONE,
 ) -> tuple[Path, list[str]]:
     """Convert a checkpoint, or a run's newest one, as `megatron_to_hf` does. Adapters are merged
-    into their base, or become a PEFT folder; of several processes the main one does that."""
+    into their base or, with `as_peft`, become a PEFT folder. The main process alone converts
+    adapters."""
     with shard.barrier():
         path = find_checkpoint(source)[0] if shard.is_main else None
     folder = shard.gather(path)[0]
@@ -118,14 +122,14 @@ def any_to_hf(
 
 
 def open_adapters(path: Path) -> Adapters:
-    """The adapters of a checkpoint, or of a run's newest one. Raises DataError where they are
+    """Read the adapters of a checkpoint, or of a run's newest one. Raises DataError if they are
     damaged."""
     checkpoint = open_checkpoint(path)
     document = read_model(checkpoint.folder)
     section = lora_of(document, checkpoint.folder)
     if section is None:
         raise DataError(f"{checkpoint.folder}: holds a whole model and no adapters")
-    # one process has not compared the checksums of tensors yet
+    # A process that works alone has not compared the checksums of tensors yet.
     refuse_damage(path, checkpoint.folder, ALONE, checkpoint.notes)
     weights, adapted = _maps(checkpoint.hf_config, checkpoint.shape, checkpoint.vocab_size, section)
     recipes = by_key(adapter_map(adapted, section.rank))
@@ -157,10 +161,10 @@ def merged_to_hf(
     base: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the base with its adapters added as a new Hugging Face folder. base: where it is now,
-    if not where it was; dtype: of the tensors (default: each keeps that of the base).
+    """Add the adapters to their base and write the result as a new Hugging Face folder. base: the
+    path of the base, if it has moved; dtype: of the tensors (default: each keeps that of the base).
 
-    Raises DataError where the base is another model than the one that the adapters were trained on.
+    Raises DataError if `base` is not the model that the adapters were trained on.
     """
     place = base or Path(adapters.base["path"])
     if not place.is_dir():
@@ -239,8 +243,8 @@ def peft_to_megatron(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of their
-    model, if not where they say. Raises DataError with all that is wrong, before anything is
-    written."""
+    base, if it is not where the PEFT folder says. Raises DataError with all that is wrong, before
+    anything is written."""
     folder = PeftFolder(source)
     place = base or Path(folder.base)
     if not (place / "config.json").is_file():

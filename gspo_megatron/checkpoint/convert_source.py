@@ -1,4 +1,4 @@
-"""The checkpoint that a conversion reads: which one a path means, and that it is whole."""
+"""Finds the checkpoint that a conversion reads, and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class Source:
     vocab_size: int
     hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
     is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
-    side_files: list[Path]  # of its tokenizer
+    side_files: list[Path]  # the files of its tokenizer
 
 
 def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
-    """The checkpoint `path`; of a run or a folder of checkpoints, the newest one whose files all
-    have their sizes. The main process chooses, because a run may publish another one at any time;
-    all processes compare checksums. One process alone compares those of the tensors' files when it
-    reads them (`convert._in_file_order`). Raises DataError with all that is wrong.
+    """Open the checkpoint `path`. In the folder of a run or of checkpoints, this is the newest one
+    whose files all have the right sizes.
+
+    The main process chooses it, because a run may publish another one at any time. All processes
+    compare checksums. A process that works alone compares those of the files of tensors later,
+    while it reads them (`convert._in_file_order`). Raises DataError with all that is wrong.
     """
     with shard.barrier():
         found = find_checkpoint(path) if shard.is_main else None
@@ -69,8 +71,9 @@ def refuse_damage(
     *,
     with_tensors: bool = True,
 ) -> None:
-    """Raise DataError, in all processes, with all that is wrong with the checkpoint `folder`, which
-    `path` means; with_tensors: also compare the checksums of the files of tensors."""
+    """Raise DataError in all processes, with all damage, if the checkpoint `folder` is damaged.
+    `path`: the path that the user gave; with_tensors: also compare the checksums of the files of
+    tensors."""
     threads = thread_count()
 
     def damage(thread: int) -> list[str]:
@@ -89,7 +92,7 @@ def refuse_damage(
 
 
 def _changed(checkpoint: Path, tokenizer: str) -> str | None:
-    """Why the tokenizer of a run's configuration is not that of its checkpoint."""
+    """Return what is wrong if the run's tokenizer is missing or has changed since, else None."""
     if not Path(tokenizer).exists():
         return "the run's tokenizer is not there (any more)"
     known = None
@@ -101,12 +104,12 @@ def _changed(checkpoint: Path, tokenizer: str) -> str | None:
 
 
 def _is_needed(name: str) -> bool:
-    """Whether a file is needed: the optimizer's are not."""
+    """Whether a conversion needs a file. It does not need the optimizer's files."""
     return name.startswith(("model/", "hf/")) or name == MODEL_FILE
 
 
 def holds_tensors(name: str) -> bool:
-    """Whether tensors are in a file."""
+    """Whether a file holds tensors of the model."""
     return name.startswith("model/") and name.endswith(".distcp")
 
 
@@ -115,7 +118,8 @@ def _is_small(name: str) -> bool:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that a path means, and notes about damaged newer ones."""
+    """Return the checkpoint that a path means, and notes about newer ones that are damaged. Raises
+    DataError if there is none."""
     folders = checkpoints_at(path)
     if folders == [path]:
         return path, []

@@ -1,4 +1,4 @@
-"""Who converts: the processes that share a conversion, and the threads of each of them."""
+"""The processes that share a conversion, and the threads of each process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.process.cores import usable_cores
 
 _MILLION = 1_000_000
-_QUEUED = 2  # pieces of work that wait, for each thread
-_MOST_THREADS = 4  # each holds a few blocks of tensors in memory
+_QUEUED = 2  # items that are submitted at a time, for each thread
+_MOST_THREADS = 4  # each thread holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")
-Done = Callable[[int], None]  # called with the bytes or weights that were finished
+Done = Callable[[int], None]  # called with the number of bytes or weights that were finished
 
 
 @dataclass(frozen=True)
 class WorkerShard:
-    """One of the processes that convert one checkpoint. `gather`, a collective, returns the values
-    of all."""
+    """One of the processes that convert one checkpoint. `gather` is a collective and returns the
+    values of all processes."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,7 +39,8 @@ class WorkerShard:
 
     @contextlib.contextmanager
     def barrier(self) -> Generator[None]:
-        """A DataError or OSError of one process inside is raised in all; a collective."""
+        """Raise an error in all processes if one raises DataError or OSError inside. It is a
+        collective."""
         problem = None
         try:
             yield
@@ -57,7 +58,8 @@ ALONE = WorkerShard()
 
 @contextlib.contextmanager
 def shard_of_rank() -> Generator[WorkerShard]:
-    """The shard of a rank of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    """Join the other ranks of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and yield this
+    rank's shard."""
     import torch.distributed as dist
 
     from gspo_megatron.platform.rendezvous import join_store
@@ -82,7 +84,7 @@ def shard_of_rank() -> Generator[WorkerShard]:
 
 
 def thread_count() -> int:
-    """Threads of a process that converts."""
+    """Return the number of threads that a converting process uses."""
     return min(_MOST_THREADS, usable_cores())
 
 
@@ -94,8 +96,9 @@ def in_threads(
     *,
     enabled: bool = True,
 ) -> None:
-    """work(item, done) for all items, a few at a time; `done` moves a progress bar up to `total`.
-    `items` may raise. After the first error, or Ctrl-C, `done` raises in all threads."""
+    """Call work(item, done) for all items, a few at a time. `done` moves a progress bar up to
+    `total`. Iterating `items` may raise. After the first error, or Ctrl-C, `done` raises in all
+    threads."""
     lock, stopped = threading.Lock(), threading.Event()
     count, size, threads = 0, max(1, total // _MILLION), thread_count()
 
@@ -107,7 +110,7 @@ def in_threads(
             count += more
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
-    torch.set_num_threads(1)  # these threads share the work
+    torch.set_num_threads(1)  # the threads of the pool use the cores
     with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
         try:
             running: set[Future[None]] = set()

@@ -29,7 +29,8 @@ _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: finished steps of a phase, and whether the next one is rolled out."""
+    """How far a run is: finished steps of a stage, and whether the responses of the next step are
+    generated."""
 
     phase: str
     step: int
@@ -42,12 +43,12 @@ class Position:
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """Sorts positions in the order in which a run reaches them."""
+        """A key that sorts positions in the order in which a run reaches them."""
         return PHASES.index(self.phase), self.step, self.rolled_out
 
     @classmethod
     def of_name(cls, name: str) -> Position | None:
-        """The position of the checkpoint with this name; None for other names."""
+        """Return the position of the checkpoint with this name, or None for other names."""
         found = _NAME.fullmatch(name)
         return cls(found[1], int(found[2]), found[3] is not None) if found else None
 
@@ -62,8 +63,8 @@ def positions(checkpoints: Path) -> list[Position]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that a path may mean, damaged ones too, the newest first: the path itself, or
-    those of a run folder or of a folder of checkpoints."""
+    """List the checkpoints at a path, damaged ones too, the newest first. The path may be a
+    checkpoint, a run folder or a folder of checkpoints."""
     if (path / MANIFEST).is_file():
         return [path]
     for folder in (path / CHECKPOINTS, path):
@@ -84,12 +85,12 @@ class Publication:
         self.folder.mkdir(parents=True)
 
     def publish(self, files: Files) -> Path:
-        """Give the checkpoint its name, with a manifest of `files`, which are on the disk already.
+        """Write a manifest of `files`, which are on the disk already, and give the folder its name.
         One rank does it. Returns the checkpoint's path. Raises OSError."""
         write_file(self.folder / MANIFEST, dump_manifest(files))
         sync_folders(self.folder)
         path = self.parent / self.name
-        # A checkpoint of this name is damaged: the run was resumed from an older one.
+        # An earlier checkpoint of this name is damaged: the run was resumed from an older one.
         before = hide(path) if path.exists() else None
         self.folder.rename(path)
         sync(self.parent)
@@ -117,7 +118,7 @@ def hide(path: Path) -> Path:
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:
-    """Remove what killed processes have left; returns the names."""
+    """Remove the files and folders that killed processes have left. Returns their names."""
     left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
     for path in left:
         if path.is_dir():
@@ -130,9 +131,9 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
 def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
-    """The checkpoints to remove; `metrics` has all of them, with None where one has no metric. Kept
-    are the `last` newest (None: all), the `best` with the highest metric, and those whose step is a
-    multiple of `every` (0: none)."""
+    """Return the checkpoints to remove. `metrics` has all checkpoints, with None for one without a
+    metric. It keeps the `last` newest (None: all), the `best` with the highest metric, and those
+    whose step is a multiple of `every` (0: none)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:
         return []
@@ -160,7 +161,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:
-    """The files of a checkpoint that this rank wrote, by their names: rank 3 wrote `__3_0.distcp`
-    and `rank_00003…`. Files without a rank in their name belong to rank 0."""
+    """Return the files of a checkpoint that this rank wrote. Their names tell the rank: rank 3
+    wrote `__3_0.distcp` and `rank_00003…`. Files without a rank in their name belong to rank 0."""
     owners = ((name, re.search(r"(?:^|/)(?:__|rank_0*)(\d+)[^/]*$", name)) for name in names)
     return [n for n, found in owners if (int(found[1]) % world_size if found else 0) == rank]

@@ -1,4 +1,4 @@
-"""When a run is saved, what is saved, and what a resumed run restores."""
+"""Decides when a run is saved and what is saved, and restores a resumed run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from gspo_megatron.platform.stop import StopRun, StopSignals
 
 
 class DataOrder(Protocol):
-    """The place of a run in its data, as the data loader of any phase tells it."""
+    """The data loader of any stage, which knows the run's position in its data."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -56,7 +56,7 @@ class DataOrder(Protocol):
 
 
 class Checkpoints:
-    """A run's checkpoints; every rank calls every method. With interval 0 nothing is saved."""
+    """Saves and restores a run. Every rank calls every method. With interval 0 nothing is saved."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Checkpoints:
         hf: Any = None,
     ) -> None:
         """`hf`: config.json of the Hugging Face model that the weights come from. Raises UserError
-        where the disk has no room for one checkpoint."""
+        if the disk has no room for one checkpoint."""
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
@@ -82,8 +82,8 @@ class Checkpoints:
         on_main(self._prepare)
 
     def saved_step(self, step: int) -> int:
-        """The step from which the run would be resumed if it were killed now, after `step`; without
-        checkpoints `step`, as nothing before it is needed again."""
+        """Return the step from which the run would resume if it were killed now, after `step`.
+        Without checkpoints this is `step`, because no earlier step is needed again."""
         if not self.section.interval:
             return step
         is_written = self._newest is not None and not self.writer.is_busy
@@ -92,8 +92,8 @@ class Checkpoints:
     # What a run restores
 
     def restore(self, phase: str, trainer: Trainer, loader: DataOrder) -> int:
-        """Restore a phase's optimizer, schedule and prompt order; the policy has its weights
-        already. Returns the number of finished steps, 0 where the phase begins."""
+        """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
+        already. Returns the number of finished steps, which is 0 if the stage begins now."""
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
             return 0
@@ -104,9 +104,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reference_weights(self, *, needed: bool) -> Generator[None]:
-        """Inside, if `needed`, the policy has the weights that RL starts from. A new run saves
-        them here; a resumed run reads them and gets its own weights back at the end. Without its
-        adapters, a policy that began without any has them anyway."""
+        """Give the policy, inside the context, the weights that RL starts from, if `needed`.
+
+        A new run saves them here. A resumed run reads them, and reads its own weights again at the
+        end. A policy whose adapters began without effect needs neither: without its adapters it
+        has those weights anyway."""
         lora = self.policy.lora
         needed = needed and (lora is None or not lora.starts_as_base)
         resumed = self.start.state is not None and self.start.state.phase == RL
@@ -132,10 +134,10 @@ class Checkpoints:
         *,
         is_last: bool,
     ) -> None:
-        """Save the run if this step is due: by the interval, at the phase's end, on a stop signal.
+        """Save the run if this step is due: by the interval, at the stage's end, on a stop signal.
 
-        Raises StopRun, on all ranks, after a stop signal. A failed save is a UserError at the
-        phase's end and after a stop signal; elsewhere it is a warning, and the run continues.
+        Raises StopRun on all ranks after a stop signal. Raises UserError if the save at the stage's
+        end or after a stop signal fails. Any other failed save is a warning, and the run continues.
         """
         interval = self.section.interval
         if not interval:
@@ -158,7 +160,7 @@ class Checkpoints:
     def _warn_of_missing_metric(
         self, step: int, metrics: Mapping[str, float], is_last: bool
     ) -> None:
-        """Warn, once in a run, if this step should have the metric of `keep_best` and has not."""
+        """Warn, once in a run, if this step should have the metric for `keep_best` but lacks it."""
         name = self.section.best_metric
         if not self.section.keep_best or name in metrics:
             return
@@ -183,9 +185,9 @@ class Checkpoints:
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
-        """Save the run with the responses of `step`, before its update, and raise StopRun on all
-        ranks, if a stop signal has come. `write_rollouts` writes this rank's responses into a
-        folder; `description` describes them in JSON."""
+        """If a stop signal has come, save the run with the responses of `step`, before its update,
+        and raise StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
+        `description` describes them and is stored as JSON."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
         state = self._state(RL, step - 1, trainer, loader)
@@ -201,9 +203,10 @@ class Checkpoints:
         error: UserError,
         unevaluated: Mapping[str, float] | None = None,
     ) -> NoReturn:
-        """Save the run as it was after `step`, where that is not done, and end it: raises the
-        error, which all ranks have, with where the run is saved and when it can go on.
-        `unevaluated`: the step's metrics, if the failure was in its evaluation."""
+        """Save the run as it was after `step`, unless it is saved already, and raise the error.
+
+        All ranks have the same error. Its message then also says where the run is saved and when it
+        can continue. `unevaluated`: the step's metrics, if something after its update failed."""
         if step == 0:
             raise error
         if not self.section.interval:
@@ -238,7 +241,7 @@ class Checkpoints:
         *,
         must: bool,
     ) -> None:
-        self._warn(self.writer.finish())  # the previous one took longer than the interval
+        self._warn(self.writer.finish())  # the previous save may have outlasted the interval
         self.logger.sync()
 
         def write_small(folder: Path) -> None:
@@ -279,7 +282,8 @@ class Checkpoints:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
     def _prepare(self) -> None:
-        """Clean the folder and look for free disk space; on the main rank, before training."""
+        """Clean the folder and check the free disk space. Called on the main rank before
+        training."""
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
@@ -289,8 +293,8 @@ class Checkpoints:
             )
 
     def _drop_surplus(self, newest: Position) -> None:
-        """Remove the checkpoints that the section does not keep; on the main rank. Those later than
-        `newest` are damaged: the run will replace them."""
+        """Remove the checkpoints that the configuration does not keep. Called on the main rank.
+        Checkpoints later than `newest` are damaged and stay, because the run will replace them."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):

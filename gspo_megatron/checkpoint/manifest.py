@@ -1,6 +1,6 @@
-"""manifest.json: size and CRC-32 of every file of a checkpoint; written last.
+"""manifest.json holds the size and CRC-32 of every file of a checkpoint. It is written last.
 
-With it, files that are cut short, altered, missing or foreign are found.
+It shows which files are cut short, altered, missing or foreign.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / betwe
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is now."""
+    """Read a file and return its size and checksum."""
     checksum, size = 0, 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -46,7 +46,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def files_below(folder: Path) -> list[str]:
-    """The paths of all files inside a checkpoint but its manifest, sorted."""
+    """List the paths of all files inside a checkpoint except its manifest, sorted."""
     found = (path for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for p in found if (name := p.relative_to(folder).as_posix()) != MANIFEST)
 
@@ -59,7 +59,8 @@ def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Files:
-    """The files that a checkpoint's manifest lists. Raises DataError, without the folder's path."""
+    """Return the files that a checkpoint's manifest lists. Raises DataError, whose message leaves
+    out the folder's path."""
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -93,11 +94,10 @@ def find_damage(
     contents: bool = True,
     only: Callable[[str], bool] = lambda _: True,
 ) -> list[str]:
-    """What is wrong with a checkpoint, one line a file; empty if nothing is.
+    """List what is wrong with a checkpoint, one line per file. The list is empty if nothing is.
 
-    share: (rank, size), only every size-th file is checked, so that ranks read a checkpoint
-    together; contents: whether checksums are compared, or sizes alone; only: which files are
-    checked, by their names.
+    share: (rank, size): check only every size-th file, so that ranks read a checkpoint together;
+    contents: compare checksums, not only sizes; only: whether to check the file of this name.
     """
     rank, size = share
     try:
@@ -117,8 +117,7 @@ def find_damage(
 def first_whole(
     checkpoints: Iterable[Path], damage_of: Callable[[Path], list[str]]
 ) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The first checkpoint without damage (None: there is none), and the damage of those before
-    it."""
+    """Return the first checkpoint without damage, or None, and the damage of those before it."""
     damage = {}
     for checkpoint in checkpoints:
         if not (found := damage_of(checkpoint)):

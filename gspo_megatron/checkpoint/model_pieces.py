@@ -1,7 +1,7 @@
-"""Every tensor of the model on this rank as boxes of layout-independent global tensors.
+"""Every tensor of the model on this rank, as boxes of layout-independent global tensors.
 
-The places come from Megatron-Core's sharded_state_dict. Added here: the boxes of any range of a
-flat parameter, for the distributed optimizer; and the scales of FP8 matrix products.
+Megatron-Core's sharded_state_dict says where each tensor belongs. This module adds the boxes of any
+range of a flat parameter, for the distributed optimizer, and the scales of FP8 matrix products.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LINEAR = {"Linear", "LayerNormLinear", "GroupedLinear"}
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """One run of consecutive elements of a parameter or buffer, a box of the global tensor."""
+    """Consecutive elements of a parameter or buffer that are a box of the global tensor."""
 
     key: str
     tensor: Tensor  # the parameter or buffer
     start: int  # first element in the flat parameter
-    shape: tuple[int, ...]  # of the box, vocabulary padding cut off; as many axes as global_shape
+    shape: tuple[int, ...]  # of the box, without vocabulary padding; as many axes as global_shape
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     replica: tuple[int, ...]  # the last number counts data-parallel ranks
@@ -58,8 +58,8 @@ class ModelPiece:
         return next(self.range_of(self.tensor.detach().view(-1), 0, self.key))
 
     def range_of(self, flat: Tensor, first: int, key: str) -> Iterator[Piece]:
-        """The pieces of the global tensor `key` that `flat` [n] holds, as views. `flat` stands for
-        elements first to first + n of the flat parameter."""
+        """Yield views of `flat` [n] as pieces of the global tensor `key`. `flat` has the values for
+        the elements first to first + n of the flat parameter."""
         start, stop = max(self.start, first), min(self.stop, first + flat.numel())
         for offset, size in boxes(self.shape, start - self.start, stop - self.start):
             data = flat[start - first : start - first + math.prod(size)].view(size)
@@ -69,12 +69,13 @@ class ModelPiece:
 
 
 def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
-    """All parameters and buffers of the rank's chunks that belong into a checkpoint: the adapters
-    alone, where there are any, or with adapters=False the others."""
+    """List the parameters and buffers of this rank's model chunks that belong in a checkpoint. If
+    the policy has adapters, these are the adapters alone, or with adapters=False all others."""
     found: list[ModelPiece] = []
     adapters = adapters and policy.lora is not None
     for model in policy.models:
-        # First: it converts the routers' biases, which bf16 models hold in bf16, back to float32.
+        # This call comes first because it converts the routers' biases back to float32. A bf16
+        # model holds them in bf16.
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         own = {t.data_ptr(): t for t in [*model.buffers(), *model.parameters()]}
         covered: dict[int, int] = dict.fromkeys((p.data_ptr() for p in model.parameters()), 0)
@@ -103,13 +104,13 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
     shape = [1] * part.prepend_axis_num + list(data.shape)
     global_shape = list(part.global_shape)
     if is_vocabulary(part.key):
-        # the padding depends on TP; what is stored must not
+        # the padding depends on TP, but the stored shape must not
         global_shape[0] = vocab_size
         shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
     offset = list(part.global_offset)
     if is_one_matrix(part.key):
-        # rows of [experts, 2 * ffn, hidden] as rows of [experts, 2, ffn, hidden]; Megatron-Core's
-        # factory for gated layers cuts between the halves
+        # Store [experts, 2 * ffn, hidden] as [experts, 2, ffn, hidden]. No part has rows of both
+        # halves, because Megatron-Core's factory for gated layers cuts between them.
         width = global_shape[1] // 2
         half, first = divmod(offset[1], width)
         assert first + shape[1] <= width, f"rows of both halves: {offset}, {shape}"
@@ -129,15 +130,16 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
 
 
 def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
-    """This rank's share of the weights. Of the data-parallel ranks that hold a piece, one writes
-    it: the one with the least to write so far, beginning with the largest piece."""
+    """Yield this rank's share of the weights. Only one of the data-parallel ranks that hold a piece
+    writes it. The pieces are assigned from the largest to the smallest, each to the rank with the
+    least to write so far."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_world_size()
     for size, is_expert in ((dense, False), (expert, True)):
         loads = [0] * size
         of_group = [p for p in pieces if getattr(p.tensor, "allreduce", True) != is_expert]
         mine = [p for p in of_group if p.is_original]
-        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: alike on all ranks
+        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: same on all ranks
             writer = loads.index(min(loads))
             loads[writer] += math.prod(piece.shape)
             if writer == piece.replica[-1] and math.prod(piece.shape):
@@ -157,8 +159,8 @@ def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements start to stop of a flattened tensor into boxes (offset, size), in order: at most
-    2 * axes - 1 of them."""
+    """Cut elements start to stop of a flattened tensor into at most 2 * axes - 1 boxes (offset,
+    size), in order."""
     if len(shape) < 2 and start < stop:
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
@@ -177,17 +179,19 @@ def boxes(
 
 
 def keeps_scales(policy: Policy) -> bool:
-    """Whether matrix products are scaled by the largest values of earlier micro-batches: under
-    delayed scaling. Blockwise scaling and MXFP8 use the tensor at hand and keep nothing."""
+    """Whether the policy uses delayed scaling, which scales FP8 matrix products by the largest
+    values of earlier micro-batches. Blockwise scaling and MXFP8 use the tensor at hand and keep
+    nothing."""
     return bool(policy.config.fp8) and policy.config.fp8_recipe == "delayed"
 
 
 def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
-    """Scales and histories of all matrix products of this rank, allocated where a module has not
-    computed yet; empty where none are kept. `originals_only`: of copies, only the first rank's; all
-    ranks of a pipeline stage hold the same.
+    """List the scales and histories of all matrix products of this rank; empty if none are kept.
+    Allocates them for modules that have not computed yet.
 
-    Not stored in Transformer Engine's form, a pickle per module: newer versions refuse to read it.
+    All ranks of a pipeline stage hold the same. `originals_only`: of equal copies, list only that
+    of the first rank. Transformer Engine's own form, a pickle per module, is not used: its newer
+    versions refuse to read it.
     """
     if not keeps_scales(policy):
         return []
@@ -196,7 +200,7 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
     for model in policy.models:
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for name, entry in entries.items():
-            # a module with an expert's weights each has more of them, ..._extra_state1 and so on
+            # A module with one weight per expert also has ..._extra_state1 and so on: left out.
             if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
                 continue
             module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
@@ -216,11 +220,12 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
 
 
 def scale_boxes(module: Any, key: str, first: int, total: int) -> Iterator[Piece]:
-    """The scales of one module. `first` is the number of its first expert among `total`; without
-    experts, 0 of 1.
+    """Yield the scales of one module. `first` is the number of its first expert among `total`.
+    Without experts, `first` is 0 and `total` is 1.
 
-    Transformer Engine holds [tensors] and [history, tensors]: an expert's input, weight and output
-    (backward: its two gradients), then the next expert's.
+    Transformer Engine holds the scales as [tensors] and their history as [history, tensors]. The
+    tensors are an expert's input, weight and output (backward: its two gradients), then those of
+    the next expert.
     """
     experts = module.fp8_meta["num_gemms"]
     for direction, state in _DIRECTIONS.items():

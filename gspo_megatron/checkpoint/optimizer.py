@@ -1,9 +1,9 @@
 """The distributed optimizer's state as boxes of global tensors, independent of the layout.
 
-Megatron-Core's formats depend on the layout: `dp_reshardable` on that of its buffers,
-`fully_reshardable` in its keys on the number of optimizers, and so on EP (it also gathers each
-buffer on one rank). Here every data-parallel rank writes the ranges that it owns, and reads those
-that it will own; the keys are `optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
+Megatron-Core's formats depend on the layout. `dp_reshardable` depends on the layout of its buffers.
+`fully_reshardable` has the number of optimizers in its keys, so it depends on EP; it also gathers
+each buffer on one rank. Here every data-parallel rank writes the ranges that it owns, and reads the
+ranges that it will own. The keys are `optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class OwnedRange:
     stop: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """[stop - start] fp32 each: the main parameter and the moments. Copies where the optimizer
-        keeps them in another precision, else the optimizer's tensors themselves."""
+        """Return the main parameter and the moments, each [stop - start] in fp32. They are copies
+        if the optimizer keeps them in another precision, else the optimizer's own tensors."""
         found = self.optimizer._get_main_param_and_optimizer_states(self.parameter)
         states = {k: v for k, v in found.items() if torch.is_tensor(v) and v.dim()}
         for name, state in states.items():
@@ -53,19 +53,19 @@ class OwnedRange:
         return {name: state.detach() for name, state in states.items()}
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `tensors` returned, where those were copies."""
+        """Write the tensors that `tensors` returned back to the optimizer, if they are copies."""
         if self.optimizer.config.use_precision_aware_optimizer:
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, tensors)
 
 
 def trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """The learning-rate schedule's position and shape, for JSON."""
+    """Return the position and shape of the learning-rate schedule, for JSON."""
     return {"scheduler": trainer.scheduler.state_dict()}
 
 
 def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Continue at the position in `state`. The schedule is that of the configuration: a changed
-    peak, floor or length takes effect from here on."""
+    """Continue the schedule at the position in `state`. Its shape comes from the configuration: a
+    changed peak, floor or length takes effect from here on."""
     scheduler = trainer.scheduler
     scheduler.num_steps = 0
     scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -73,7 +73,7 @@ def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def owned_ranges(optimizer: MegatronOptimizer) -> list[OwnedRange]:
     """List all ranges of this rank, in the optimizers of dense parameters and of experts. Raises
-    UserError where one is not a DistributedOptimizer."""
+    UserError if an optimizer is not a DistributedOptimizer."""
     return [
         OwnedRange(part, parameter, ranges["param"].start, ranges["param"].end)
         for part in _parts(optimizer)
@@ -88,7 +88,7 @@ def state_pieces(
     model: Sequence[ModelPiece], ranges: Sequence[OwnedRange], *, originals_only: bool
 ) -> Iterator[tuple[OwnedRange, dict[str, Tensor], list[Piece]]]:
     """Yield each range with its tensors and their pieces, which are views. With `originals_only`,
-    no copies of what another tensor- or pipeline-parallel rank writes."""
+    leave out copies that another tensor- or pipeline-parallel rank writes."""
     places: dict[int, list[ModelPiece]] = {}
     for place in model:
         places.setdefault(id(place.tensor), []).append(place)
@@ -120,14 +120,15 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 on_device = group.get("capturable") or group.get("fused")
                 for parameter in group["params"]:
-                    # without it torch's Adam raises KeyError: it thinks that the state is complete
+                    # without "step" torch's Adam raises KeyError: it takes the state for complete
                     device = parameter.device if on_device else "cpu"
                     step = torch.zeros((), dtype=torch.float32, device=device)
                     part.optimizer.state[parameter].setdefault("step", step)
 
 
 def groups_document(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """The number of updates so far, and each group's learning rate and weight decay, for JSON."""
+    """Return, for JSON, the number of updates so far, and the learning rate and weight decay of
+    each group of parameters."""
     groups = []
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
@@ -139,7 +140,7 @@ def groups_document(optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def read_groups(folder: Path) -> dict[str, Any]:
-    """Read what groups_document returned. Raises DataError."""
+    """Read the document of groups_document from its file. Raises DataError."""
     path = folder / GROUPS_FILE
     try:
         document = parse_json(path.read_bytes())
@@ -154,8 +155,8 @@ def read_groups(folder: Path) -> dict[str, Any]:
 
 
 def load_groups(optimizer: MegatronOptimizer, document: dict[str, Any], folder: Path) -> None:
-    """Set the number of updates, and what the schedule changes; the rest comes from the
-    configuration. Raises DataError where a group of parameters is not in the document."""
+    """Set the number of updates, and the values that the schedule changes. All other values come
+    from the configuration. Raises DataError if the document lacks a group of parameters."""
     saved = {_identity(group): group for group in document["groups"]}
     for part in _parts(optimizer):
         for group in part.optimizer.param_groups:
@@ -187,12 +188,13 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 
 
 def _counts_by_parameter(part: DistributedOptimizer) -> bool:
-    """torch's Adam counts steps per parameter, fused optimizers per group."""
+    """Whether the optimizer counts steps per parameter, like torch's Adam. Fused optimizers count
+    them per group."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _steps(optimizer: MegatronOptimizer) -> int:
-    """Updates so far, the same for all parameters of all ranks."""
+    """Return the number of updates so far, which is the same for all parameters of all ranks."""
     found = set()
     for part in _parts(optimizer):
         if _counts_by_parameter(part):

@@ -1,6 +1,7 @@
-"""What a run starts from: the newest undamaged checkpoint in its folder, given weights, or nothing.
+"""Finds what a run starts from: the newest undamaged checkpoint in its folder, the weights that are
+configured, or nothing.
 
-Nothing here imports torch: mistakes are reported before anything is started.
+Nothing here imports torch, so that mistakes are reported before anything is started.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
 from gspo_megatron.files import folder_lacks
 
-# Fields of TransformerConfig that a run on given weights may change: which tokens are dropped.
+# Fields of TransformerConfig in which a run may differ from the checkpoint whose weights it loads.
+# They decide which tokens are dropped.
 _NEW_CHOICES = (
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# Refused changes that ask for other weights than those of the run.
+# Beginnings of messages about refused changes that ask for other weights than those of the run.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -55,13 +57,14 @@ class Start:
 
 
 def run_folder(config: AnyConfig) -> Path:
-    """Where the run writes."""
+    """Return the folder that the run writes to."""
     return Path(str(config.logging.dir))
 
 
 def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -> list[Path]:
-    """The run's checkpoints, the newest first, damaged ones too; afterwards `lock` holds the run's
-    folder. Raises UserError where another run does, or `fresh` is set and it is not empty."""
+    """List the run's checkpoints, the newest first, damaged ones too. Afterwards `lock` holds the
+    run folder. Raises UserError if another run holds it, or if `fresh` is set and the folder is not
+    empty."""
     folder = run_folder(config)
     if lock is not None:
         lock.hold(folder)
@@ -81,11 +84,12 @@ def conclude(
     damage: Mapping[Path, Sequence[str]],
     command: Sequence[str] = (),
 ) -> Start:
-    """The start of a run from the newest undamaged checkpoint; `damage`: that of newer ones.
-    `command`: the words with which the user started the run, for advice that can be copied.
+    """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage` is that of
+    newer checkpoints. `command`: the words with which the user started the run, for advice that can
+    be copied.
 
-    Raises UserError where all are damaged, and ConfigError with all keys that must not change and
-    have changed.
+    Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
+    but must not change.
     """
     notes = [line for path, lines in damage.items() for line in damage_notes(path.name, lines)]
     if chosen is None:
@@ -99,7 +103,7 @@ def conclude(
         return Start()
     state = RunState.read(chosen)
     last = config.phase if isinstance(config, StageConfig) else "rl"
-    # A stage whose examples cannot be read does not know its steps.
+    # If the examples of a stage cannot be read, its number of steps is unknown.
     steps = math.inf if config.training.steps is None else config.training.steps
     step = state.step if state.phase == last else 0
     done = step >= steps and not state.rollouts and state.unevaluated is None
@@ -111,8 +115,8 @@ def conclude(
 
 
 def preview(config: AnyConfig, *, fresh: bool, command: Sequence[str] = ()) -> Start:
-    """The start that the ranks will find; only sizes of files are compared. Raises what
-    `candidates` and `conclude` raise, and UserError where the run folder cannot be written."""
+    """Return the start that the ranks will find. Only the sizes of files are compared. Raises the
+    errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
     found = candidates(config, fresh=fresh)
     chosen, damage = first_whole(found, lambda path: find_damage(path, contents=False))
     start = conclude(config, chosen, damage, command)
@@ -123,13 +127,13 @@ def preview(config: AnyConfig, *, fresh: bool, command: Sequence[str] = ()) -> S
 
 
 def finished_text(config: AnyConfig, state: RunState, command: Sequence[str] = ()) -> str:
-    """What to print about a finished run; `command` as in `conclude`."""
+    """Return the text to print about a finished run. `command`: as in `conclude`."""
     folder, training = run_folder(config), config.training
     newest = folder / CHECKPOINTS / state.position.name
     lines = [f"{folder}: finished, with {state.step} of {training.steps} steps"]
     if config.optimizer.decay == "constant":
         more = {"training.steps": 2 * state.step}
-        for name in ("epochs", "tokens"):  # which a stage may be limited by too
+        for name in ("epochs", "tokens"):  # other limits that a stage may have
             if limit := getattr(training, name, None):
                 more[f"training.{name}"] = 2 * limit
         words = _words(command, more | _new_export(config))
@@ -140,13 +144,13 @@ def finished_text(config: AnyConfig, state: RunState, command: Sequence[str] = (
 
 
 def _words(command: Sequence[str], overrides: Mapping[str, Any]) -> str:
-    """A command to copy. overrides: values by key."""
+    """Return a command that the user can copy. overrides: values by key."""
     return shlex.join([*command, *(override(key, value) for key, value in overrides.items())])
 
 
 def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
-    """Overrides that make a new run of a configuration: from the weights of a checkpoint, or from
-    those that the configuration names."""
+    """Return the overrides that make a new run of a configuration. It starts from the weights of
+    `checkpoint`, or without one from the weights that the configuration names."""
     values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
     if checkpoint is not None and config.model.lora.rank:
         values["model.lora.checkpoint"] = str(checkpoint)
@@ -157,7 +161,7 @@ def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _new_export(config: AnyConfig) -> dict[str, Any]:
-    """The override that a stage needs where its export has been written already."""
+    """Return the override that a stage needs if its export folder exists already."""
     given = config.export.hf_path if isinstance(config, StageConfig) else None
     if given is None or not Path(given).exists():
         return {}
@@ -165,7 +169,7 @@ def _new_export(config: AnyConfig) -> dict[str, Any]:
 
 
 def _unused(folder: Path) -> Path:
-    """A name beside a folder that is free."""
+    """Return a path beside `folder` that does not exist yet."""
     number = 2
     while (free := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
@@ -180,7 +184,8 @@ def check_given(config: AnyConfig, vocab_size: int) -> None:
 
 
 def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
-    """The checkpoint of model.checkpoint_path; raises what the next two functions raise."""
+    """Return the checkpoint of model.checkpoint_path. Raises DataError if there is none or it holds
+    adapters alone, and ConfigError if its model differs from the configured one."""
     checkpoint = given_checkpoint(str(config.model.checkpoint_path))
     if lora_of(read_model(checkpoint), checkpoint) is not None:
         path = str(config.model.checkpoint_path)
@@ -192,8 +197,8 @@ def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
 
 
 def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | None) -> Path:
-    """The checkpoint of model.lora.checkpoint, which may be a run folder. Raises DataError unless
-    its adapters are those of the section, trained on this base."""
+    """Return the checkpoint of model.lora.checkpoint, which may name a run folder. Raises DataError
+    unless its adapters have the settings of `section` and were trained on `base`."""
     checkpoint = given_checkpoint(path, "model.lora.checkpoint")
     there = lora_of(read_model(checkpoint), checkpoint)
     if there is None:
@@ -206,7 +211,7 @@ def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | No
 
 
 def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
-    """Raise DataError where a checkpoint's adapters were trained on another model than `base`."""
+    """Raise DataError if a checkpoint's adapters were trained on another model than `base`."""
     there = read_model(checkpoint).get("base")
     if there is None or base is None or there["fingerprint"] == base["fingerprint"]:
         return
@@ -217,7 +222,8 @@ def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
 
 
 def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
-    """The checkpoint that `key` names, which may be a run folder. Raises DataError."""
+    """Return the newest complete checkpoint at the path of `key`, which may be a run folder. Raises
+    DataError."""
     found = checkpoints_at(Path(path))
     for checkpoint in found:
         if (checkpoint / MANIFEST).is_file():
@@ -230,8 +236,8 @@ def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
 
 def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = None) -> None:
     """Raise ConfigError with all differences between a checkpoint's model and the configured one,
-    in sizes and in other settings that change its results. vocab_size: None: it is the
-    checkpoint's."""
+    in sizes and in other settings that change its results. Without `vocab_size`, the vocabulary is
+    not compared."""
     there = read_model(checkpoint)
     shape = config.resolved_model()
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
@@ -255,7 +261,7 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
 
 
 def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
-    """Raise DataError where a checkpoint is damaged."""
+    """Raise DataError if a checkpoint is damaged."""
     if damage:
         raise DataError("\n".join(f"{checkpoint}: {line}" for line in some_of(damage)))
 
@@ -281,7 +287,8 @@ def _can_take(config: AnyConfig, checkpoint: Path) -> bool:
 def _changes(
     config: AnyConfig, checkpoint: Path, state: RunState, command: Sequence[str]
 ) -> list[str]:
-    """Notes on allowed changes of keys and versions. Raises ConfigError with the other ones."""
+    """Return notes on allowed changes of keys and versions. Raises ConfigError with all changes
+    that are refused."""
     config.require_whole()
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:

@@ -1,4 +1,4 @@
-"""The state of every random number generator of a rank."""
+"""Saves and loads the state of every random number generator of a rank."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def save_rng(folder: Path) -> None:
 
 
 def load_rng(folder: Path) -> bool:
-    """Set this rank's generators to what save_rng wrote; every rank calls it. Where that was on
-    another layout or kind of device, returns False on all ranks and leaves the generators as they
-    are. Raises DataError, the same on all ranks.
+    """Set this rank's generators to the state that save_rng wrote. Every rank calls it. If another
+    layout or kind of device wrote it, this returns False on all ranks and leaves the generators
+    unchanged. Raises DataError, the same on all ranks.
     """
     same = True
     with raised_everywhere():
-        for rank in (0, dist.get_rank()):  # of more ranks than there were, all find the first's
+        for rank in (0, dist.get_rank()):  # rank 0's file exists even if there are more ranks now
             if same:
                 details, tensors = _read(_path(folder, rank))
                 same = details["layout"] == _layout()
@@ -111,7 +111,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _layout() -> dict[str, Any]:
-    """What must be the same for the states to fit: devices and layout."""
+    """Return the kind of device and the layout, which must be the same for the states to fit."""
     return {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "world": dist.get_world_size(),

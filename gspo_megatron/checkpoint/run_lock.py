@@ -1,4 +1,4 @@
-"""A lock on the run folder: two runs would overwrite each other's metrics and checkpoints."""
+"""Locks the run folder, because two runs would overwrite each other's metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
 _JOB = "Slurm job"
-_PATIENCE = 5.0  # seconds in which the ranks of a killed run end
-_TRIES = 100  # while other runs rename the folder
+_PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
+_TRIES = 100  # if other runs rename the folder meanwhile
 
 
 class RunLock:
@@ -24,14 +24,14 @@ class RunLock:
 
     def __init__(self) -> None:
         self._held: list[int] = []  # descriptors of lock files
-        self._made: list[Path] = []  # folders
+        self._made: list[Path] = []  # folders that this lock has made
 
     def hold(self, folder: Path) -> None:
         """Make a folder, if it is missing, and lock it. A folder may be locked twice.
 
-        Raises UserError that names the other run. On a file system without locks nothing is locked.
-        After the loss of a node, a file server may keep its lock for minutes: the same Slurm job is
-        let in when it is requeued.
+        Raises UserError if another run holds the lock, and names that run. On a file system without
+        locks nothing is locked. After the loss of a node, a file server may keep the node's lock
+        for minutes. The same Slurm job, when it is requeued, may therefore enter without the lock.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -39,7 +39,7 @@ class RunLock:
         raise UserError(f"{folder}: is moved again and again while it is locked; try again")
 
     def _try(self, folder: Path) -> bool:
-        """False where another run renamed the folder meanwhile."""
+        """Try once to lock a folder. Returns False if another run renamed the folder meanwhile."""
         path = folder / LOCK_FILE
         try:
             is_new = not folder.exists()

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: the state of the run, and the description of its model."""
+"""The small files of a checkpoint: the state of the run and the description of its model."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PACKAGES = ("megatron-core", "torch")
 
 @dataclass
 class RunState:
-    """run.json: the state of a run without its tensors."""
+    """The state of a run without its tensors: the contents of run.json."""
 
-    phase: str
-    step: int  # finished steps of the phase
+    phase: str  # the stage; see folder.PHASES
+    step: int  # finished steps of the stage
     trainer: dict[str, Any]  # trainer_state: the position in the learning-rate schedule
     loader: dict[str, Any]  # PromptLoader.state_dict
     fingerprints: dict[str, str]  # see `fingerprints`
@@ -43,10 +43,10 @@ class RunState:
     world_size: int
     versions: dict[str, str]  # by package
     metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
-    warned: list[str] = field(default_factory=list)  # warnings that a run gives once
-    # of a step that was saved between its rollouts and its update: rl.step_inputs
+    warned: list[str] = field(default_factory=list)  # warnings that were given; each is given once
+    # Describes the next step's responses, if the run was saved with them: rl.step_inputs
     rollouts: dict[str, Any] | None = None
-    # Metrics of the step, which are not logged yet: what follows its update has failed.
+    # Metrics of the step that are not logged yet, because something after its update has failed.
     unevaluated: dict[str, float] | None = None
 
     @property
@@ -59,7 +59,7 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """The state in a checkpoint. Raises DataError where this version cannot read it."""
+        """Read the state in a checkpoint. Raises DataError if this version cannot read it."""
         path = checkpoint / STATE_FILE
         content = _read(path)
         try:
@@ -69,8 +69,8 @@ class RunState:
 
 
 def fingerprints(config: AnyConfig) -> dict[str, str]:
-    """Fingerprints of the input files, the tokenizer and the user's functions, by configuration
-    key. Raises DataError."""
+    """Return fingerprints of the input files, the tokenizer and the user's functions, by
+    configuration key. Raises DataError."""
     files: dict[str, Sequence[str | Path]] = {**config.input_files()}
     files[TOKENIZER] = [config.data.tokenizer]
     if isinstance(config, Config):
@@ -90,8 +90,8 @@ def fingerprints(config: AnyConfig) -> dict[str, str]:
 
 
 def _module_file(module: str) -> Path | None:
-    """The file of a module that `plugins.load_function` would import. Nothing is imported: the
-    user's module may need torch."""
+    """Return the file that `plugins.load_function` would import for a module. The module itself is
+    not imported here, because it may need torch."""
     if module in sys.modules:
         known = getattr(sys.modules[module], "__file__", None)
         return None if known is None else Path(known)
@@ -117,8 +117,9 @@ def versions() -> dict[str, str]:
 def describe_model(
     config: AnyConfig, vocab_size: int, hf: Any = None, base: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """model.json, for conversions. `vocab_size`: without padding; `hf`: the config.json that the
-    model was imported from; `base`: what adapters were trained on, see `base_of`."""
+    """Return the contents of model.json, which conversions read. `vocab_size`: without padding;
+    `hf`: the config.json that the model was imported with; `base`: the base of adapters, see
+    `base_of`."""
     adapters = {}
     if config.model.lora.rank:
         lora = config.model.lora.model_dump(exclude={"checkpoint"})
@@ -134,14 +135,14 @@ def describe_model(
 
 
 def base_of(path: str | Path) -> dict[str, str]:
-    """What is kept of the frozen model that adapters are trained on, a Hugging Face folder or a
-    checkpoint of ours: its absolute path, and a fingerprint of its weights. Raises DataError."""
+    """Describe the frozen model that adapters are trained on, a Hugging Face folder or a checkpoint
+    of ours: its absolute path and a fingerprint of its weights. Raises DataError."""
     return {"path": str(Path(path).absolute()), "fingerprint": fingerprint_of_weights(path)}
 
 
 def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None:
-    """The adapters that a checkpoint holds, as its model.json says; None where it holds a whole
-    model. Raises DataError."""
+    """Return the settings of a checkpoint's adapters from its model.json, or None if it holds a
+    whole model. Raises DataError."""
     found = document.get("lora")
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The start of a run on all ranks: the checkpoint that it resumes, its folder, its weights."""
+"""Starts a run on all ranks: finds the checkpoint, prepares the folder, loads the weights."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ RESTARTS_FILE = "restarts.json"
 
 
 def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
-    """What is wrong with a checkpoint; all ranks share the work and get the same lines."""
+    """Return what is wrong with a checkpoint. All ranks share the work and get the same lines."""
     share = (dist.get_rank(), dist.get_world_size())
     mine = find_damage(checkpoint, share=share, only=only)
     return sorted(line for lines in all_gather_objects(mine) for line in lines)
 
 
 def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
-    """Load a new run's first weights: see `load_base`, and the adapters of model.lora.checkpoint,
-    if they are configured; without it new ones change nothing yet."""
+    """Load a new run's first weights: the base (see `load_base`), and the adapters of
+    model.lora.checkpoint if it is set. Otherwise the adapters are new and change nothing yet."""
     hf = load_base(config, policy)
     if config.model.lora.checkpoint is not None:
         _load_given_adapters(config, policy, config.model.lora.checkpoint)
@@ -68,10 +68,11 @@ def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
 
 
 def load_base(config: AnyConfig, policy: Policy) -> Any:
-    """Load the weights of a checkpoint or a Hugging Face folder, if one is configured; without it
-    the policy keeps its random weights. Returns the config.json of the Hugging Face model that the
-    weights come from, or None. Raises UserError, on all ranks alike, where the folder is damaged or
-    holds no such model.
+    """Load the weights of a checkpoint or a Hugging Face folder, if one is configured. Otherwise
+    the policy keeps its random weights.
+
+    Returns the config.json of the Hugging Face model that the weights come from, or None. Raises
+    UserError on all ranks if the folder is damaged or holds another model.
     """
     source, hf = None, None
     if config.model.checkpoint_path is not None:
@@ -106,7 +107,7 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
 
 
 def load_reference(config: AnyConfig, policy: Policy) -> None:
-    """Read the weights that RL started from. Raises UserError, on all ranks, for damaged ones."""
+    """Read the weights that RL started from. Raises UserError on all ranks if they are damaged."""
     reference = run_folder(config) / CHECKPOINTS / REFERENCE
     refuse_damage(reference, _damage_of(reference))
     load_model(reference, policy)
@@ -115,14 +116,14 @@ def load_reference(config: AnyConfig, policy: Policy) -> None:
 def count_restart(
     config: AnyConfig, start: Start, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Raise UserError in a job that was restarted too often at the same point of the run: batch
-    scripts do not repeat a command after a UserError. On the main rank, once a start."""
+    """Raise UserError if a Slurm job was restarted too often at the same point of the run. Batch
+    scripts do not repeat a command after a UserError. Called on the main rank, once a start."""
     job = SlurmJob.of(os.environ if environ is None else environ)
     if job is None or job.restarts == 0:
         return
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
-    # The first start is not counted in the file: it has left a checkpoint, or no progress.
+    # The file does not count the first start. Without a checkpoint, that start made no progress.
     count = 1 if position is None else 0
     with contextlib.suppress(OSError, *WRONG_VALUES):
         before = parse_json(path.read_bytes())
@@ -142,7 +143,7 @@ def count_restart(
 
 def move_earlier_run(folder: Path, lock: RunLock) -> None:
     """Rename the folder of an earlier run, so that a second run of the same name does not mix with
-    it. On the main rank; afterwards the lock holds the new run's folder."""
+    it. Called on the main rank. Afterwards the lock holds the new run's folder."""
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return
@@ -162,7 +163,7 @@ def start_model(
     config: AnyConfig, vocab_size: int, start: Start
 ) -> tuple[Ranks, Policy, RunLogger, Any]:
     """Join the other ranks, build the policy, open the run folder's files and load the weights. The
-    last value is as load_starting_weights returns it."""
+    last returned value is that of load_starting_weights."""
     patience = patience_minutes(config.training.hang_timeout_seconds)
     ranks = start_processes(patience)
     parallel = resolve_parallel(config, ranks.world_size)
@@ -179,7 +180,7 @@ def load_starting_weights(
     config: AnyConfig, policy: Policy, start: Start, logger: RunLogger
 ) -> Any:
     """Load the weights of the resumed checkpoint, or a new run's first weights. Returns the
-    config.json of the Hugging Face model that they come from, or None."""
+    config.json of the Hugging Face model that the weights come from, or None."""
     if start.checkpoint is not None:
         if policy.lora is not None:
             load_base(config, policy)
@@ -223,7 +224,7 @@ class Session:
         close_checkpoints: Callable[[], None],
         logger: RunLogger,
     ) -> bool:
-        """Run `loop`, watched for hangs and for the end of the job. Returns True when the run is
+        """Run `loop`, and watch for hangs and for the end of the job. Returns True when the run is
         done, False when it was stopped and saved."""
         with watched(self.config, policy.models, self.ranks, self.stop):
             try:
@@ -240,8 +241,8 @@ class Session:
 def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
     """Join the other ranks and find the checkpoint to resume; every rank enters it.
 
-    Raises UserError, on all ranks alike: with `fresh` if the folder is not empty, if all
-    checkpoints are damaged, and for keys that must not change and have changed.
+    Raises UserError on all ranks: if `fresh` is set and the folder is not empty, if all checkpoints
+    are damaged, or if keys have changed that must not change.
     """
     with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:

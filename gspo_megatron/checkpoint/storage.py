@@ -1,10 +1,11 @@
-"""Pieces of global tensors, written to and read from a folder in Megatron-Core's torch_dist format.
+"""Writes and reads pieces of global tensors in a folder of Megatron-Core's torch_dist format.
 
-Format and planning come from torch.distributed.checkpoint (DCP); stock
-`megatron.core.dist_checkpointing.load` reads these folders. Different from stock: no part of a
-tensor may be missing or written twice, and writing starts no helper processes. DCP's index,
-`.metadata`, is a pickle, which can run any code when it is read: here it may name only the plain
-records of an index, which is then checked against the files.
+torch.distributed.checkpoint (DCP) provides the format and the planning, and stock
+`megatron.core.dist_checkpointing.load` reads these folders. This module differs from stock in two
+points: no part of a tensor may be missing or written twice, and no helper processes are started.
+
+DCP's index, `.metadata`, is a pickle, and reading a pickle can run any code. Here the pickle may
+name only the plain records of an index. The index is then checked against the files.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _SHOWN = 8  # problems of one kind in a message
-# Tensors are stored in blocks of at most so many bytes: what a reader holds in memory at once.
+# The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
-# What a pickle may name, by module; dtypes of torch besides.
+# The names that the index's pickle may load, by module. It may also load dtypes of torch.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -76,7 +77,7 @@ _RECORDS = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    # Megatron-Core's own saving adds its plans
+    # Megatron-Core's own saving adds its plans to the index.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -91,7 +92,7 @@ _RECORDS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's box of the global tensor `key`."""
+    """A box (rectangular part) of the global tensor `key` on one rank."""
 
     key: str
     data: Tensor  # read from or written to in place
@@ -129,11 +130,12 @@ def write_pieces(
     group: dist.ProcessGroup | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write the pieces of all ranks of `group` (all of them call it) as whole tensors; `files` are
-    small further ones of rank 0. When it returns, all bytes of all ranks are on the disk.
+    """Write the pieces of all ranks of `group` as whole tensors. All these ranks call it. `files`
+    are small further files, which rank 0 writes. When it returns, all bytes of all ranks are on the
+    disk.
 
-    Raises DataError where a rank cannot write, on all ranks alike; AssertionError where the pieces
-    of a tensor do not make up all of it, each element once.
+    Raises DataError on all ranks if one of them cannot write. Raises AssertionError if the pieces
+    of a tensor do not hold each of its elements exactly once.
     """
     writer, planner = TorchDistWriter(folder, files), SavePlanner(pieces, BLOCK_BYTES)
     try:
@@ -148,11 +150,11 @@ def write_pieces(
 
 
 def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Fill every rank's pieces from the folder; all ranks call it. Raises DataError, on all ranks
-    alike, where a file is missing, damaged or foreign, and where a tensor is missing, has another
-    shape, or belongs to no rank's pieces.
+    """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
+    a file is missing, damaged or foreign, or if a tensor is missing, has another shape, or belongs
+    to no rank's pieces.
     """
-    # Not at the top: it loads Megatron-Core, which the offline converter does without.
+    # Not at the top: it loads Megatron-Core, which the offline converter does not need.
     from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
     wanted = {piece.key: piece.global_shape for piece in pieces}
@@ -178,11 +180,11 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 class TorchDistWriter(dcp.FileSystemWriter):
-    """Writes small files, too, and an index that does not tell the folder's first path."""
+    """DCP's writer, which also writes small files and leaves the folder's path out of the index."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(folder)
-        common = io.BytesIO()  # of what is not sharded; Megatron-Core 0.16 needs the file
+        common = io.BytesIO()  # no unsharded values, but Megatron-Core 0.16 needs the file
         torch.save({}, common)
         standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": common.getvalue()}
         self._folder, self._files = folder, standard | dict(files or {})
@@ -191,7 +193,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        make_folder(self._folder)  # torch's own way fails where a file system shows it late
+        make_folder(self._folder)  # torch's mkdir fails on a shared file system that lags
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Any:
@@ -206,7 +208,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
 @contextmanager
 def operating_system_errors() -> Generator[None]:
-    """Inside, what torch's file writer raises when it closes a file becomes its OSError again."""
+    """Raise the OSError that torch's file writer hides in a RuntimeError when it closes a file."""
     try:
         yield
     except RuntimeError as error:
@@ -217,7 +219,7 @@ def operating_system_errors() -> Generator[None]:
 
 
 class TorchDistReader(dcp.FileSystemReader):
-    """Reads with an index that was checked. Several threads may read at once."""
+    """Reads pieces with an index that `read_index` checked. Several threads may read at once."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -225,9 +227,9 @@ class TorchDistReader(dcp.FileSystemReader):
         self.storage_data = index.storage_data
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        """Fill the pieces. Raises DataError where their tensors in the index have gaps, which DCP
-        ignores, or a file is damaged. It names the file; torch's own message is not shown, because
-        it advises to unpickle without safety."""
+        """Fill the pieces. Raises DataError if the index has gaps in their tensors, which DCP
+        ignores, or if a file is damaged. The error names the file, but leaves out torch's message,
+        because that advises unsafe unpickling."""
         places = _by_place(pieces)
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         for piece in places.values():
@@ -249,8 +251,8 @@ class TorchDistReader(dcp.FileSystemReader):
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Every element of every tensor is written exactly once, in blocks of at most `most_bytes`.
-    `read` returns the values of a block when it is written."""
+    """Plans to write every element of every tensor exactly once, in blocks of at most `most_bytes`.
+    `read` returns the values of a block when the block is written."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Gives DCP the places that it fills."""
+    """Gives DCP the tensors that it reads into: parts of the pieces."""
 
     def __init__(self, places: Mapping[MetadataIndex, Piece]) -> None:
         super().__init__()
@@ -318,7 +320,7 @@ def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 class _Properties(TensorProperties):
-    """Newer versions of torch append fields that older versions do not know."""
+    """TensorProperties that leaves out the fields which newer versions of torch have appended."""
 
     def __setstate__(self, state: tuple) -> None:
         try:
@@ -328,7 +330,8 @@ class _Properties(TensorProperties):
 
 
 def _member(cls: Any, name: Any) -> enum.Enum:
-    """Replaces `getattr`, with which some Pythons pickle members of enums (Debian 12's 3.11.2)."""
+    """Return an enum's member. Replaces `getattr`, with which some Pythons (Debian 12's 3.11.2)
+    pickle members of enums."""
     if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
         raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
     member: enum.Enum = cls[name]
@@ -349,10 +352,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a folder in Megatron-Core's torch_dist format.
+    """Read and check the index of a folder in Megatron-Core's torch_dist format.
 
-    Raises DataError, with all that is wrong, where the index is missing, damaged or foreign, where
-    blocks of a tensor are missing, or where a file that the index names is missing or too short.
+    Raises DataError with all problems if the index is missing, damaged or foreign, if blocks of a
+    tensor are missing, or if a file that the index names is missing or too short.
     """
     path = folder / INDEX
     try:
@@ -375,7 +378,7 @@ def read_index(folder: Path) -> Metadata:
 
 def _problems(index: Metadata, folder: Path) -> list[str]:
     path = folder / INDEX
-    ends: dict[str, int] = {}  # bytes that each file must have
+    ends: dict[str, int] = {}  # by file: the bytes that it must have
     places = set()
     for place, info in index.storage_data.items():
         name = info.relative_path

@@ -33,14 +33,14 @@ MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
 def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-    """Do `work`, in a daemon thread if it is asynchronous. Its error is raised by `result`."""
+    """Call `work`, in a daemon thread if `asynchronous`. The future's `result` raises its error."""
     future: Future[T] = Future()
     device = torch.cuda.current_device()
 
     def run() -> None:
         try:
-            # A thread begins on the host's first GPU: torch's writer would wait for that one, and
-            # every rank would take half a GB of its memory for a context.
+            # A new thread uses the host's first GPU. Torch's writer would wait for that GPU, and
+            # every rank would create a context of half a GB on it.
             torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
@@ -56,17 +56,19 @@ def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
 def save_tensors(
     folder: Path, policy: Policy, trainer: Trainer | None, *, asynchronous: bool
 ) -> Future[None]:
-    """Write `folder`/model and, with a trainer, `folder`/optimizer and the FP8 scales; every rank
-    calls it. An asynchronous save returns when all tensors are copied to host memory: then the
-    weights may change. Ranks communicate over a separate group (`writers`).
+    """Write `folder`/model; with a trainer, also `folder`/optimizer and the FP8 scales. Every rank
+    calls it.
 
-    Call `result` before the next save starts and before torch.distributed is shut down; it returns
-    when this rank's bytes are on the disk, and raises DataError, on all ranks, where a file of any
-    rank cannot be written.
+    An asynchronous save returns when all tensors are copied to host memory. The weights may change
+    from then on. The ranks communicate over a separate process group (`writers`).
+
+    Call `result` before the next save starts and before torch.distributed is shut down. It returns
+    when this rank's bytes are on the disk. If any rank cannot write a file, it raises DataError on
+    all ranks.
     """
     policy.finish_parameter_gather()
     model = model_pieces(policy)
-    parts = [(MODEL, list(pieces_to_write(model)), {})]  # folders: pieces and further files
+    parts = [(MODEL, list(pieces_to_write(model)), {})]  # (folder, pieces, further files)
     if trainer is not None:
         states.prepare_state(trainer.optimizer)
         ranges = states.owned_ranges(trainer.optimizer)
@@ -88,11 +90,11 @@ def save_tensors(
 
 
 def load_model(folder: Path, policy: Policy, *, adapters: bool = True) -> None:
-    """Read `folder`/model, of any layout, into the policy; every rank calls it. An optimizer that
-    exists already keeps its fp32 copy of 16-bit weights: load its state too, or call its
-    reload_model_params. A policy with adapters reads these alone, or with adapters=False its base.
+    """Read `folder`/model, saved on any layout, into the policy. Every rank calls it.
 
-    Raises DataError, the same on all ranks.
+    A policy with adapters reads only the adapters, or with adapters=False only its base. An
+    optimizer that exists already keeps its fp32 copy of 16-bit weights: load its state too, or call
+    its reload_model_params. Raises DataError, the same on all ranks.
     """
     policy.finish_parameter_gather()
     pieces = list(pieces_to_read(model_pieces(policy, adapters=adapters)))
@@ -101,11 +103,10 @@ def load_model(folder: Path, policy: Policy, *, adapters: bool = True) -> None:
 
 
 def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
-    """Read `folder`/optimizer, of any layout, into the trainer's optimizer, and the FP8 scales into
-    the policy; after load_model of the same folder. Every rank calls it. The schedule is not in it
-    (see load_trainer_state).
+    """Read `folder`/optimizer, saved on any layout, into the trainer's optimizer, and the FP8
+    scales into the policy. Every rank calls it, after load_model of the same folder.
 
-    Raises DataError, the same on all ranks.
+    load_trainer_state loads the schedule. Raises DataError, the same on all ranks.
     """
     if keeps_scales(policy):
         with torch.no_grad():
@@ -131,7 +132,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def _copies(pieces: list[Piece]) -> list[Piece]:
-    """Copies of pieces in host memory, pinned where they come from a device."""
+    """Copy pieces to host memory. Copies from a device are pinned."""
     copied = []
     for piece in pieces:
         pinned = piece.data.is_cuda
@@ -141,15 +142,18 @@ def _copies(pieces: list[Piece]) -> list[Piece]:
     return copied
 
 
-_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its writers
-# How long ranks wait for the one with the slowest disk. The heartbeat detects a hang much sooner.
+# The group of all ranks, and the gloo group that `writers` has made for it.
+_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# How long ranks wait for the rank with the slowest disk. The heartbeat detects a hang much sooner.
 _SLOWEST_WRITER = datetime.timedelta(hours=6)
 
 
 def writers() -> dist.ProcessGroup:
-    """The group of all ranks, over gloo, that one save at a time uses. Collectives of a save in the
-    background must not mix with those of training, and its plans do not belong on devices. The
-    first call of a process is a collective."""
+    """Return the gloo process group of all ranks for saving. Only one save at a time uses it.
+
+    Collectives of a save in the background must not mix with those of training, and the plans that
+    they exchange should not be put on devices. The first call in a process is a collective.
+    """
     global _group
     world = dist.group.WORLD
     assert world is not None

@@ -19,9 +19,9 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.platform.collectives import gather_objects, on_main
 
-_OPTIMIZER_BYTES = 12  # of each parameter: an fp32 copy and two moments
+_OPTIMIZER_BYTES = 12  # per parameter: an fp32 copy and two moments
 
-Shares = Sequence[tuple[Files, str | None]]  # of each rank: its files, and what went wrong
+Shares = Sequence[tuple[Files, str | None]]  # for each rank: its files, and what went wrong
 
 
 class CheckpointWriter:
@@ -29,13 +29,13 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self.folder, self.policy = folder, policy
-        self._bytes = _expected_bytes(policy)  # of a checkpoint; on the main rank
-        # what this rank is writing, and what publishes it
+        self._bytes = _expected_bytes(policy)  # the size of a checkpoint, on the main rank
+        # this rank's save in progress, and the function that publishes the checkpoint
         self._under_way: tuple[Future[Files], Callable[[Shares], str | None]] | None = None
         self._removal = start_work(lambda: None, asynchronous=False)
 
     def lacks_room(self) -> str | None:
-        """Why a checkpoint does not fit on the disk; None where it fits. On the main rank."""
+        """Return why a checkpoint does not fit on the disk, or None. Called on the main rank."""
         if (free := free_bytes(self.folder)) >= self._bytes:
             return None
         return f"it takes {self._bytes:,} bytes, and {free:,} are free"
@@ -49,9 +49,11 @@ class CheckpointWriter:
         *,
         asynchronous: bool,
     ) -> str | None:
-        """Write a checkpoint: the weights, with a trainer the optimizer's state, and the files of
-        `write_small` on each rank. When it is published, the main rank calls `published`: here, or,
-        if it is asynchronous, in `finish`. Returns, on all ranks alike, what went wrong, or None.
+        """Write a checkpoint: the weights, the optimizer's state if there is a trainer, and the
+        files that `write_small` writes on each rank.
+
+        The checkpoint is published here or, if `asynchronous`, in `finish`. Then the main rank
+        calls `published`. Returns what went wrong, or None, the same on all ranks.
         """
         assert self._under_way is None, "one checkpoint at a time"
         publication, refusal = on_main(lambda: self._make_folder(name))
@@ -66,7 +68,7 @@ class CheckpointWriter:
             problem = error
 
         def complete() -> Files:
-            """Compute the checksums of this rank's files, so that no other rank reads them."""
+            """Return the checksums of this rank's files, so that no other rank reads the files."""
             tensors.result()
             written = _all_written(folder)
             if problem is not None:
@@ -85,7 +87,7 @@ class CheckpointWriter:
 
     def finish(self) -> str | None:
         """Wait for all ranks and publish the checkpoint, if one was started. Returns what went
-        wrong, on all ranks alike; the checkpoint is removed then."""
+        wrong, or None, the same on all ranks. An incomplete checkpoint is removed."""
         if self._under_way is None:
             return None
         (save, publish), self._under_way = self._under_way, None
@@ -98,12 +100,12 @@ class CheckpointWriter:
         return on_main(lambda: publish(shares or []))
 
     def remove(self, paths: Sequence[Path]) -> None:
-        """Remove hidden folders in the background; on the main rank."""
+        """Remove folders that `hide` has renamed, in the background. Called on the main rank."""
         self.wait_for_removal()
         self._removal = start_work(lambda: _remove(paths), asynchronous=True)
 
     def wait_for_removal(self) -> None:
-        """Return when nothing is being removed."""
+        """Wait until nothing is being removed."""
         self._removal.result()
 
     def _make_folder(self, name: str) -> tuple[Publication, str | None]:
@@ -125,8 +127,8 @@ class CheckpointWriter:
         published: Callable[[Path], None],
         shares: Shares,
     ) -> str | None:
-        """Publish a checkpoint that all ranks have written, or remove it; returns what went wrong.
-        On the main rank. `is_full`: with the optimizer's state."""
+        """Publish a checkpoint if all ranks have written it, else remove it. Returns what went
+        wrong, or None. Called on the main rank. `is_full`: it holds the optimizer's state."""
         problem = next((text for _, text in shares if text is not None), None)
         files = {name: record for own, _ in shares for name, record in own.items()}
         if problem is None:
@@ -147,9 +149,10 @@ class CheckpointWriter:
 
 
 def _all_written(folder: Path) -> list[str]:
-    """The files that all ranks have written, on every rank; each calls it after its last file. Only
-    the main rank lists the folder: thousands of ranks at once would slow down a shared file system.
-    Raises OSError on the main rank; the others get an empty list then.
+    """Return, on every rank, the files that all ranks have written. Each rank calls it after its
+    last file. Only the main rank lists the folder: thousands of ranks at once would slow down a
+    shared file system. If that fails, the main rank raises OSError and the others get an empty
+    list.
     """
     if dist.get_world_size() == 1:
         return files_below(folder)
@@ -178,8 +181,8 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _expected_bytes(policy: Policy) -> int:
-    """The size of the first checkpoint with an optimizer; on the main rank. Copies on
-    tensor-parallel ranks are counted separately."""
+    """Return the size in bytes of the first checkpoint with an optimizer, on the main rank. Each
+    copy on a tensor-parallel rank is counted."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_world_size()
     total = 0.0

@@ -1,5 +1,5 @@
 """The command line: one file for each command, which parses, calls and prints.
 
-Nothing here imports torch before a command needs it: `--help` and errors in a configuration are
-answered at once.
+Nothing here imports torch before a command needs it, so that `--help` and errors in a configuration
+appear at once.
 """

@@ -1,5 +1,5 @@
-"""`gspo-megatron ablate`: trains variants of one configuration, with several seeds, one after
-another here or as a Slurm job array, and writes a report that compares them."""
+"""`gspo-megatron ablate`: trains variants of one configuration, each with several seeds, and writes
+a report that compares them. The runs take place one after another here, or as a Slurm job array."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_SEEDS = 1000  # more is a typing error: every run is planned before the firs
 # at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_say = partial(print, flush=True)  # before the output of the next run
+_say = partial(print, flush=True)  # so that it comes before the output of the next run
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
 
@@ -91,7 +91,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 1 if a run failed; 128 + n after signal n: the same command then continues later."""
+    """Run the ablation. Returns 1 if a run failed, and 128 + n after signal n. After a signal, the
+    same command continues it."""
     from gspo_megatron.config import load_config
 
     if ranks.world_size_of_rank(os.environ) is not None:
@@ -155,8 +156,8 @@ def _check(
 
 
 def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """The runs that are not finished. Raises UserError where a finished run has another
-    configuration: the report would compare it as if it had this one."""
+    """Return the runs that are not finished. Raises UserError if a finished run has another
+    configuration, because the report would compare it as if it had this one."""
     from gspo_megatron.observe.ablation import is_finished
 
     todo, foreign = [], []
@@ -174,7 +175,7 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def _differences(planned: PlannedRun) -> list[str]:
-    """The keys in which a finished run's configuration is not the planned one."""
+    """Return the keys in which a finished run's configuration differs from the planned one."""
     from gspo_megatron.config import load_config
 
     def values(config: Config) -> dict[str, object]:
@@ -192,8 +193,8 @@ def _differences(planned: PlannedRun) -> list[str]:
 def _train(
     config_path: str, todo: Sequence[PlannedRun], world_sizes: dict[str, int]
 ) -> tuple[list[str], int]:
-    """Make each run by the ordinary `train` command, in processes of its own. Returns the runs that
-    failed, and the exit code where a signal stopped them (else 0)."""
+    """Make each run by the ordinary `train` command, in new processes. Returns the runs that
+    failed, and the exit code if a signal stopped a run (else 0)."""
     from gspo_megatron.process.launcher import launch
 
     failed: list[str] = []
@@ -255,9 +256,9 @@ def submit(
 ) -> tuple[str, str, Path]:
     """Submit the runs as an array, with the user's `options`, and the report as a job after it.
 
-    The arguments of `train` for each run and of `ablate` for the report are written, one a line,
-    into a new folder. Returns the numbers of both jobs and that folder. Raises UserError where
-    sbatch is missing or refuses, and where the number of tasks of a run is not clear.
+    This writes the arguments of `train` for each run and of `ablate` for the report, one a line,
+    into a new folder. Returns the numbers of both jobs and that folder. Raises UserError if sbatch
+    is missing or refuses, and if the number of tasks of a run is not clear.
     """
     try:
         words = shlex.split(options)
@@ -276,7 +277,7 @@ def submit(
                 "--variants, or give --ntasks=N if their layouts leave dp open"
             )
         tasks = [f"--ntasks={sizes[0]}"]
-    # A new folder for each array: tasks of an earlier one may still have to read theirs.
+    # Each array has a new folder, because tasks of an earlier array may still have to read theirs.
     folders = (out / _SLURM_FOLDER / str(number) for number in itertools.count(1))
     folder = next(path for path in folders if not path.exists())
     folder.mkdir(parents=True)
@@ -284,7 +285,7 @@ def submit(
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
     array = _sbatch([*array_options, str(script), str(folder)])
-    # The report is one process without a GPU: of the options it needs those about accounting.
+    # The report is one process without a GPU. It needs only the options about accounting.
     kept = [word for word in words if re.match(r"--(account|partition|qos|chdir)=", word)]
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
     try:
@@ -298,7 +299,7 @@ def submit(
 
 
 def _sbatch(arguments: Sequence[str]) -> str:
-    """The number of the submitted job."""
+    """Submit a job and return its number."""
     command = ["sbatch", "--parsable", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

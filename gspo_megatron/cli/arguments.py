@@ -1,4 +1,4 @@
-"""What the commands share: their parsers, and how they load the rest of the package."""
+"""Functions that the commands share: to make their parsers, and to load the rest of the package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[[argparse.Namespace], int]
 def new_parser(
     commands: Commands, name: str, run: Run, help_text: str, list_name: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add the command `name`; `list_name` is the argument that takes any number of words."""
+    """Add the command `name`. `list_name`: the argument that takes any number of words."""
     parser = commands.add_parser(
         name, help=help_text, description=help_text[0].upper() + help_text[1:], allow_abbrev=False
     )
@@ -35,7 +35,7 @@ def config_parser(
     source: str = "CONFIG.yaml",
 ) -> argparse.ArgumentParser:
     """Add a command that takes CONFIG.yaml, or what `source` names, and overrides of its values.
-    more: what its own help says after `help_text`."""
+    more: text that follows `help_text` in the command's own help."""
     parser = new_parser(commands, name, run, help_text, list_name="overrides")
     parser.description = f"{parser.description}{more}"
     parser.add_argument(
@@ -48,7 +48,7 @@ def config_parser(
         "overrides",
         metavar="section.key=value",
         nargs="*",
-        default=[],  # without it argparse would say that one is required
+        default=[],  # without this argparse would require at least one
         help="replaces a value of the file, for example rollout.group_size=16",
     )
     return parser
@@ -65,7 +65,7 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument that counts something. Raises argparse's error for anything below 1."""
+    """Read an argument that counts something. Raises argparse's error for anything below 1."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
@@ -76,7 +76,7 @@ def number(
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
 ) -> float:
-    """A finite argument of `least` or more. Raises argparse's error for anything else."""
+    """Read a finite argument of `least` or more. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -88,8 +88,9 @@ def number(
 
 @contextlib.contextmanager
 def loading() -> Generator[None]:
-    """Modules are imported within it, while the garbage collector rests: they stay for good, and it
-    takes a fifth of the seconds that torch and Megatron-Core need. Later it leaves them alone."""
+    """Turn the garbage collector off while modules are imported inside the context. It would take a
+    fifth of the seconds that torch and Megatron-Core need. The modules are never freed, so the
+    collector skips them afterwards, too."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""`gspo-megatron check`: everything about a run that can be known without starting it."""
+"""`gspo-megatron check`: shows everything about a run that can be known without starting it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_megatron.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
 
-DEFAULT_GB = 80.0  # of an H100
+DEFAULT_GB = 80.0  # the memory of an H100
 STAGES = ("rl", "sft", "pretrain")
 
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         problems = error.problems
-        # Where another layout may solve all of them, a search makes sense.
+        # A search makes sense only if another layout may solve all problems.
         of_layout = ("parallel.", f"world size = {world_size}")
         if not arguments.suggest or not all(line.startswith(of_layout) for line in problems):
             raise
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _command(config: AnyConfig, arguments: argparse.Namespace) -> list[str]:
-    """The command of the run that is checked."""
+    """Return the command that starts the checked run."""
     from gspo_megatron.config.load import STAGES
 
     (name,) = (name for name, (stage, _) in train.STAGES.items() if STAGES[stage] is type(config))
@@ -151,8 +151,8 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """The configuration, with the preset's shape in place of weights that are not here. Raises
-    ConfigError where no preset is named."""
+    """Return the configuration with the preset's shape instead of weights that are missing here.
+    Raises ConfigError if no preset is named."""
     try:
         config.resolved_model()
     except ConfigError as error:
@@ -167,8 +167,8 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
 def _estimate(
     config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float | None
 ) -> bool:
-    """Print the estimate of the layout that is configured; whether it fits. `longest`: tokens of a
-    prompt or an example; None: as long as allowed."""
+    """Print the estimate of the configured layout, and return whether it fits. `longest`: tokens of
+    the longest prompt or example; None: as long as allowed."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
@@ -209,10 +209,10 @@ def _search(
 
 @contextlib.contextmanager
 def _dry_run() -> Generator[None]:
-    """Hide the GPUs: a dry run needs none, and must not take memory of one that is in use.
+    """Hide the GPUs: a dry run needs none, and must not take memory of a GPU that is in use.
 
-    Every rank that is built becomes garbage. The garbage collector leaves the loaded modules alone
-    meanwhile, most of what it would scan.
+    Every rank that is built becomes garbage. Meanwhile the garbage collector skips the loaded
+    modules, which are most of the objects that it would scan.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

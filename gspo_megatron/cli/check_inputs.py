@@ -1,5 +1,5 @@
-"""What is checked before a run begins: the rules for a configuration of its stage, the files that
-it names, its run folder and the weights that it begins with."""
+"""Checks a run before it begins: the rules for its stage, the files that the configuration names,
+the run folder, and the weights that the run begins with."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 class Checked:
     """A sound configuration."""
 
-    config: AnyConfig  # with the number of its steps, where that is known
-    inputs: AnyInputs | None = None  # what its files hold; None without them
-    start: Start | None = None  # what the run resumes from; None where that was not looked at
+    config: AnyConfig  # with the number of its steps, if that is known
+    inputs: AnyInputs | None = None  # the contents of its files; None without files
+    start: Start | None = None  # what the run resumes from; None if that was not checked
 
 
 @contextlib.contextmanager
 def all_told(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
-    """Context in which a configuration is loaded. If it holds values that are not allowed, `check`
-    looks at the rest of it, and the ConfigError has all problems.
+    """Load a configuration inside this context. If it holds values that are not allowed, `check`
+    checks the rest of it, and the ConfigError has all problems.
 
-    world_size: None: as many ranks as the layout needs. check: by default `check_run`; options: its
-    own.
+    world_size: by default as many ranks as the layout needs. check: by default `check_run`.
+    options: further arguments of `check`.
     """
     try:
         yield
@@ -66,9 +66,10 @@ def check_run(
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> Checked:
-    """`check_all`, the packages that the run imports, and the run folder, which must be empty with
-    `fresh`, the weights that a new run begins with, and where its export goes. Raises ConfigError
-    with the problems of all, after those `told`: the values that are not allowed."""
+    """Check a run: call `check_all`, and check the packages that the run imports, the run folder
+    (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
+    its export. Raises ConfigError with the problems of all parts, after the problems `told`: the
+    values that are not allowed."""
     options: Any = {"fresh": fresh, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
@@ -91,12 +92,13 @@ def check_all(
     told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Check a loaded configuration of any stage with everything it names. Returns it with the
-    number of its steps, and what its files hold: None without them, or where none is named.
+    number of its steps, and the contents of its files (None without files, or if it names none).
+
     Without files the run is for another machine, and what is installed here is not checked either.
     `command`: the words with which the user starts the run, for advice that can be copied.
 
-    Raises ConfigError with the problems of all parts, after those `told`, and then also with what
-    `check_run` finds without the files.
+    Raises ConfigError with the problems of all parts, after the problems `told`. It then also has
+    the problems of the run folder that can be found without the files.
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.stages import FineTuningConfig
@@ -117,7 +119,7 @@ def check_all(
             elif named:
                 inputs = read_fine_tuning(config)
                 config = config.with_steps(len(inputs.train))
-        with gathered_in(problems):  # once more, as the number of steps is known
+        with gathered_in(problems):  # again, because the number of steps is known now
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
@@ -191,7 +193,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
 def _check_start(
     config: Any, inputs: AnyInputs | None, *, fresh: bool, command: Sequence[str]
 ) -> Start | None:
-    """What the run resumes from. Without inputs, only what can be known beside other problems."""
+    """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import StageConfig
@@ -240,8 +242,8 @@ _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
 def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise DataError with all that makes `objective.distillation.teacher` no teacher of the
-    policy: damage, another shape, another tokenizer."""
+    """Raise DataError if `objective.distillation.teacher` cannot teach the policy: because it is
+    damaged, or has another shape or another tokenizer."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
@@ -259,8 +261,7 @@ def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
-    """Raise DataError where model.lora.checkpoint is not what the run can begin with. No tensor is
-    read."""
+    """Raise DataError if the run cannot begin with model.lora.checkpoint. No tensor is read."""
     from gspo_megatron.checkpoint.resume import given_adapters
     from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights, adapter_map
     from gspo_megatron.families.weight_map import weight_map

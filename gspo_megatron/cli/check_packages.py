@@ -1,4 +1,4 @@
-"""Whether the packages that a run imports beside its own are here, before it starts."""
+"""Checks, before a run starts, that the optional packages that it imports are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_megatron.errors import ConfigError, gathered_in
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
 
-# A folder of that name beside the run, which is no package, has no origin.
+# Python also finds a plain folder with the package's name, but such a folder has no origin.
 _FIND = """
 import importlib.util, sys
 found = importlib.util.find_spec(sys.argv[1])
@@ -25,8 +25,8 @@ _SECONDS = 60.0  # for an interpreter on a file system over the network
 
 
 def check_packages(config: AnyConfig) -> None:
-    """Raise ConfigError where a package of the trackers, or vLLM for the servers that the run
-    starts on this node, cannot be imported."""
+    """Raise ConfigError if a package cannot be imported: one of the trackers, or vLLM for the
+    servers that the run starts on this node."""
     from gspo_megatron.config import Config
     from gspo_megatron.config.rollout_nodes import rollout_nodes
     from gspo_megatron.observe.trackers import require_packages
@@ -44,18 +44,18 @@ def check_packages(config: AnyConfig) -> None:
 
 
 def _lacks_vllm(python: str | None) -> list[str]:
-    """The problem with the interpreter that is to start vLLM; nothing where it has vLLM."""
+    """Return the problem with the interpreter that is to start vLLM. Empty if it has vLLM."""
     from gspo_megatron.errors import problem
 
     key, advice = "rollout.vllm.python", "allowed: the interpreter of an environment that has vLLM"
     program = shutil.which(python or sys.executable)
     if program is None:
-        return []  # a rule of the configuration says so
+        return []  # a rule of the configuration reports this
     ended = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(
             [program, "-c", _FIND, "vllm"],
-            env={**os.environ, "PYTHONPATH": ""},  # as servers have it
+            env={**os.environ, "PYTHONPATH": ""},  # the same as for the servers
             capture_output=True,
             timeout=_SECONDS,
             check=False,

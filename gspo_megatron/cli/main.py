@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; `run` in it is the command's function. Raises SystemExit."""
+    """Parse the command line. `run` in the result is the command's function. Raises SystemExit."""
     parser = argparse.ArgumentParser(
         prog="gspo-megatron", description=gspo_megatron.__doc__, allow_abbrev=False
     )
@@ -52,8 +52,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for command in COMMANDS:
         command.add_parser(commands)
     arguments, extra = parser.parse_known_args(argv)
-    # argparse fills a list of positionals only once: in `train a.yaml --nproc 2 training.steps=5`
-    # it does not take the last word, which is an override like any other.
+    # argparse fills a list of positionals only once. In `train a.yaml --nproc 2 training.steps=5`
+    # it does not take the last word, although that is an override like any other.
     unknown = [text for text in extra if text.startswith("-") or arguments.list_name is None]
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

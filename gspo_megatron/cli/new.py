@@ -1,4 +1,4 @@
-"""`gspo-megatron new`: a folder to start from, with all that a first run needs."""
+"""`gspo-megatron new`: makes a folder with all files that a first run needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
-    # The folder appears with all its files: whatever kills this command leaves a hidden one.
+    # The folder appears with all its files at once. If this command is killed, a hidden folder
+    # remains.
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         staging.mkdir(parents=True)
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Why nothing can be put at this absolute path, in one line; None: it is new or empty."""
+    """Return, in one line, why nothing can be put at this absolute path, or None if it can."""
     from gspo_megatron.files import folder_lacks
 
     if not os.path.lexists(folder):
@@ -84,7 +85,7 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_model_folder(path: Path) -> tuple[Path, ModelPreset, Tokenizer]:
-    """The folder with its model's shape and its tokenizer. No tensor is read.
+    """Return the folder with its model's shape and its tokenizer. No tensor is read.
 
     Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
     """
@@ -96,8 +97,8 @@ def read_model_folder(path: Path) -> tuple[Path, ModelPreset, Tokenizer]:
 
 
 def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None) -> None:
-    """All files, into an existing folder. Where the tokenizer has a chat template, prompts are
-    messages."""
+    """Write all files into an existing folder. If the tokenizer has a chat template, the prompts
+    are messages."""
     for name in (*PROMPT_FILES, "reward.py"):
         shutil.copyfile(TEMPLATES / name, folder / name)
     if model is None:
@@ -123,7 +124,7 @@ def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None)
 
 
 def settings(model: tuple[Path, ModelPreset, Tokenizer] | None) -> dict[str, dict[str, Any]]:
-    """The keys that a first run needs, by section."""
+    """Return the keys that a first run needs, by section."""
     rate, longest, tokenizer, start = 3e-3, 8, "tokenizer", {"preset": "tiny"}
     if model is not None:
         path, preset, _ = model
@@ -157,7 +158,7 @@ def settings(model: tuple[Path, ModelPreset, Tokenizer] | None) -> dict[str, dic
 
 
 def commented_yaml(values: dict[str, dict[str, Any]]) -> str:
-    """The configuration as YAML, with the schema's description above each key."""
+    """Return the configuration as YAML, with the schema's description above each key."""
     from gspo_megatron.config.load import dump_yaml
     from gspo_megatron.config.schema import Config
     from gspo_megatron.config.section import keys_of
@@ -178,7 +179,8 @@ def commented_yaml(values: dict[str, dict[str, Any]]) -> str:
 
 
 def sbatch_line() -> str:
-    """The command that submits the run from its folder, with the batch script of this checkout."""
+    """Return the command that submits the run from its folder. It names the batch script of this
+    checkout."""
     script = Path(__file__).resolve().parents[2] / BATCH_SCRIPT
     shown = shlex.quote(str(script)) if script.is_file() else f"PATH_TO_REPOSITORY/{BATCH_SCRIPT}"
     gpus = "--nodes=1 --ntasks-per-node=8 --gpus-per-node=8 --time=24:00:00"

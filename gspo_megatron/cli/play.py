@@ -1,4 +1,4 @@
-"""`gspo-megatron play`: prints some episodes of a configuration; trains and writes nothing."""
+"""`gspo-megatron play`: prints some episodes of a configuration. It trains and writes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the episodes. Raises UserError for everything that is wrong with the configuration and
+    """Print the episodes. Raises UserError with everything that is wrong with the configuration and
     its files."""
     from gspo_megatron.config import load_config
 
@@ -72,13 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
-    """Look at what is sound in a configuration. told: what is not."""
+    """Check the valid part of a configuration. told: the problems of the rest."""
     check_all(_as_played(config), world_size, told=told)
 
 
 def _as_played(config: Config) -> Config:
-    """The model itself draws, nothing is evaluated, and a failed episode is shown and ends
-    nothing."""
+    """Return the configuration for playing: the model itself generates, nothing is evaluated, and a
+    failed episode is only shown."""
     from gspo_megatron.config.schema import RolloutSection
 
     usual = RolloutSection()
@@ -102,7 +102,7 @@ def _weights(config: Config) -> str:
 
 
 def lines_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The episodes, and a summary, for people."""
+    """Return the episodes and a summary as lines to read."""
     from gspo_megatron.observe.report import conversation
 
     lines = []

@@ -1,4 +1,5 @@
-"""`gspo-megatron check --rollout-plan`: how many servers, and which rollout.max_staleness."""
+"""`gspo-megatron check --rollout-plan`: helps to choose the number of servers and
+rollout.max_staleness."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gspo_megatron.errors import UserError
 if TYPE_CHECKING:
     from gspo_megatron.estimate.rollout_plan import Outcome
 
-_SLOTS = 256  # where rollout.vllm.options has no max_num_seqs
+_SLOTS = 256  # if rollout.vllm.options has no max_num_seqs
 _above_0 = partial(number, wanted="a number above 0", least=1e-9)
 
 
@@ -25,7 +26,7 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [read(word) for word in text.split(",")]
 
 
-# Each option's metavar, type and help. All are needed but the last.
+# Each option's metavar, type and help. All but the last are required.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "servers": ("N,N", _list_of(positive), "numbers of servers to compare"),
     "train_seconds": (
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raises SystemExit where options of the plan are missing, do not fit each other, or are given
+    """Raise SystemExit if options of the plan are missing, do not fit each other, or are given
     without --rollout-plan."""
     given = [name for name in _OPTIONS if getattr(arguments, name) is not None]
     missing = [name for name in _OPTIONS if name not in given and name != "staleness"]
@@ -86,7 +87,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def _unfit(arguments: argparse.Namespace) -> tuple[list[str], str]:
-    """The options that do not fit others, and why."""
+    """Return the options that do not fit others, and why."""
     if len(arguments.train_seconds) not in (1, len(arguments.servers)):
         return ["train_seconds"], "give one value, or as many as --servers has"
     if len(arguments.lengths) != 2 or arguments.lengths[0] >= arguments.lengths[1]:
@@ -97,7 +98,7 @@ def _unfit(arguments: argparse.Namespace) -> tuple[list[str], str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan. Raises UserError for what is wrong with the configuration."""
+    """Print the plan. Raises UserError if the configuration is wrong."""
     from gspo_megatron.config.load import load_any_config
     from gspo_megatron.estimate import rollout_plan as plan
 
@@ -127,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(outcomes: Sequence[Outcome], chosen: Outcome) -> None:
-    """The table, and the best one as name=value pairs, for scripts."""
+    """Print the table, and the best setting as name=value pairs for scripts."""
     from gspo_megatron.cli.check_tables import console, new_table
 
     columns = (">max_staleness", ">s/step", ">training", ">trainer idle", ">load")

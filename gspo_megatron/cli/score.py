@@ -1,4 +1,4 @@
-"""`gspo-megatron score`: a response of your own, scored as a run would score it, and why."""
+"""`gspo-megatron score`: scores a response of your own as a run would score it, and says why."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(config, keys, arguments.row)
     check_answers(reward, [prompt])
     sample = _sample(config, prompt, _response(arguments))
-    # A call that fails is told, and ends the command.
+    # A call that fails is reported, and ends the command.
     section = section.model_copy(update={"on_failure": "stop"})
     from gspo_megatron.rewards.scoring import Scorer
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(config: Config, keys: list[str], row: str | None) -> Prompt:
-    """The prompt of a row, or the first one. Raises ConfigError and DataError."""
+    """Return the prompt of a row, or the first prompt. Raises ConfigError and DataError."""
     from gspo_megatron.data.inputs import prompt_forms
     from gspo_megatron.data.prompts import load_prompts
 
@@ -124,7 +124,7 @@ def _sample(config: Config, prompt: Prompt, response: str) -> Sample:
 
 
 def _lines(reward: Reward, sample: Sample, score: Score) -> list[tuple[str, str]]:
-    """What is printed: names and texts."""
+    """Return the names and texts to print."""
     from gspo_megatron.observe.metrics_files import jsonable, written_answer
 
     def shown(value: object) -> str:

@@ -1,4 +1,5 @@
-"""`gspo-megatron serve`: a vLLM server for a run, or a node's servers for a run elsewhere."""
+"""`gspo-megatron serve`: starts a vLLM server for a run, or the servers of this node for a run on
+other nodes."""
 
 from __future__ import annotations
 
@@ -77,13 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
-    hold_port(_host(arguments), arguments.port or 0).close()  # before a long conversion
+    hold_port(_host(arguments), arguments.port or 0).close()  # checked before a long conversion
     if (arguments.source / "config.json").is_file():
         return _serve(arguments, arguments.source, options)
     from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 
     if arguments.source.exists():
-        device_of(_python(arguments))  # whether it has vLLM, also before that
+        device_of(_python(arguments))  # vLLM is checked before the conversion too
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:
@@ -131,7 +132,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
-    """vLLM's options by name. Raises UserError."""
+    """Return vLLM's options, by name. Raises UserError."""
     from gspo_megatron.config.load import parse_yaml
 
     options = {}
@@ -147,8 +148,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _dtype_of(folder: Path) -> str:
-    """The type of the weights, as vLLM names it. vLLM itself would compute in half precision with
-    weights in fp32."""
+    """Return the type of the weights as vLLM names it. By default vLLM would compute in half
+    precision with weights in fp32."""
     file = folder / "config.json"
     try:
         found = dict(parse_json(file.read_bytes()))
@@ -158,7 +159,7 @@ def _dtype_of(folder: Path) -> str:
 
 
 def _port(text: str) -> int:
-    """Raises argparse's error."""
+    """Read a port. Raises argparse's error."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return int(text)

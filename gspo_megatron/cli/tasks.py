@@ -1,4 +1,4 @@
-"""`gspo-megatron tasks`: the tasks of a taskset of the package verifiers, as a file of prompts."""
+"""`gspo-megatron tasks`: writes tasks of a taskset of the package verifiers to a prompt file."""
 
 from __future__ import annotations
 

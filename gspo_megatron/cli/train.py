@@ -1,4 +1,4 @@
-"""`gspo-megatron train`, `pretrain` and `sft`: one process of a run, or the launcher of all of them
+"""`gspo-megatron train`, `pretrain` and `sft`: train as one rank of a run, or launch all its ranks
 on this machine."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
 
-# Of each command: the stage, and what it does.
+# For each command, its stage and what it does.
 STAGES = {
     "train": ("rl", "train a model by reinforcement learning"),
     "pretrain": ("pretrain", "pre-train a model on tokenized corpora"),
@@ -46,10 +46,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
-    """Be a rank where the environment says so, else be the only one, or launch them all here.
+    """Train as a rank if the environment says so. Otherwise train as the only rank, or launch all
+    ranks here.
 
-    Returns the exit code. Raises UserError for everything that is wrong with the configuration, its
-    files or the run to resume, before any process group or other process exists.
+    Returns the exit code. Raises UserError with everything that is wrong with the configuration,
+    its files or the run to resume, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load
 
@@ -81,7 +82,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])
-        # A run that saves itself at a signal ends after its step.
+        # A run that saves checkpoints ends after its step at a signal, and saves itself.
         code = launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
         if code == INTERRUPTED:
             _tell_interrupted(config)
@@ -99,7 +100,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _train(stage: str, config: Any, inputs: Any, fresh: bool) -> bool:
-    """Train as a rank of the run; returns False where it was stopped and saved."""
+    """Train as a rank of the run. Returns False if the run was stopped and saved."""
     if stage == "rl":
         with loading():
             from gspo_megatron.rl.run import run_training
@@ -112,7 +113,7 @@ def _train(stage: str, config: Any, inputs: Any, fresh: bool) -> bool:
 
 
 def _tell_interrupted(config: AnyConfig) -> None:
-    """What is left of a run that Ctrl-C has ended at once."""
+    """Print what is left of a run that Ctrl-C has ended at once."""
     from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
     from gspo_megatron.checkpoint.resume import run_folder
 
@@ -127,15 +128,15 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
-    """The words that start a run, without --fresh: advice adds overrides to them."""
+    """Return the words that start a run, without --fresh. Advice for the user adds overrides."""
     nproc = getattr(arguments, "nproc", None)
     words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
     return [*words, arguments.config, *arguments.overrides]
 
 
 def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
-    """Whether the run folder holds this run, finished and exported. Prints it, and adds a missing
-    report."""
+    """Return whether the run folder holds this run, finished and exported. If so, print that, and
+    write the report if it is missing."""
     from gspo_megatron.checkpoint.resume import finished_text, run_folder
     from gspo_megatron.config import Config
 
@@ -156,7 +157,8 @@ def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
 
 
 def _advice(config: Config, config_path: str) -> str:
-    """Names the script beside an example's configuration, if files that it makes are missing."""
+    """Name the script beside an example's configuration if files that the script makes are
+    missing."""
     files = itertools.chain(*config.input_files().values())
     needed = (config.data.tokenizer, config.model.checkpoint_path, *files)
     script = Path(config_path).with_name("run.sh")

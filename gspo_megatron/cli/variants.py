@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Variant:
-    """A named setting: what it changes in the configuration."""
+    """A variant of the configuration: its name, and the values that it changes."""
 
     name: str
     overrides: tuple[str, ...]
@@ -37,7 +37,7 @@ class PlannedRun:
     variant: Variant
     seed: int
     folder: Path
-    overrides: tuple[str, ...]  # the command line's, the variant's, seed and folder
+    overrides: tuple[str, ...]  # of the command line and the variant, and seed and folder
     config: Config
 
     @property
@@ -46,10 +46,10 @@ class PlannedRun:
 
 
 def default_variants(config: Config) -> list[Variant]:
-    """GRPO, GSPO and the objective of the configuration, each without replay, with r2 and with r3.
-    GSPO-token takes the place of GSPO where turns may have rewards of their own, which GSPO cannot
-    use. The objective of the configuration keeps its clip range, the others get their defaults.
-    Raises UserError for a custom objective.
+    """Return GRPO, GSPO and the objective of the configuration, each without replay, with r2 and
+    with r3. GSPO cannot use rewards of turns. If turns may have rewards of their own, GSPO-token
+    takes its place. The objective of the configuration keeps its clip range, the others get their
+    defaults. Raises UserError for a custom objective.
     """
     from gspo_megatron.config.load import override
     from gspo_megatron.environments.registry import environment_of
@@ -66,7 +66,7 @@ def default_variants(config: Config) -> list[Variant]:
     variants = []
     for name in names:
         chosen = [override("objective.name", name)]
-        if own != name and not {own, name} <= of_sequences:  # whose clip ranges mean the same
+        if own != name and not {own, name} <= of_sequences:  # these two share a kind of clip range
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
         for replay in REPLAYS:
             overrides = [*chosen, override("routing.replay", replay)]
@@ -79,8 +79,8 @@ def default_variants(config: Config) -> list[Variant]:
 
 
 def read_variants(path: Path) -> list[Variant]:
-    """Variants of a YAML file: a mapping from names to mappings from dotted keys to values. Raises
-    ConfigError with all problems of the file."""
+    """Read variants from a YAML file: a mapping from names to mappings from dotted keys to values.
+    Raises ConfigError with all problems of the file."""
     from gspo_megatron.config.load import override, parse_yaml
 
     try:
@@ -110,8 +110,8 @@ def read_variants(path: Path) -> list[Variant]:
 
 
 def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
-    """The variants that `--variants` names, in that order; all where it names none. They are those
-    of the file among the words, or else the default ones. Raises UserError."""
+    """Return the variants that `--variants` names, in that order, or all if it names none. They
+    come from the file among the words, or else are the default variants. Raises UserError."""
     from gspo_megatron.errors import suggest
 
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
@@ -129,7 +129,7 @@ def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
 
 
 def seeds_found(variants: Sequence[Variant], out: Path) -> list[int]:
-    """The seeds of which a variant has a run in OUT/VARIANT/seed_N."""
+    """Return the seeds for which a variant has a run in OUT/VARIANT/seed_N."""
     folders = [folder for each in variants for folder in (out / each.name).glob("seed_*")]
     numbers = {folder.name.removeprefix("seed_") for folder in folders}
     return sorted(int(number) for number in numbers if number.isdigit())
@@ -142,7 +142,7 @@ def plan_runs(
     seeds: Sequence[int],
     out: Path,
 ) -> list[PlannedRun]:
-    """All runs: every variant with the first seed, then with the next one, so that an ablation that
+    """Plan all runs: every variant with the first seed, then with the next one. So an ablation that
     is stopped early has complete comparisons. Raises ConfigError."""
     from gspo_megatron.config.load import load_config, override
 
@@ -163,8 +163,9 @@ def plan_runs(
 
 
 def for_each_variant(variants: Sequence[Variant], action: Callable[[Variant], T]) -> dict[str, T]:
-    """The results of `action`, by name. Raises ConfigError with the problems of all variants, one
-    line each; a problem that all of them have is listed once, without names."""
+    """Call `action` for each variant, and return the results by name. Raises ConfigError with the
+    problems of all variants, one line each. A problem that all variants have is listed once,
+    without names."""
     results: dict[str, T] = {}
     problems: dict[str, list[str]] = {}  # names of variants, by line
     for variant in variants:

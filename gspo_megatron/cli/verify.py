@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gspo_megatron.verify.parity import Task
     from gspo_megatron.verify.results import StepResult
 
-# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. In float64
+# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. With float64
 # the routers of Megatron-Core still compute their softmax and their losses in float32.
 TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
 
@@ -76,12 +76,12 @@ def add_parser(commands: Commands) -> None:
         help="with --step: the checkpoint with the weights (default: the newest one of the run "
         "that is not from a later step, else the weights that the run began with)",
     )
-    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # given to a rank alone
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)  # only for the ranks
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is compared, a table, and on the last line the worst error; exit code 1 beyond the
-    tolerance."""
+    """Print what is compared, a table, and on the last line the worst error. Returns 1 if that is
+    beyond the tolerance."""
     from gspo_megatron.config import Layout, load_config
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
@@ -131,8 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _task_of_step(arguments: argparse.Namespace, task: Task, run_folder: Path) -> Task:
-    """The task with the inputs of a step and its weights, which are printed. Raises UserError where
-    one of them does not fit."""
+    """Return the task with the inputs and the weights of a step, and print which weights these are.
+    Raises UserError if one of them does not fit."""
     from gspo_megatron.checkpoint.resume import weights_fit
     from gspo_megatron.rl.step_inputs import StepInputs, find_weights
 
@@ -168,8 +168,8 @@ def _compare_all(
     *,
     on_cpu: bool,
 ) -> tuple[float, float]:
-    """Compute the task on every layout, the first of which is the reference (without GPUs if
-    `on_cpu` is true), and print a table. Returns the worst error, and the reference's loss."""
+    """Compute the task on every layout, and print a table. The first layout is the reference, which
+    is computed without GPUs if `on_cpu`. Returns the worst error, and the reference's loss."""
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 
@@ -211,8 +211,7 @@ def _compare_all(
 def _measure(
     config_file: str, task: Task, layout: Layout, folder: Path, *, on_cpu: bool = False
 ) -> StepResult:
-    """Compute the task on `layout`, in processes of its own, which see no GPU if `on_cpu` is
-    true."""
+    """Compute the task on `layout`, in new processes. They see no GPU if `on_cpu`."""
     from gspo_megatron.config import apply_layout
     from gspo_megatron.process.launcher import launch
 

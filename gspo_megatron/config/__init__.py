@@ -1,5 +1,7 @@
-"""Configuration: YAML and overrides in, a typed and checked Config out. Imports no torch, unless
-fields of Megatron-Core's own classes are given, which it then checks."""
+"""Configuration: turns YAML and overrides into a typed and checked Config.
+
+It imports torch only if the configuration sets fields of Megatron-Core's classes, to check them.
+"""
 
 from gspo_megatron.config.load import load_config, parse_config, to_shown_yaml, to_yaml
 from gspo_megatron.config.parallel import (

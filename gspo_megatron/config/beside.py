@@ -1,8 +1,8 @@
-"""Paths of a configuration that are beside its file and not in the present folder.
+"""Finds paths of a configuration that exist beside its file, not in the current folder.
 
-A relative path means the present folder, as in a shell. Where there is nothing, the folder of the
-configuration file is looked at too, so that `check task/config.yaml` works from anywhere; what was
-found there is told, once.
+A relative path means the current folder, as in a shell. If it does not exist there, the folder of
+the configuration file is searched too, so that `check task/config.yaml` works from anywhere. A
+message tells, once, what was found there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import Any
 from gspo_megatron.errors import problem
 from gspo_megatron.plugins import MODULES_VARIABLE
 
-# Keys of inputs. What a run writes is in the present folder, whoever reads the configuration.
+# Keys of inputs. Outputs are always relative to the current folder.
 _PATHS = {
     "data": ("tokenizer", "prompts", "eval_prompts", "examples", "eval_examples")
     + ("train", "evaluation"),
     "model": ("hf_path", "checkpoint_path"),
 }
 _OUTPUTS = {"logging": ("dir",), "export": ("hf_path",)}
-_ENDINGS = ("", ".idx")  # a corpus is named by what its files begin with
+_ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 
 
 def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The sections of a configuration file, in which paths that exist only beside the file are
-    made to lead there."""
+    """Return the sections of a configuration file; paths that exist only beside it lead there."""
     found = dict(values)
     for section, given in values.items():
         if isinstance(given, Mapping):
@@ -53,7 +52,7 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
-    """The same for suites, by name; a suite may be the path of another file, too."""
+    """Return suites by name with such paths; a suite may also be the path of another file."""
     found: dict[Any, Any] = {}
     for name, suite in suites.items():
         found[name] = suite
@@ -72,7 +71,7 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
 
 
 def nul_problems(values: Mapping[str, Any]) -> list[str]:
-    """A line for each path that no file can have; the system's own error has no name of a key."""
+    """Return a line for each path with a NUL, because the system's error does not name the key."""
     found: list[tuple[str, Any]] = []
     for section, keys in {**_PATHS, **_OUTPUTS}.items():
         given = values.get(section)
@@ -108,14 +107,14 @@ def _of_path(key: str, value: Any, file: Path) -> Any:
 
 
 def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
-    """Have modules of the user's that are beside the file found there, in all processes."""
+    """Let all processes of the run find the user's modules that are beside the file."""
     for key in ("import_path", "advantage_import_path"):
         value = given.get(key)
         top = re.match(r"\w+", value) if isinstance(value, str) else None
         if top is None or _has_module(Path(), top[0]) or not _has_module(file.parent, top[0]):
             continue
         if top[0] in sys.modules or importlib.util.find_spec(top[0]) is not None:
-            continue  # installed, or found there before
+            continue  # installed, or added by an earlier call
         folder = str(file.parent.resolve())
         known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
         os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
@@ -130,13 +129,15 @@ def _is_there(path: Path) -> bool:
     try:
         names = [path.name + ending for ending in _ENDINGS if path.name]  # none of "."
         return path.exists() or any(path.with_name(name).exists() for name in names)
-    except (OSError, ValueError):  # no name that a file can have: told where it is read
+    except (OSError, ValueError):  # an impossible name; the reader of the file reports it
         return False
 
 
 def _tell(text: str) -> None:
-    """Once in a run: by the first rank, or by the process that starts the ranks here, from which
-    they inherit what was told."""
+    """Print a message once in a run, by the first rank or by the process that starts the ranks.
+
+    The ranks inherit the list of printed messages from that process.
+    """
     told = os.environ.get(_TOLD, "").split("\n")
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if text not in told and rank == "0":

@@ -21,7 +21,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a configuration, in words."""
+    """A description of one key."""
 
     name: str  # section.key
     type: str
@@ -44,7 +44,7 @@ def list_keys(stage: str) -> Iterator[Key]:
 
 
 def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Iterator[Key]:
-    """inner: the sections inside this one, by the names that pydantic gives them."""
+    """Yield the keys of a section. inner: the nested sections, by pydantic's names."""
     for name, node in described["properties"].items():
         if "$ref" in node:
             below = inner[node["$ref"].rpartition("/")[2]]
@@ -65,8 +65,10 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
 
 
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
-    """A line for each key that has `word` in its name or meaning. A key that a stage does not share
-    with RL names the stage."""
+    """Return a line for each key that has `word` in its name or meaning.
+
+    The line of a key that RL does not have names the stage.
+    """
     labels: dict[Key, str] = {}
     for each in [stage] if stage else STAGES:
         for key in list_keys(each):

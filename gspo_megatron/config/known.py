@@ -1,8 +1,9 @@
-"""What can still be checked of a configuration that holds mistakes.
+"""Makes the part of a faulty configuration that can still be checked.
 
-All mistakes are told at once. A value that is not allowed must not hide a missing file, and must
-not cause a second error either: the configuration is made without it, and whatever reads it is left
-out. Rules, files and modules that do without it are checked as usual.
+All mistakes are reported at once. A value that is not allowed must neither hide another mistake,
+such as a missing file, nor cause a second error. So the configuration is made without this value,
+and a check that reads the value is skipped. Rules, files and modules that do not need it are
+checked as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.errors import nearest
 
 _Place = tuple[Any, ...]  # the names that lead to a value: section, key, ...
-_REQUIRED = "-"  # stands for a required value that is missing; it is forgotten afterwards
+_REQUIRED = "-"  # replaces a missing required value, and is removed afterwards
 _SUITES = ("evaluation", "suites")
 _KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
 
@@ -26,10 +27,10 @@ _KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
 def known_part(
     raw: Mapping[str, Any], schema: type[BaseModel], errors: Iterable[Any], lines: Sequence[str]
 ) -> Any:
-    """A configuration of `schema` in which the wrong values are missing: reading one raises
-    UnknownValueError. None where the rest makes no configuration.
+    """Make a configuration of `schema` without the wrong values. Reading one of them raises
+    UnknownValueError. Returns None if the other values do not make a configuration.
 
-    raw: the plain values. errors: those of pydantic. lines: problems that begin with their key.
+    raw: the plain values. errors: pydantic's errors. lines: problems that begin with their key.
     """
     pruned: Any = copy.deepcopy(dict(raw))
     keys = keys_of(schema)
@@ -47,7 +48,7 @@ def known_part(
     for line in lines:
         if match := _KEY.match(line):
             unknown.add(_place_of_key(tuple(match[1].split(".")), keys))
-    if ("parallel", "layout") in unknown:  # which gives the sizes
+    if ("parallel", "layout") in unknown:  # it sets the sizes of the section
         unknown.add(("parallel",))
     for place in unknown:
         _remove(pruned, place)
@@ -59,7 +60,7 @@ def known_part(
 
 
 def _place_of_key(place: _Place, keys: Mapping[str, Any]) -> _Place:
-    """The place of the key that a value belongs to: an item of a list makes the list unknown."""
+    """Return the place of the key that a value belongs to, such as the list of a wrong item."""
     names = [*map(str, place)]
     if place[:2] == _SUITES and len(place) > 2:
         names[2] = NAME
@@ -70,7 +71,7 @@ def _place_of_key(place: _Place, keys: Mapping[str, Any]) -> _Place:
 
 
 def _meant(place: _Place, schema: type[BaseModel], keys: Mapping[str, Any]) -> Iterator[_Place]:
-    """The keys or sections that an unknown name may be a slip of."""
+    """Yield the keys or sections that the user may have meant by an unknown name."""
     *above, name = map(str, place)
     if not above:
         yield from ((section,) for section in nearest(name, schema.model_fields))
@@ -93,12 +94,12 @@ def _remove(raw: Any, place: _Place) -> None:
     above = _value_at(raw, place[:-1])
     if isinstance(above, dict):
         above.pop(place[-1], None)
-        if place[:-1] == _SUITES:  # there is a suite of that name
+        if place[:-1] == _SUITES:  # keep the suite's name
             above[place[-1]] = {}
 
 
 def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
-    """The configuration, with a stand-in for what is required and missing."""
+    """Return the configuration, with `_REQUIRED` for missing required values; None: impossible."""
     for _ in range(4):  # a section, its key, a suite, its key
         try:
             return schema.model_validate(raw)
@@ -113,7 +114,7 @@ def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
 
 
 def _forget(config: Any, place: _Place) -> None:
-    """Make a value, or all those of a suite, unknown."""
+    """Remove a value, or all values of a suite, so that reading them raises."""
     node, above = config, place[:-1]
     for part in place if place[:2] == _SUITES and len(place) == 3 else above:
         values = node if isinstance(node, dict) else vars(node)

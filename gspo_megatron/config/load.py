@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a configuration, with all that is wrong in one error."""
+"""Loads a configuration from a YAML file and overrides; one error reports all problems."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def parse_config(
     name: str = "config",
     schema: Any = Config,
 ) -> Any:
-    """The same for values that are already in memory; `name` becomes runs/<name>.
+    """Make a configuration from values in memory; without `logging.dir` the run folder is
+    runs/<name>. Otherwise like `load_config`.
 
     Raises ConfigError.
     """
-    values, problems = with_suites_of_files(values)  # first: an override may change a key of one
+    values, problems = with_suites_of_files(values)  # first, as overrides may change a suite's key
     raw, wrong = apply_overrides(values, overrides)
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
@@ -88,22 +89,24 @@ def parse_config(
 
 
 def _with_folder(config: C, name: str) -> C:
-    """The configuration with the usual run folder, where none is given."""
+    """Return the configuration with the default run folder, if it names none."""
     section: Any = config.known("logging")
-    if section is None or vars(section).get("dir", "") is not None:  # given, or not known
+    if section is None or vars(section).get("dir", "") is not None:  # set, or with a wrong value
         return config
     logging = section.model_copy(update={"dir": f"runs/{name}"})
     return config.model_copy(update={"logging": logging})
 
 
 def to_yaml(config: Config | StageConfig) -> str:
-    """Every key of a configuration as YAML that `load_config` reads back to an equal one."""
+    """Return every key of a configuration as YAML, which `load_config` reads back unchanged."""
     return dump_yaml(config.model_dump())
 
 
 def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> str:
-    """`to_yaml` for people: keys that nothing reads are comments that say why. unread: the reasons,
-    by section.key, beside those of names that an import_path replaces."""
+    """Return `to_yaml` for people: a key that nothing reads becomes a comment with the reason.
+
+    unread: reasons by section.key, in addition to names that an import_path replaces.
+    """
     reasons, lines, section = {**_replaced_names(config), **unread}, [], ""
     for line in to_yaml(config).splitlines():
         if line[:1].isalpha():
@@ -128,10 +131,10 @@ def _replaced_names(config: Config | StageConfig) -> dict[str, str]:
 def apply_overrides(
     values: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """A copy of `values` with the overrides applied in order, and what is wrong with them.
+    """Return a copy of `values` with the overrides applied in order, and the problems of overrides.
 
-    An override is split at its first "=", its value is YAML: `training.steps=10`,
-    `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`; nothing after "=" is null.
+    An override is split at its first "="; its value is YAML: `training.steps=10`,
+    `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null.
     """
     result = copy.deepcopy(dict(values))
     problems: list[str] = []
@@ -162,8 +165,10 @@ def apply_overrides(
 
 
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """`values` with the keys of suites in place of the files that `evaluation.suites` names, and
-    what is wrong with these."""
+    """Replace the files that `evaluation.suites` names by the keys of their suites.
+
+    Returns the new values, and the problems of the files.
+    """
     section: Any = values.get("evaluation")
     problems: list[str] = []
     suites = section.get("suites") if isinstance(section, Mapping) else None
@@ -188,8 +193,10 @@ def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> EvaluationSection:
-    """The section `evaluation` where there is no other: these suites, with overrides. Raises
-    ConfigError with all that is wrong with suites or overrides alone."""
+    """Make the section `evaluation` from suites and overrides, without a whole configuration.
+
+    Raises ConfigError with all problems of the suites and overrides.
+    """
     raw, problems = apply_overrides({"evaluation": {"suites": suites}}, overrides)
     for other in raw.keys() - {"evaluation"}:
         problems.append(f"{other}: nothing reads it without a model; allowed: evaluation.key=value")
@@ -217,11 +224,11 @@ def suites_of_file(given: str) -> dict[str, Any]:
 
 
 def override(key: str, value: Any) -> str:
-    """section.key=value, as the command line takes it; text is quoted only where YAML needs it."""
+    """Return section.key=value for the command line; text is quoted only if YAML needs it."""
     plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
     if plain and parse_yaml(value, key) == value:
         return f"{key}={value}"
-    # JSON spells a character beyond U+FFFF as two halves, which YAML would not put together
+    # JSON writes a character beyond U+FFFF as two surrogates, which YAML would not join
     text = _TWO_HALVES.sub(lambda halves: json.loads(f'"{halves[0]}"'), json.dumps(value))
     return f"{key}={text}"
 
@@ -236,8 +243,11 @@ CONFIGURATION = "configuration file"
 def read_mapping(
     path: Path, overrides: Sequence[str] = (), what: str = CONFIGURATION
 ) -> dict[str, Any]:
-    """The sections of a configuration file, or the suites of a file of these, with paths that lead
-    to what is beside it. Raises ConfigError, also with what is wrong with overrides."""
+    """Read the sections of a configuration file, or the suites of a file of suites.
+
+    Paths that exist only beside the file lead there. Raises ConfigError, which also reports the
+    problems of overrides.
+    """
     values = _read_mapping(path, overrides, what)
     if what == CONFIGURATION:
         return with_paths_beside(values, path)
@@ -318,9 +328,9 @@ STAGES: dict[str, type[AnyConfig]] = {
 def load_any_config(
     path: str | Path, overrides: Sequence[str] = (), stage: str | None = None
 ) -> AnyConfig:
-    """As `load_config`, for a file of any stage; its keys decide which, unless `stage` is given.
+    """Load a configuration file of any stage. Without `stage`, its keys decide the stage.
 
-    Raises ConfigError, also where the keys fit no stage or several.
+    Raises ConfigError like `load_config`, and if the keys fit no stage or several.
     """
     path = Path(path)
     values = read_mapping(path, overrides)
@@ -335,8 +345,8 @@ def load_any_config(
 
 
 def stage_of(values: Mapping[str, Any]) -> str:
-    """rl, sft or pretrain: the stage whose input these values name, or else whose keys they have.
-    Raises ConfigError where no stage fits, or several."""
+    """Return rl, sft or pretrain: the stage whose input the values name, or else whose keys they
+    have. Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")
     given = data if isinstance(data, Mapping) else {}
     inputs = {stage: schema.inputs[0] for stage, schema in STAGES.items()}
@@ -347,7 +357,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
     if named:
         return next(iter(named))
     known = {stage: {*schema.model_fields, *keys_of(schema)} for stage, schema in STAGES.items()}
-    telling: dict[str, list[str]] = {}  # the stages that have it, for what not all stages have
+    telling: dict[str, list[str]] = {}  # sections and keys of some stages only -> these stages
     for name, section in values.items():
         keys = section if isinstance(section, Mapping) else ()
         for place in (str(name), *(f"{name}.{key}" for key in keys)):

@@ -32,8 +32,10 @@ class LoraSection(Section):
         return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def differences(self, there: LoraSection) -> list[str]:
-        """Keys that say something else than those of adapters in a file, one line each. `targets`
-        show in the tensors."""
+        """Return a line for each key that differs from the adapters in a file.
+
+        `targets` are not compared: differences show in the tensors.
+        """
         values = {
             "rank": (self.rank, there.rank),
             "alpha": (self.alpha or self.rank, there.alpha or there.rank),

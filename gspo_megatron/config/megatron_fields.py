@@ -1,4 +1,4 @@
-"""The fields of the installed Megatron-Core's configuration classes, and which may be set."""
+"""The fields of the installed Megatron-Core's configuration classes that may be set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo_megatron.config.parallel import LAYOUT_KEYS
 from gspo_megatron.errors import did_you_mean, nearest, problem
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS
 
-# Section key -> the class whose fields it may set, and its module below megatron.core.
+# Section key -> the class whose fields it sets, and the class's module in megatron.core.
 MEGATRON_CLASSES = {
     "model.megatron": ("TransformerConfig", "transformer.transformer_config"),
     "optimizer.megatron": ("OptimizerConfig", "optimizer.optimizer_config"),
@@ -31,7 +31,7 @@ _PRECISION = dict.fromkeys(
     "training.precision",
 )
 
-# Fields with a key of their own: one thing has one name.
+# Fields that have a configuration key of their own; the field's name is refused.
 _OWN_KEYS: dict[str, dict[str, str]] = {
     "model.megatron": {
         **{key: f"parallel.{key}" for short, key in LAYOUT_KEYS.items() if short != "dp"},
@@ -79,7 +79,7 @@ _REFUSED = {
     "fp8_quantizer_factory": "custom recipes are not supported; leave it out",
 }
 
-# Fields whose Python value is no plain scalar; the model builder maps these names to it.
+# Fields whose Python value is not a scalar; the model builder translates these names.
 _NAMED_VALUES: dict[str, tuple[str, ...]] = {
     "activation_func": ("silu", "gelu", "relu", "quick_gelu"),
     "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
@@ -95,11 +95,12 @@ _NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_mo
 
 @functools.cache
 def installed_fields(section_key: str) -> Mapping[str, Any]:
-    """Fields and types of the class behind `section_key`. Raises ImportError without megatron-core.
+    """Return fields and types of the class for `section_key`. Raises ImportError without
+    megatron-core.
 
-    Importing Megatron-Core imports torch and takes seconds: only a configuration that sets such
-    fields pays for it. The package platform, which lies above this one, has to be imported first:
-    it prepares a machine without a GPU. Hence no import statement.
+    Importing Megatron-Core imports torch and takes seconds, so only a configuration with such
+    fields does it. The package `platform` must be imported first, because it prepares a machine
+    without a GPU. It is in a higher layer, so this uses no import statement.
     """
     class_name, module = MEGATRON_CLASSES[section_key]
     if importlib.util.find_spec("megatron") is None:
@@ -109,8 +110,10 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
 
 
 def fields_of(cls: Any) -> dict[str, Any]:
-    """The public fields of a dataclass and their types, which allow None where it is the default:
-    some fields are annotated `int` all the same."""
+    """Return the public fields of a dataclass and their types.
+
+    A type allows None if that is the default, even if the annotation does not.
+    """
     hints = typing.get_type_hints(cls)
     return {
         field.name: hints[field.name] | None if field.default is None else hints[field.name]
@@ -120,7 +123,7 @@ def fields_of(cls: Any) -> dict[str, Any]:
 
 
 def megatron_problems(section_key: str, values: Mapping[Any, Any]) -> Iterator[str]:
-    """What is wrong with the fields given under `section_key`, a key of the schema."""
+    """Yield the problems of the fields that are set under `section_key`, a key of the schema."""
     if not values:
         return
     try:
@@ -165,8 +168,8 @@ def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
 
 
 def _fits(wanted: Any, value: Any) -> bool:
-    """Whether a value is of a type. Other types than scalars, None, Literal and unions pass:
-    megatron-core checks them."""
+    """Return whether a value has a type. Types other than scalars, None, Literal and unions pass,
+    because megatron-core checks them."""
     if wanted is type(None):
         return value is None
     if wanted in (int, float, bool, str):
@@ -180,7 +183,7 @@ def _fits(wanted: Any, value: Any) -> bool:
 
 
 def _words(wanted: Any) -> str:
-    """A type as the user reads it."""
+    """Describe a type for the user."""
     if wanted is type(None):
         return "null"
     arguments = typing.get_args(wanted)

@@ -1,4 +1,4 @@
-"""Rules about the model, its layout and its precision: what several keys must satisfy together."""
+"""Rules for the model, its layout and its precision that several keys must satisfy together."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gspo_megatron.families.model_shape import (
 
 @dataclass(frozen=True)
 class Plan:
-    """What the rules look at."""
+    """The input of the rules."""
 
-    config: Any  # of the stage that the rule is for
+    config: Any  # a configuration of the rule's stage
     world_size: int
     for_training: bool
-    here: bool = True  # with the packages that are installed on this machine
+    here: bool = True  # also check the packages that are installed on this machine
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model. Raises ConfigError where the weights it is taken from cannot be read."""
+        """The model. Raises ConfigError if the weights that define its shape cannot be read."""
         return self.config.resolved_model()
 
     @cached_property
@@ -40,7 +40,7 @@ class Plan:
         return self.config.layout()
 
     def value(self, key: str) -> Any:
-        """What the configuration holds under a dotted key."""
+        """Return the configuration's value of a dotted key."""
         if key == "world size":
             return self.world_size
         if key.startswith("model.megatron."):
@@ -51,7 +51,7 @@ class Plan:
         return value
 
 
-# A rule yields a key, and what is wrong with its value; after a semicolon, what is legal.
+# A rule yields a key and the problem of its value; after a semicolon, the allowed values.
 Problems = Iterator[tuple[str, str]]
 Rule = Callable[[Plan], Problems]
 
@@ -134,7 +134,7 @@ def _must_divide(name: str, size: int) -> str:
 
 
 def windows_are_possible(plan: Plan) -> Problems:
-    """The values that attention takes; `window_size` counts the keys before a query's own."""
+    """Check the values for window attention; `window_size` counts the keys before a query's own."""
     megatron, layers = plan.shape.megatron, plan.shape.num_layers
     window, layout = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
     if window is None:
@@ -168,7 +168,7 @@ def router_is_sound(plan: Plan) -> Problems:
     if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
         if topk == 1:  # its weight is 1
             yield key, f"{wrong}; allowed: 2 or more"
-        # models/router.py: over all experts first, without groups
+        # models/router.py computes the softmax over all experts first, without groups
         wrong = "the softmax router with a bias has no other way; allowed"
         if not megatron.get("moe_router_pre_softmax"):
             yield "model.megatron.moe_router_pre_softmax", f"{wrong}: true"
@@ -186,7 +186,7 @@ def dropout_is_off(plan: Plan) -> Problems:
             yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
 
 
-# How layers are split over pipeline stages: evenly, or as fields of Megatron-Core say.
+# Fields of Megatron-Core that split the layers over pipeline stages; without them, evenly.
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 WITH_EMBEDDING = "account_for_embedding_in_pipeline_split"
 WITH_LOSS = "account_for_loss_in_pipeline_split"
@@ -205,7 +205,7 @@ def pipeline_divides(plan: Plan) -> Problems:
 
 
 def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Problems:
-    """What is wrong with `layers` on the stages of `layout`, given the fields in `megatron`."""
+    """Check that `layers` fit the stages of `layout`, with the fields in `megatron`."""
     used = [way for way in _WAYS if any(megatron.get(name) for name in way)]
     chunks = layout.pp * (layout.vpp or 1)
     if len(used) > 1:
@@ -227,8 +227,11 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
 
 
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
-    """Layers of each stage but the last, and of the last one, which has the loss, too: such that
-    the largest stage is as small as possible. None where no such numbers are multiples of vpp."""
+    """Return the number of layers of each stage except the last, and of the last stage.
+
+    They make the largest stage as small as possible; the last stage also has the loss. Returns None
+    if no such numbers are multiples of vpp.
+    """
     chunks = layout.vpp or 1
     splits = [
         (share, last)
@@ -239,8 +242,10 @@ def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
 
 
 def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
-    """The field that splits the layers unevenly. `replaces`: it takes the place of the fields that
-    count embedding and loss."""
+    """Suggest the field that splits the layers unevenly.
+
+    replaces: it must replace the fields that count embedding and loss.
+    """
     instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
     split = uneven_stages(layers, layout)
     if split is None:
@@ -287,7 +292,7 @@ def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
 
 
 def weights_are_named_once(plan: Plan) -> Problems:
-    """hf_path, checkpoint_path and preset do not contradict each other."""
+    """Check that hf_path, checkpoint_path and preset do not contradict each other."""
     model = plan.config.model
     if model.hf_path is None:
         return
@@ -304,7 +309,7 @@ def weights_are_named_once(plan: Plan) -> Problems:
 
 
 def adapters_fit(plan: Plan) -> Problems:
-    """The model has the matrices that adapters are wanted for, and weights to freeze."""
+    """Check that the model has the matrices for the adapters, and weights to freeze."""
     model, lora = plan.config.model, plan.config.model.lora
     key = "model.lora.rank"
     if not lora.rank:
@@ -333,7 +338,7 @@ _PRECISION = "training.precision"
 
 
 def precision_is_possible(plan: Plan) -> Problems:
-    """All that can be known without the device; models.precision asks that."""
+    """Check all that needs no device; models.precision checks the device."""
     precision, backend = plan.config.training.precision, plan.config.model.backend
     if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
         wrong = "the package transformer_engine is not installed; allowed: torch_native or auto"
@@ -350,7 +355,7 @@ def precision_is_possible(plan: Plan) -> Problems:
     elif plan.here and (lacks := engine_lacks()) is not None:
         yield _PRECISION, f"{lacks}; allowed: fp32 or bf16"
     for name, (size, parts) in _fp8_sides(plan.shape, plan.layout).items():
-        # Sizes that do not divide are the business of the rules above.
+        # The rules above report sizes that do not divide.
         if size % parts == 0 and (size // parts) % fp8.multiple:
             split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
             wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
@@ -370,8 +375,10 @@ def precision_is_possible(plan: Plan) -> Problems:
 
 
 def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
-    """The sides of the weights that FP8 multiplies by, 0 where the model has no such weights, and
-    over how many ranks each is split."""
+    """Return the sides of the weights in FP8 products, and the number of ranks that share each.
+
+    A side is 0 if the model has no such weights.
+    """
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.has_latent_attention else shape.kv_channels
     sizes = delta_net_sizes(shape.megatron) if any(delta_net_layers(shape)) else {}

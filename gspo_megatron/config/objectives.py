@@ -1,8 +1,8 @@
-"""The section `objective`: the objectives by name, their parts and numbers, and what does not mix.
+"""The section `objective`: the named objectives, their parts and numbers, and checks of the mix.
 
-The functions of the parts are in gspo_megatron/objectives/; this file needs no torch. Another
-objective is one more entry in RECIPES. A rule that does not exist yet is one more entry in RULES
-and its function in objectives/parts.py.
+The functions of the parts are in gspo_megatron/objectives/; this file needs no torch. To add an
+objective, add an entry to RECIPES. To add a rule, add an entry to RULES and its function to
+objectives/parts.py.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from gspo_megatron.errors import format_value, problem
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an objective is made of."""
+    """The parts of an objective."""
 
     ratio: str  # one of RATIOS
     rule: str  # one of RULES
     aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
     parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
-    # Bounds of each correction, names of CORRECTIONS: their weights are multiplied.
+    # Name in CORRECTIONS -> bounds; the weights of all corrections are multiplied.
     corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     source: str = ""
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the clip range is one for geometric means over a sequence, close around 1."""
+        """Whether the clip range is for geometric means over a sequence, which stay close to 1."""
         of_sequences = self.ratio in ("sequence", "sequence_token")
         return of_sequences and self.rule in ("min_clip", "dual_clip")
 
@@ -59,7 +59,7 @@ class Recipe:
 def _recipe(
     parts: str, source: str, numbers: Mapping[str, float], advantage: str = "group_mean_std"
 ) -> Recipe:
-    """`parts`: ratio, rule and aggregation; `source`: a paper on arXiv."""
+    """Make a recipe. parts: ratio, rule and aggregation; source: a paper on arXiv."""
     ratio, rule, aggregation = parts.split()
     return Recipe(ratio, rule, aggregation, advantage, numbers, source=f"arXiv {source}")
 
@@ -126,15 +126,15 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "token_sum", "constant_length")
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done with a ratio far from 1."""
+    """The treatment of ratios far from 1."""
 
-    function: str  # in objectives/parts.py, which has `defaults` as keyword arguments
-    ratios: tuple[str, ...]  # on which it is defined
-    defaults: Mapping[str, float]  # the keys that it reads; a clip range is one for single tokens
+    function: str  # name in objectives/parts.py; its keyword arguments are `defaults`
+    ratios: tuple[str, ...]  # the ratios for which it is defined
+    defaults: Mapping[str, float]  # the keys that it reads; a clip range here is for single tokens
 
     @property
     def has_clip_range(self) -> bool:
-        """Whether it clips on both sides of 1: to all such rules a range means the same."""
+        """Whether it clips on both sides of 1. All such rules interpret a range in the same way."""
         return "clip_low" in self.defaults
 
 
@@ -156,18 +156,20 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """Weights for responses that another engine sampled; the function in objectives/parts.py has
-    the name of the configuration."""
+    """Weights for responses that another engine sampled.
 
-    level: Literal["token", "sequence"]  # a weight for each
-    # A mask has weights of 0 and 1 only. A weight scales by the ratio to what sampled, once.
+    The function in objectives/parts.py has the same name as in the configuration.
+    """
+
+    level: Literal["token", "sequence"]  # whether each token or each sequence has a weight
+    # A mask has only the weights 0 and 1. A weight scales by the ratio to the rollout policy.
     kind: Literal["weight", "mask"]
     defaults: Mapping[str, float]  # the keys that it reads
-    # What is summed over a sequence: a function of log k in objectives/parts.py; "": log k itself.
+    # The function of log k (in objectives/parts.py) that is summed over a sequence; "": log k.
     summed: Literal["", "k3", "is_outside"] = ""
 
 
-# A geometric mean over a sequence: arXiv 2507.18071's noise is of the order of 1e-3.
+# Bounds for a geometric mean over a sequence, whose noise is about 1e-3 (arXiv 2507.18071).
 _GEOMETRIC = {"correction_low": 0.99, "correction_high": 1.01}
 CORRECTIONS: dict[str, Correction] = {
     "token_tis": Correction("token", "weight", {"correction_high": 2.0}),
@@ -185,12 +187,12 @@ CORRECTIONS: dict[str, Correction] = {
     ),
 }
 
-# A ratio of whole sequences mostly stays within 1e-3 of 1: with a range of 0.05 and above few are
-# clipped, and the algorithm is another one. 0.2 is usually left over from a token-level objective.
+# A ratio of whole sequences mostly stays within 1e-3 of 1. A range of 0.05 and above clips few of
+# them, which makes another algorithm. 0.2 is usually left from a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage")
-# The keys of numbers that some rule reads, and those of corrections.
+# The keys of numbers that rules read, and those that corrections read.
 NUMBERS = tuple(dict.fromkeys(name for rule in RULES.values() for name in rule.defaults))
 BOUNDS = ("correction_low", "correction_high")
 _CorrectionName = Literal[tuple(CORRECTIONS)]  # ty: ignore[invalid-type-form]
@@ -218,7 +220,7 @@ class DistillationSection(Section):
         return self.teacher is not None or self.url is not None
 
 
-# A part or a number that is null is that of the objective named.
+# A part or number that is null has the value of the named objective.
 class ObjectiveSection(Section):
     """What is maximised: an objective by name, each part and number of which can be replaced."""
 
@@ -333,7 +335,7 @@ class ObjectiveSection(Section):
 
 
 def resolve_objective(section: ObjectiveSection) -> Recipe:
-    """The recipe of `objective.name` with the section's own choices in place, its numbers whole."""
+    """Return the recipe of `objective.name` with the section's own parts, and with all numbers."""
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
@@ -345,7 +347,7 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
 
 
 def learns_from_parts(section: ObjectiveSection) -> bool:
-    """Whether the advantage is that of each part of a reward, in place of that of their sum."""
+    """Return whether each part of a reward has an advantage of its own (gdpo), not their sum."""
     own = section.advantage_import_path is not None
     return not own and resolve_objective(section).advantage == "gdpo"
 
@@ -356,7 +358,7 @@ def _corrections_of(section: ObjectiveSection) -> list[str]:
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
-    """The bounds of a correction: one number is of the only correction."""
+    """Return the bounds of a correction. A bound that is one number is for the only correction."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
         given = getattr(section, side)
@@ -366,8 +368,11 @@ def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
 
 
 def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
-    """Default numbers of the recipe's rule: those of the named objective if they mean the same to
-    this rule on this ratio, otherwise those of the rule."""
+    """Return the default numbers of the recipe's rule.
+
+    They come from the named objective if the rule interprets them in the same way on this ratio,
+    else from the rule.
+    """
     rule, rule_named = RULES[recipe.rule], RULES[named.rule]
     same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
     same_rule = rule is rule_named or (rule.has_clip_range and rule_named.has_clip_range)
@@ -380,13 +385,13 @@ def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
 
 
 def objective_problems(section: ObjectiveSection) -> Iterator[str]:
-    """What is wrong with the section by itself: parts that do not mix, numbers nothing reads."""
+    """Yield the problems of the section: parts that do not fit together, unread numbers."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
     for rule in (*rules, _advantage, _regularisation, _distillation):
         for name, wrong in rule(section, recipe):
             value = attrgetter(name)(section)
-            if value is None:  # it comes from the recipe
+            if value is None:  # then the recipe's value counts
                 value = recipe.parameters.get(name, getattr(recipe, name, None))
             yield problem(f"objective.{name}", value, wrong)
 
@@ -395,7 +400,7 @@ _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong
 
 
 def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Problems:
-    """Problems for the keys among `names` that are set although nothing reads them."""
+    """Yield a problem for each key in `names` that is set although nothing reads it."""
     for name in names:
         unset = ObjectiveSection.model_fields[name].default
         if getattr(section, name) != unset:
@@ -419,7 +424,7 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {legal}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
-    # Where an objective's own recipe has this mixture it is the algorithm, elsewhere a mistake.
+    # This mixture is intended if the named recipe has it, else it is a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
         wrong = f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its length"
         yield "aggregation", f"{wrong}; allowed: sequence_mean, or objective.name = luspo if meant"
@@ -443,7 +448,7 @@ def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 
 def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
-    """Why a correction does not go with the recipe's ratio and rule."""
+    """Yield why a correction does not fit the recipe's ratio and rule."""
     correction = CORRECTIONS[name]
     of_sequences = [other for other, each in CORRECTIONS.items() if each.level == "sequence"]
     if correction.level == "token" and recipe.ratio != "token":
@@ -540,7 +545,7 @@ def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
-        # a custom objective may ask for a reference policy, and a teacher is kept with it
+        # a custom objective may need a reference policy; a teacher is offloaded in the same way
         reads = section.import_path is not None or section.distillation.teacher is not None
         names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"

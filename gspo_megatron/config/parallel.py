@@ -1,4 +1,4 @@
-"""The layout: over how many ranks each axis of the model and the batch is split."""
+"""The layout: the number of ranks for each axis of the model and the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gspo_megatron.errors import ConfigError, problem, suggest
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import RunConfig
 
-# Short name -> the key of the parallel section, which is Megatron-Core's own name.
+# Short name -> key of the parallel section; the keys are Megatron-Core's own names.
 LAYOUT_KEYS: dict[str, str] = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -28,7 +28,7 @@ LAYOUT_KEYS: dict[str, str] = {
 class Layout:
     """A layout in short form.
 
-    etp None is 1, vpp None is no interleaving, dp None is whatever the world size leaves.
+    None means: for etp 1, for vpp no interleaving, for dp all ranks that the world size leaves.
     """
 
     tp: int = 1
@@ -41,31 +41,32 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`tp=2,pp=2,ep=2` in any order, spaces allowed. Raises ConfigError with all problems."""
+        """Read `tp=2,pp=2,ep=2`, in any order, also with spaces. Raises ConfigError with all
+        problems."""
         sizes, problems = parse_sizes(text, "layout")
         if problems:
             raise ConfigError(problems)
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """The text that `parse` reads back: only what differs from the defaults, or `tp=1`."""
+        """Return text that `parse` reads back: only values other than the defaults, or `tp=1`."""
         sizes = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {name: size for name, size in sizes.items() if size != getattr(Layout, name)}
         return ",".join(f"{name}={size}" for name, size in changed.items()) or "tp=1"
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the attention weights and one batch: tp * pp * cp."""
+        """The number of ranks that share one copy of the attention weights: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     @property
     def expert_parallel_size(self) -> int:
-        """Ranks that hold one copy of all experts: etp * ep * pp."""
+        """The number of ranks that share one copy of all experts: etp * ep * pp."""
         return (self.etp or 1) * self.ep * self.pp
 
     @property
     def world_size(self) -> int:
-        """Ranks of this layout; the smallest possible number where dp is None."""
+        """The number of ranks; the smallest possible one if dp is None."""
         if self.dp is not None:
             return self.model_parallel_size * self.dp
         return math.lcm(self.model_parallel_size, self.expert_parallel_size)
@@ -73,7 +74,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ResolvedParallel:
-    """The parallel section with every open size filled in for one world size."""
+    """The parallel section with all sizes, for one world size."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -88,19 +89,19 @@ class ResolvedParallel:
 
     @property
     def layout(self) -> Layout:
-        """The same in short form, with all sizes."""
+        """The layout in short form, with all sizes."""
         return Layout(**{short: getattr(self, key) for short, key in LAYOUT_KEYS.items()})
 
     def __str__(self) -> str:
         return str(self.layout)
 
     def group_sizes(self) -> dict[str, int | None]:
-        """The keyword arguments that `initialize_model_parallel` and TransformerConfig share."""
+        """Return the keyword arguments for `initialize_model_parallel` and TransformerConfig."""
         return {key: getattr(self, key) for short, key in LAYOUT_KEYS.items() if short != "dp"}
 
 
 def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
-    """The sizes named in a layout text and what is wrong with it, each problem under `key`."""
+    """Return the sizes in a layout text, and its problems as lines about `key`."""
     sizes: dict[str, int] = {}
     wrong: list[str] = []
     for part in text.split(","):
@@ -121,7 +122,7 @@ def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
 def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fill the keys of a raw parallel section from its `layout`.
 
-    A size given both ways with different values is a problem, not a question of precedence.
+    If both give a size with different values, that is a problem: neither takes precedence.
     """
     values = dict(section)
     text = values.get("layout")
@@ -140,7 +141,7 @@ def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
-    """Concrete sizes for a configuration that passed `check_config` at this world size."""
+    """Return all sizes of a configuration that passed `check_config` at this world size."""
     layout = config.layout()
     sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
     sizes["expert_tensor_parallel_size"] = layout.etp or 1
@@ -156,7 +157,7 @@ def resolve_parallel(config: RunConfig, world_size: int) -> ResolvedParallel:
 
 
 def apply_layout(config: RunConfig, layout: Layout) -> Any:
-    """The same configuration on another layout; sequence parallelism follows its default again."""
+    """Return the configuration with another layout; sequence parallelism has its default again."""
     sizes = {key: getattr(layout, short) for short, key in LAYOUT_KEYS.items()}
     sizes |= {"layout": None, "sequence_parallel": None}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -1,8 +1,8 @@
-"""What `training.precision` means: Megatron-Core's fields, and what the hardware has to be.
+"""The values of `training.precision`: Megatron-Core's fields, and requirements on the hardware.
 
 FP8 is used for the matrix products of the transformer layers, forward and backward. Weights stay
-bf16, with fp32 gradients and optimizer; the router, the norms, attention and the log-prob head
-compute as in bf16: the head's inputs are bf16, its logits and everything after them fp32, and
+bf16, with fp32 gradients and optimizer. The router, the norms, attention and the log-prob head
+compute as in bf16: the head's inputs are bf16, its logits and everything after them are fp32, and
 gradients of logits are rounded to bf16 for the two products of the backward pass.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 Precision = Literal["fp64", "fp32", "bf16", "fp8-delayed", "fp8-blockwise", "mxfp8"]
 
 ENGINE_PACKAGE = "transformer-engine"
-# The first with blockwise scales, and with the order of an expert's scales that checkpoints have.
+# The first version with blockwise scales, and with the order of experts' scales in checkpoints.
 ENGINE_MINIMUM = (2, 3)
 
 
@@ -27,12 +27,12 @@ class Fp8:
 
     recipe: str  # TransformerConfig.fp8_recipe
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
-    multiple: int  # of tokens and of features, that its matrix products take
-    capability: tuple[int, int]  # the smallest that Transformer Engine supports
-    beyond: tuple[int, int] | None = None  # the first that it no longer supports
-    cuda: tuple[int, int] = (12, 1)  # smallest that torch was built for
-    hardware: str = ""  # the same in words
-    fields: dict[str, Any] = field(default_factory=dict)  # further defaults of TransformerConfig
+    multiple: int  # must divide the numbers of tokens and features in its matrix products
+    capability: tuple[int, int]  # the lowest that Transformer Engine supports
+    beyond: tuple[int, int] | None = None  # the first that it no longer supports; None: no limit
+    cuda: tuple[int, int] = (12, 1)  # the lowest CUDA version of the torch build
+    hardware: str = ""  # these requirements in words
+    fields: dict[str, Any] = field(default_factory=dict)  # more defaults for TransformerConfig
 
 
 FP8: dict[str, Fp8] = {
@@ -42,7 +42,7 @@ FP8: dict[str, Fp8] = {
         multiple=16,
         capability=(8, 9),
         hardware="an Ada, Hopper or newer GPU (compute capability 8.9)",
-        # Transformer Engine's own; Megatron-Core's default looks one micro-batch back
+        # Transformer Engine's defaults; Megatron-Core's default uses only the last micro-batch
         fields={"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
     ),
     "fp8-blockwise": Fp8(
@@ -65,26 +65,29 @@ FP8: dict[str, Fp8] = {
 
 
 def base_precision(precision: str) -> str:
-    """The precision of weights and activations between matrix products: fp64, fp32 or bf16."""
+    """Return the precision of weights and activations outside of FP8: fp64, fp32 or bf16."""
     return "bf16" if precision in FP8 else precision
 
 
 def megatron_fields(precision: str) -> dict[str, Any]:
-    """What a precision sets in TransformerConfig, over which `model.megatron` goes."""
+    """Return the fields of TransformerConfig for a precision; `model.megatron` overrides them."""
     fp8 = FP8.get(precision)
     return {} if fp8 is None else {"fp8": fp8.format, "fp8_recipe": fp8.recipe, **fp8.fields}
 
 
 def tokens_multiple(precision: str) -> int:
-    """What the tokens of every tensor-parallel rank are padded to a multiple of."""
+    """Return the multiple to which the tokens of each tensor-parallel rank are padded."""
     return FP8[precision].multiple if precision in FP8 else 1
 
 
 def device_lacks(
     precision: str, capability: tuple[int, int], cuda: tuple[int, int] | None
 ) -> str | None:
-    """What a GPU of this compute capability lacks for a precision, in words; None: nothing. `cuda`
-    is the version that torch was built for, None without CUDA."""
+    """Return in words what a GPU lacks for a precision; None: nothing.
+
+    capability: the GPU's compute capability; cuda: the version that torch was built for, None
+    without CUDA.
+    """
     fp8 = FP8.get(precision)
     if fp8 is None:
         return None
@@ -95,7 +98,7 @@ def device_lacks(
 
 
 def engine_lacks() -> str | None:
-    """What the installed Transformer Engine lacks for FP8, in words; None: nothing."""
+    """Return in words what the installed Transformer Engine lacks for FP8; None: nothing."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "needs Transformer Engine: pip install 'gspo-megatron[gpu]'"
     try:

@@ -1,5 +1,7 @@
-"""Which keys may differ from those that a run was started with, when it is resumed: every key has
-a resume class (config/section.py). What would make the second half another experiment is refused.
+"""Compares a configuration with that of a run to be resumed.
+
+Every key has a resume class (config/section.py), which says whether it may change. A change that
+would make the second half of the run another experiment is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from gspo_megatron.config.section import key_above, keys_of, resume_of
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import format_value, problem
 
-# Fields below `model.megatron` that change where and how fast something is computed, and no result
-# by more than rounding.
+# Fields of `model.megatron` that change only where and how fast something is computed; results
+# differ at most by rounding.
 _HARMLESS_FIELDS = """
     moe_token_dispatcher_type moe_permute_fusion recompute_granularity recompute_method
     recompute_num_layers recompute_modules distribute_saved_activations cpu_offloading
@@ -27,7 +29,7 @@ _HARMLESS_FIELDS = """
 
 @dataclass
 class Changes:
-    """What differs from a checkpoint's configuration: one line a key."""
+    """The differences from a checkpoint's configuration, one line for each key."""
 
     refused: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)  # without effect on what is learned
@@ -39,9 +41,9 @@ def find_changes(
 ) -> Changes:
     """Compare a configuration with the one that a run was started with.
 
-    `before` is config.yaml of a checkpoint as plain data. `same_contents` has, by key, whether an
-    input file, or the file of a function, still holds what it held then; it lacks the keys that
-    name no file now or named none then.
+    before: config.yaml of a checkpoint as plain data. same_contents: by key, whether an input file,
+    or the file of a function, has the same contents as then; without keys that do not name a file
+    in both configurations.
     """
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
     keys, changes = keys_of(type(config)), Changes()
@@ -52,7 +54,7 @@ def find_changes(
         if top is None:
             changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
             continue
-        # A version that did not know the key yet did what its default says.
+        # Versions without this key behaved like its default.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
         resume, same = resume_of(keys[top]), same_contents.get(key)
@@ -65,8 +67,10 @@ def find_changes(
 
 
 def decides_rollouts(config: Config) -> dict[str, Any]:
-    """What decides responses and rewards before the first update, by dotted key; of input files the
-    contents do, which are not here."""
+    """Return, by dotted key, the values that decide responses and rewards before the first update.
+
+    The contents of input files decide too, but are not included.
+    """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
     return {
         key: value
@@ -78,16 +82,16 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     }
 
 
-# Keys of earlier versions that acted before the first RL step only.
+# Keys of earlier versions that had an effect only before the first RL step.
 _GONE = ("training.warm_start.",)
-# Earlier versions wrote the default preset where the weights give the shape.
+# Earlier versions wrote the default preset even if the weights define the shape.
 _RENAMED_PRESET = ("model.preset", "tiny", None)
 
 
 def _compare(
     key: str, resume: str, old: Any, new: Any, same: bool | None, decay: str
 ) -> tuple[str, str]:
-    """Where a key belongs, an attribute of Changes, and its line."""
+    """Return the attribute of Changes to which a key belongs, and its line."""
     was, renamed = f"was {format_value(old)}", f"{key}: {format_value(old)} -> {format_value(new)}"
     if resume in ("contents", "shown"):
         if same:
@@ -111,8 +115,11 @@ def _is_harmless_field(key: str) -> bool:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values. In a dict of Megatron's fields each field has its own key; a dict of
-    the user's (`options`, `chat_template_options`) is one value."""
+    """Yield dotted keys and values.
+
+    In a dict of Megatron's fields each field has its own key. A dict of the user's (`options`,
+    `chat_template_options`) is one value.
+    """
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and not name.endswith("options"):

@@ -8,5 +8,5 @@ from gspo_megatron.addresses import ROLLOUT_NODES as VARIABLE
 
 
 def rollout_nodes() -> list[str]:
-    """Their names; none: servers run beside rank 0."""
+    """Return the names of these nodes; if empty, servers run beside rank 0."""
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]

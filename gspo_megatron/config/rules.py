@@ -1,6 +1,7 @@
-"""What several keys must satisfy together, checked before any process group exists: Megatron-Core
-refuses most of it too, but one at a time, on a thousand ranks, minutes after the start.
-The rules about model, layout and precision are in model_rules.py.
+"""Rules that several keys must satisfy together, checked before any process group exists.
+
+Megatron-Core finds most of these problems too, but one at a time, on all ranks, minutes after the
+start. The rules for model, layout and precision are in model_rules.py.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def check_config(
 ) -> None:
     """Raise ConfigError with every problem of a configuration of any stage on `world_size` ranks.
 
-    `for_training` adds what only an RL training run needs, such as prompts; `here`, what the run
-    needs of the packages that are installed.
+    for_training: also check what only an RL training run needs, such as prompts; here: also check
+    the packages that are installed on this machine.
     """
     is_rl = isinstance(config, Config)
     plan = Plan(config, world_size, for_training or not is_rl, here)
@@ -57,7 +58,7 @@ def check_config(
     for rule in (*MODEL_RULES, *_RULES[type(config)]):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
-        except ConfigError as error:  # the model's shape is not known; other rules do without
+        except ConfigError as error:  # the model's shape is unknown; other rules may not need it
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
@@ -85,7 +86,7 @@ def inputs_are_given(plan: Plan) -> Problems:
 
 
 def checkpoints_can_be_kept(plan: Plan) -> Problems:
-    """Nothing keeps the run from being saved, and the best checkpoints are known."""
+    """Check that the run can be saved, and that its best checkpoints can be found."""
     section, training = plan.config.checkpoint, plan.config.training
     if section.interval:
         # A checkpoint holds the moments of Megatron's distributed Adam, by parameter.
@@ -117,15 +118,18 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         )
 
 
-# Of a suite: config cannot import evaluation.scores, which makes them.
+# The figures of a suite. evaluation.scores makes them, but config cannot import it.
 _SUITE_FIGURES = (
     *("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed", "left_out"),
 )
 
 
 def _best_metric_is_measured(plan: Plan) -> Problems:
-    """An evaluation has the metric of checkpoint.keep_best. What a step measures besides is known
-    only once it runs: rewards have parts, and objectives metrics, of the user's."""
+    """Check that an evaluation has the metric of checkpoint.best_metric.
+
+    Other metrics are known only when a step runs, because the user's rewards may have parts and
+    the user's objectives metrics of their own.
+    """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
         legal = ["evaluation/accuracy", "evaluation/reward", "evaluation/failed"]
@@ -139,7 +143,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
-    if first != "evaluation":  # a slip of the first word, or the last one alone
+    if first != "evaluation":  # a misspelt first word, or only the last word
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or name in ("loss", "reward/mean"):
             return
@@ -151,11 +155,11 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:
-    """A run writes into its folder and cleans it; those of given weights must stay as they are."""
+    """Check that the run folder is not inside a folder of weights, because a run cleans it."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
-            continue  # a whole run may have another run below it
+            continue  # a run folder may contain another run
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(given)):
             yield "logging.dir", f"lies in model.{key} = {given}; allowed: a folder outside of it"
 
@@ -212,7 +216,7 @@ _OWN_OPTIONS = {
 
 
 def environment_is_one(plan: Plan) -> Problems:
-    """One key names the environment, and verifiers has its interpreter."""
+    """Check that only one key names the environment, and that verifiers has an interpreter."""
     section, key = plan.config.environment, "environment.python"
     named = [name for name in ("import_path", "verifiers") if getattr(section, name) is not None]
     if section.name != SINGLE_TURN:
@@ -232,7 +236,7 @@ def environment_is_one(plan: Plan) -> Problems:
 
 
 def staleness_fits(plan: Plan) -> Problems:
-    """What only responses of earlier weights need is set where there are any."""
+    """Check that keys for stale responses are set only if responses can be stale."""
     rollout, bound = plan.config.rollout, plan.config.objective.max_token_staleness
     if rollout.kv_after_update != "recompute" and not rollout.staleness:
         wrong = "with max_staleness = 0 no response is under way then; allowed: recompute"
@@ -247,8 +251,8 @@ def staleness_fits(plan: Plan) -> Problems:
 
 
 def servers_are_there(plan: Plan) -> Problems:
-    """With rollout.engine: vllm the run starts servers or names running ones; without it nothing
-    is set for them."""
+    """Check that with rollout.engine: vllm the run starts servers or names running ones, and that
+    otherwise no key of servers is set."""
     engine, servers = plan.config.rollout.engine, plan.config.rollout.vllm
     defaults = {
         name: field.get_default(call_default_factory=True)
@@ -285,8 +289,11 @@ def servers_are_there(plan: Plan) -> Problems:
 
 
 def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
-    """vLLM samples from the distribution that the trainer computes log-probs of, and has the
-    abilities of the in-process engine that the configuration asks for."""
+    """Check that the settings of vLLM match the trainer's.
+
+    vLLM must sample from the distribution for which the trainer computes log-probs, and must
+    support the features that the configuration uses.
+    """
     rollout = plan.config.rollout
     if rollout.engine != "vllm":
         return
@@ -313,7 +320,7 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
 
 
 def rollout_nodes_are_used(plan: Plan) -> Problems:
-    """Nodes of the job that only serve rollouts have servers, all as many."""
+    """Check that the nodes that only serve rollouts have servers, the same number on each."""
     names = rollout_nodes() if plan.here else []
     rollout = plan.config.rollout
     count, given = rollout.vllm.servers, f"of {VARIABLE} = {','.join(names)}"
@@ -350,7 +357,7 @@ def rewards_are_shaped(plan: Plan) -> Problems:
                 yield f"reward.{name}", f"{wrong}; allowed: {format_value(unset)}"
 
 
-# What changes or watches the routers' choice of experts, with the value that turns it off.
+# Keys that change or record the routers' choice of experts -> the value that turns each off.
 _IDLE = {"replay": "off", "reference_replay": "off", "volatility": False, "rollout_noise": 0.0}
 
 
@@ -374,9 +381,8 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
 
 
 def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
-    """Settings with which a router chooses experts without calling its hook, and those that take
-    tokens away from experts that were replayed."""
-    found = []  # what is wrong, and what is legal with the routing key
+    """Return the problems of settings that bypass the routers' hooks, or drop replayed tokens."""
+    found = []  # (problem, allowed value with the routing key)
     hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
         found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
@@ -457,7 +463,7 @@ def corpora_are_sound(plan: Plan) -> Problems:
 
 
 def sample_multiple(config: StageConfig) -> int:
-    """What the tokens of a sample must be a multiple of, so that no padding is needed."""
+    """Return the number that must divide the tokens of a sample, so that no padding is needed."""
     layout = config.layout()
     multiple = layout.tp if config.parallel.uses_sequence_parallel() else 1
     multiple *= tokens_multiple(config.training.precision)
@@ -509,14 +515,17 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """objective.old_logprobs with `auto` resolved. Where the training model itself draws in fp32,
-    its log-probs are those of a pass of the trainer, up to rounding (1e-6)."""
+    """Return whether the trainer recomputes old log-probs: objective.old_logprobs, `auto` resolved.
+
+    If the training model itself generates in fp32, its log-probs equal those of a trainer's pass up
+    to rounding (1e-6), so `auto` does not recompute them.
+    """
     section, routing = config.objective, config.routing
     is_exact = (
         config.rollout.engine == "megatron"
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
         and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        and not resolve_objective(section).corrections  # which compare the two
+        and not resolve_objective(section).corrections  # they compare the two
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

@@ -1,6 +1,6 @@
-"""Every key of an RL configuration: its type, its default, its limits and what it means.
+"""Every key of an RL configuration: its type, default, limits and meaning.
 
-What several keys get wrong together is in rules.py; pre-training and fine-tuning are in stages.py.
+Rules for several keys together are in rules.py; pre-training and fine-tuning are in stages.py.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_preset(cls, values: Any) -> Any:
-        """Without weights to take the shape from, a resolved configuration names its preset."""
+        """Set the default preset if no key defines the shape, so that a dump names it."""
         sources = ("preset", "hf_path", "checkpoint_path")
         if isinstance(values, dict) and all(values.get(name) is None for name in sources):
             return {**values, "preset": "tiny"}
         return values
 
     def starting_shape(self) -> ModelPreset:
-        """The model before the other keys replace parts of it. Raises ConfigError for its file."""
+        """Return the model before other keys change it. ConfigError: its file cannot be read."""
         if self.hf_path is not None:
             return preset_of_folder(self.hf_path)
         if self.preset is None and self.checkpoint_path is not None:
@@ -90,7 +90,7 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """The family whose names of tensors count: that of the weights' config.json, else one that
+        """Return the family that names the tensors: that of the weights' config.json, else one that
         has models of this shape. Raises ConfigError."""
         hf = None
         if self.hf_path is not None:
@@ -137,7 +137,7 @@ class ParallelSection(Section):
     @field_validator("virtual_pipeline_model_parallel_size")
     @classmethod
     def _one_chunk_is_none(cls, value: int | None) -> int | None:
-        """One chunk a stage is no interleaving."""
+        """Turn 1 into None: one chunk for each stage means no interleaving."""
         return None if value == 1 else value
 
     def uses_sequence_parallel(self) -> bool:
@@ -224,7 +224,7 @@ class RolloutSection(Section):
 
     @property
     def staleness(self) -> int:
-        """`max_staleness`, or what null means."""
+        """The value of `max_staleness` with its default filled in."""
         return int(self.engine == "vllm") if self.max_staleness is None else self.max_staleness
 
 
@@ -475,9 +475,9 @@ class LoggingSection(RecordSection):
 class RunConfig(Section):
     """A model on a layout: what a run of any stage has."""
 
-    # The keys of the data section with what the stage learns from, and what it evaluates on.
+    # The keys of the data section for training inputs and for evaluation inputs.
     inputs: ClassVar[tuple[str, str]]
-    input_suffix: ClassVar[str] = ""  # what the paths of input files lack
+    input_suffix: ClassVar[str] = ""  # suffix that the configured paths of input files lack
 
     if TYPE_CHECKING:  # each stage has sections of its own with these names
         data: Any
@@ -487,7 +487,7 @@ class RunConfig(Section):
     parallel: ParallelSection = Field(default_factory=ParallelSection)
 
     def input_files(self) -> dict[str, list[str]]:
-        """The files that are read to train, by the key that names them; without the tokenizer."""
+        """Return the input files except the tokenizer, by the key that names them."""
         named = {f"data.{name}": self.data.known(name) for name in self.inputs}
         return {
             key: [path + self.input_suffix for path in ([given] if type(given) is str else given)]
@@ -504,11 +504,11 @@ class RunConfig(Section):
         return "training.evaluation_interval", self.training.evaluation_interval
 
     def world_size_hint(self) -> int:
-        """Ranks the layout asks for: the smallest possible number where dp is left open."""
+        """Return the layout's number of ranks; the smallest possible one if dp is null."""
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """The starting shape with the keys of `model` in place; sizes that both leave open get
+        """Return the starting shape with the keys of `model` applied. Sizes that neither sets get
         TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
         start = self.model.starting_shape()
         given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
@@ -516,7 +516,7 @@ class RunConfig(Section):
 
 
 def suite_key(name: str) -> str:
-    """The key of a suite, which also names its prompts among the inputs of a run."""
+    """Return the key of a suite; it also identifies the suite's prompts among a run's inputs."""
     return f"evaluation.suites.{name}"
 
 
@@ -550,7 +550,7 @@ class Config(RunConfig):
         return {**super().input_files(), **named}
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """The key and its value, as for any run; suites have an interval of their own."""
+        """Return the key and its value; suites have an interval of their own."""
         if metric.split("/")[1] in self.evaluation.suites:
             return "evaluation.interval", self.evaluation.interval
         return super().evaluated_every(metric)

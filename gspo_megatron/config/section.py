@@ -1,4 +1,4 @@
-"""What every section of a configuration is made of: strict values, and keys with a resume class."""
+"""The base of every configuration section: strict values, and keys with a resume class."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gspo_megatron.errors import UnknownValueError
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
-# Megatron-Core adds numbers of ranks to it, and numpy takes no more than 32 bits of the sum.
+# Below 2**31, because Megatron-Core adds rank numbers, and numpy accepts seeds of 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-# One path or several, always a list here; one is written as it was given, without brackets.
+# One path or several, always stored as a list; a single path is written without brackets.
 Paths = Annotated[
     list[Text],
     BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
@@ -30,8 +30,10 @@ Weights = list[Annotated[float, Field(gt=0)]]
 
 
 def _date(given: Any) -> str:
-    """A day, month or year as text. A year without quotes is a number in YAML, and for some readers
-    of YAML a day without quotes is a date."""
+    """Return a day, month or year as text.
+
+    In YAML a year without quotes is a number, and some readers make a day without quotes a date.
+    """
     if isinstance(given, datetime.date):
         given = given.strftime("%Y-%m-%d")
     text = str(given) if type(given) is int else given
@@ -44,11 +46,11 @@ def _date(given: Any) -> str:
 
 
 Date = Annotated[str, BeforeValidator(_date)]
-# It is part of the names of metrics, files and keys.
+# The name is part of the names of metrics, files and keys.
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
-# The meanings of keys that several sections have.
+# The help texts of keys that several sections have.
 TEMPLATE = (
     "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
     "name; null: prompt_field is the prompt"
@@ -59,11 +61,11 @@ SYSTEM_PROMPT = (
 
 NAME = "NAME"  # in keys: a name that the user gives
 
-# May a key differ from what a run was started with, when the run is resumed?
+# Resume class of a key -> whether the key may change when a run is resumed, in words.
 RESUME = {
     # the second half of the run would be another experiment than the first
     "shapes": "no",
-    # it changes where and how fast the run goes, or what is written down
+    # it changes where and how fast the run computes, or what is logged
     "harmless": "yes",
     # it is a path: the path may change, the contents of the file may not
     "contents": "with the same contents",
@@ -80,7 +82,7 @@ class Section(BaseModel):
     # Strict: "5" for 5 and true for 1 are slips, and a run must not start on a slip.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    if not typing.TYPE_CHECKING:  # as in pydantic: a type checker would take any name for a key
+    if not typing.TYPE_CHECKING:  # as in pydantic: else a type checker accepts any name as a key
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
@@ -88,11 +90,11 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def known(self, name: str) -> Any:
-        """The value of a key; None where the user's value is not allowed, so not known."""
+        """Return the value of a key; None if the user's value is not allowed."""
         return vars(self).get(name)
 
     def require_whole(self) -> None:
-        """Raise UnknownValueError where a value is not known, here or in a section inside."""
+        """Raise UnknownValueError if a value is unknown, here or in a nested section."""
         for name in type(self).model_fields:
             value = getattr(self, name)
             for each in value.values() if isinstance(value, dict) else (value,):
@@ -101,7 +103,7 @@ class Section(BaseModel):
 
 
 def key(resume: str, default: Any, meaning: str, **limits: Any) -> Any:
-    """A key of a section, `resume` one of RESUME. `default` ... means that the key is required."""
+    """Declare a key of a section. resume: a key of RESUME; default: `...` makes it required."""
     return Field(default, description=meaning, json_schema_extra={"resume": resume}, **limits)
 
 
@@ -122,9 +124,11 @@ def sections_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Every key of a configuration, as section.key, with its default, description and limits. The
-    keys of a section inside a section are section.inner.key; where sections have names of the
-    user's, as suites, they are section.inner.NAME.key, too."""
+    """Return every key of a configuration, as section.key, with default, description and limits.
+
+    Keys of a nested section are section.inner.key. If the user names the nested sections, as for
+    suites, keys are section.inner.NAME.key.
+    """
     return {
         f"{name}.{key}": info
         for name, section in sections_of(schema).items()
@@ -146,8 +150,10 @@ def _keys_of_section(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]
 
 
 def key_above(place: str, keys: Mapping[str, FieldInfo]) -> str | None:
-    """The key that `place` is, or lies below, as model.megatron for model.megatron.num_layers; None
-    where there is none."""
+    """Return the key that equals `place` or contains it; None: there is none.
+
+    For example, model.megatron contains model.megatron.num_layers.
+    """
     parts = place.split(".")
     above = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
     return next((name for name in above if name in keys), None)

@@ -1,6 +1,6 @@
 """The configurations of pre-training and supervised fine-tuning.
 
-What describes the model, its layout and its record is as in an RL run.
+The sections for the model, its layout and the record of the run are those of an RL run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FineTuningTrainingSection(RunSection):
     """The run itself."""
 
     steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
-    # What it makes of training.steps counts.
+    # "harmless" here, because the resulting training.steps is compared on resume.
     epochs: Positive | None = harmless(
         None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
     )
@@ -136,7 +136,8 @@ class FineTuningConfig(StageConfig):
         return self.data.max_tokens or self.resolved_model().max_sequence_length
 
     def num_examples(self, size: int) -> int:
-        """How many examples the run draws from a file of `size`, the last step cut short."""
+        """Return how many examples the run uses from a file of `size`; the last step may be
+        smaller."""
         training = self.training
         if training.steps is None:
             return (training.epochs or 1) * size
@@ -144,7 +145,7 @@ class FineTuningConfig(StageConfig):
         return by_steps if training.epochs is None else min(by_steps, training.epochs * size)
 
     def with_steps(self, size: int) -> FineTuningConfig:
-        """The same, with training.steps as the number of examples makes it."""
+        """Return the configuration with training.steps computed from the number of examples."""
         steps = -(-self.num_examples(size) // self.training.batch_size)
         training = self.training.model_copy(update={"steps": steps})
         return self.model_copy(update={"training": training})
@@ -202,7 +203,7 @@ class PretrainingConfig(StageConfig):
     training: PretrainingTrainingSection = Field(default_factory=PretrainingTrainingSection)
 
     def with_steps(self) -> PretrainingConfig:
-        """The same, with training.steps as training.tokens makes it."""
+        """Return the configuration with training.steps computed from training.tokens."""
         training = self.training
         if training.tokens is None:
             return self

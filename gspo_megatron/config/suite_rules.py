@@ -1,4 +1,4 @@
-"""What the keys of evaluation suites must satisfy together, and with the rest of a run."""
+"""Rules that the keys of evaluation suites must satisfy, together and with the rest of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHAPING = ("scale", "clip", "overlong_buffer", "overlong_penalty")
 
 
 def suites_fit(plan: Plan) -> Problems:
-    """Every suite can be drawn and judged, and suites are there where they are to be evaluated."""
+    """Check that every suite can be generated and scored, and that an interval has suites."""
     section = plan.config.evaluation
     if section.interval and not section.suites:
         wrong = "there is no suite to evaluate; allowed: 0, or give evaluation.suites"
@@ -33,7 +33,7 @@ def suites_fit(plan: Plan) -> Problems:
 
 
 def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]:
-    """The key, its value and what is wrong, of each problem that suites have by themselves."""
+    """Yield (key, value, problem) for each problem of suites that needs no other section."""
     for name, suite in section.suites.items():
         with contextlib.suppress(UnknownValueError):
             yield from _problems_of_suite(name, suite)

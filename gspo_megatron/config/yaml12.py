@@ -1,9 +1,9 @@
-"""YAML with the scalar types of YAML 1.2 and without duplicate keys, by PyYAML.
+"""Reads and writes YAML with the scalar types of YAML 1.2 and without duplicate keys, by PyYAML.
 
-In YAML 1.1, as PyYAML reads it by itself, `off` is false, `1e-6` a string, `12:30` a number, and
-the second of two equal keys wins. ruamel.yaml (0.19.1) reads YAML 1.2, but makes a date of
-`2026-01-01`, stops at the first duplicate key, and writes the text "off" without quotes, which a
-reader of YAML 1.1 takes for false. With it this file would be as long.
+PyYAML itself reads YAML 1.1: `off` is false, `1e-6` is a string, `12:30` is a number, and the
+second of two equal keys wins. ruamel.yaml (0.19.1) reads YAML 1.2. But it turns `2026-01-01` into a
+date, stops at the first duplicate key, and writes the text "off" without quotes, which a reader of
+YAML 1.1 takes for false. With it this file would not be shorter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    # PyYAML's own is one of the class, too.
+    # PyYAML also has it as a class attribute.
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # ty: ignore[incompatible-attribute-override]
 
     def __init__(self, text: str) -> None:
@@ -50,14 +50,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-MOST_VALUES = 100_000  # that the aliases of a document stand for
+MOST_VALUES = 100_000  # the most values of a document after its aliases are expanded
 
 
 def _refuse_large_aliases(root: yaml.Node) -> None:
-    """Raise MarkedYAMLError where aliases make a document very much larger than its text, or where
-    one is inside what it stands for. A resolved configuration has all of them written out."""
-    sizes: dict[int, int] = {}  # of finished nodes, with what their aliases stand for
-    own = 0  # of the text itself
+    """Raise MarkedYAMLError if aliases make a document far larger than its text, or if an alias is
+    inside its own value. A resolved configuration has all aliases expanded."""
+    sizes: dict[int, int] = {}  # values of each finished node, with expanded aliases
+    own = 0  # values of the text itself
     under_way: set[int] = set()
 
     def size_of(node: yaml.Node) -> int:
@@ -83,13 +83,13 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    # Keeps PyYAML's own scalar types beside ours: a string that one of them would read as another
-    # type is quoted, so that every YAML reader gets a string.
+    # Keeps PyYAML's own scalar types in addition. A string that YAML 1.1 or 1.2 would read as
+    # another type is quoted, so that every YAML reader gets a string.
     def ignore_aliases(self, data: Any) -> bool:
         return True  # a list used twice is written twice, without `&id001`
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # Of the other styles a reader takes these characters for ends of lines.
+        # In the other styles a reader takes these characters for line ends.
         style = '"' if _BREAKS.search(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -104,7 +104,7 @@ for _name, _pattern in _SCALARS.items():
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that `text` holds, None for empty text.
+    """Return the value of `text`; None for empty text.
 
     Raises ConfigError with `source:line:column` for syntax errors and for duplicate keys.
     """
@@ -116,8 +116,8 @@ def parse_yaml(text: str, source: str) -> Any:
         place = _place(source, error.problem_mark)
         raise ConfigError([f"{place}: not valid YAML: {what}"]) from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # Without a mark: a character that YAML does not allow, and what PyYAML does not wrap, such
-        # as `!!int abc`, a number of 5,000 digits, a thousand brackets.
+        # Errors without a mark: a character that YAML does not allow, and errors that PyYAML does
+        # not wrap, as for `!!int abc`, a number of 5,000 digits or a thousand brackets.
         what = f"a value that cannot be read: {' '.join(str(error).split())}"
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
     twice = [
@@ -130,7 +130,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Text that `parse_yaml` turns back into `value`, keys in the order given."""
+    """Return text that `parse_yaml` turns back into `value`; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

@@ -1,1 +1,1 @@
-"""Prompt files, tokenizers, the order in which prompts are drawn, and packing."""
+"""Prompt files, chat templates, tokenizers, and the order in which prompts are used."""

@@ -1,5 +1,7 @@
-"""A tokenizer of single characters, for small models and examples, in the forms of sentencepiece
-and of transformers. A real model brings its tokenizer; sentencepiece's own trainer makes others."""
+"""Writes a tokenizer of single characters in the formats of sentencepiece and transformers.
+
+It is for small models and examples. A real model comes with its tokenizer; for other tokenizers,
+use the trainer of sentencepiece."""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from gspo_megatron.files import write_atomically
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPACE = "▁"  # how pieces spell a space
-# Text such as "<0x41>" must become characters, never the piece for that byte: so these characters
-# must all be in the vocabulary.
+SPACE = "▁"  # stands for a space in pieces
+# All characters of "<0x41>" must be in the vocabulary, so that this text becomes characters, never
+# the piece for that byte.
 _BYTE_PIECE_CHARACTERS = "<0x123456789ABCDEF>"
-# Keywords of `write_character_tokenizer` for ChatML, whose second symbol ends a sequence.
+# Keyword arguments of `write_character_tokenizer` for ChatML. Its second symbol ends a sequence.
 CHATML_SYMBOLS: dict[str, Any] = {
     "control_symbols": ("<|im_start|>",),
     "eos_symbol": "<|im_end|>",
@@ -38,12 +40,12 @@ def write_character_tokenizer(
     eos_symbol: str = "</s>",
     chat_template: str | None = None,
 ) -> Path:
-    """Writes tokenizer.model, tokenizer.json, tokenizer_config.json and, with a template (Jinja),
-    chat_template.jinja; returns the path of the first.
+    """Write tokenizer.model, tokenizer.json, tokenizer_config.json, and chat_template.jinja.
 
-    The vocabulary has the characters of `texts`, and at most `vocab_size` ids. With byte_fallback
-    other characters are spelled in bytes. A user symbol is one token in any text, a control symbol
-    only where a chat template writes it. Raises DataError if sentencepiece cannot train on this.
+    The last file needs a `chat_template` (Jinja). Returns the path of tokenizer.model. The
+    vocabulary has the characters of `texts`, and at most `vocab_size` ids. With byte_fallback,
+    bytes spell all other characters. A user symbol is one token in any text; a control symbol only
+    in the output of a chat template. Raises DataError if sentencepiece cannot train on this.
     """
     folder = Path(folder)
     symbols = ("<unk>", "<pad>", eos_symbol, *control_symbols, *user_symbols)
@@ -59,9 +61,9 @@ def write_character_tokenizer(
         eos_piece=eos_symbol,
         control_symbols=list(control_symbols),
         user_defined_symbols=list(user_symbols),
-        # A user symbol of one character is a piece already.
+        # A user symbol with one character is already a piece.
         required_chars="".join(sorted({*required} - {*user_symbols})),
-        input_sentence_size=0,  # all lines count, in their order
+        input_sentence_size=0,  # use all lines
         shuffle_input_sentence=False,
     )
     config = {
@@ -81,9 +83,10 @@ def write_character_tokenizer(
 
 
 def for_transformers(model: Path, user_symbols: Sequence[str] = ()) -> Tokenizer:
-    """The same tokenizer in the `tokenizers` library: a BPE model, which without merges leaves
-    single characters. (The conversion of transformers needs protobuf, and text can spell byte and
-    control pieces there.)"""
+    """Convert a sentencepiece model to the `tokenizers` library.
+
+    The result is a BPE model without merges, which leaves single characters. The conversion in
+    transformers is not used: it needs protobuf, and text can become byte and control pieces."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     processor = _processor(model)

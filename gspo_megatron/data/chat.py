@@ -1,5 +1,5 @@
-"""Chat templates (Jinja, as transformers uses them), and conversations as token ids with a mask of
-what the assistant writes."""
+"""Chat templates (Jinja, as in transformers), and conversations as token ids with a mask of the
+assistant's tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gspo_megatron.types import Message
 
 ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
-# A turn stands between two symbols; the second one is the end-of-sequence token. The `generation`
-# marks enclose what the assistant writes: its text and that token.
+# A turn is enclosed in two symbols; the second one is the end-of-sequence token. The `generation`
+# marks enclose what the assistant writes: its text and the end-of-sequence token.
 CHATML = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' ~ message['role'] ~ '\\n' -}}"
@@ -33,25 +33,25 @@ CHATML = (
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Variables of a template that are no options; the special tokens are the tokenizer's.
+# Template variables that are not options. (The special tokens come from the tokenizer.)
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
-_WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's
+_WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # used by DeepSeek
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a chat template writes it."""
+    """A conversation rendered by a chat template."""
 
     text: str
-    # [start, end) of what the assistant writes, in characters; None if the template has no
+    # Character ranges [start, end) that the assistant writes; None if the template has no
     # {% generation %} marks.
     answers: list[tuple[int, int]] | None
-    # [start, end) of what comes from the messages, as far as it could spell a control token.
+    # Character ranges [start, end) that come from the messages and could spell a control token.
     quoted: Sequence[tuple[int, int]] = ()
 
     def part(self, start: int, end: int | None = None) -> Rendered:
-        """The characters from `start` to `end`, without the marks of answers."""
+        """Return the characters from `start` to `end`, without `answers`."""
         end = len(self.text) if end is None else end
         inside = ((max(a, start) - start, min(b, end) - start) for a, b in self.quoted)
         return Rendered(self.text[start:end], None, [(a, b) for a, b in inside if a < b])
@@ -59,9 +59,9 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and the range of characters [start, end) that each stands for.
+    """Token ids, each with its range of characters [start, end).
 
-    Where a character is spelled in bytes, all its tokens may have its range, or only the last.
+    If several byte tokens spell one character, all of them or only the last may have its range.
     """
 
     ids: list[int]
@@ -70,7 +70,7 @@ class Encoded:
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer here; data/tokenizers.py has them."""
+    """The tokenizer interface that this module needs; data/tokenizers.py implements it."""
 
     name: str
     eos_id: int
@@ -89,9 +89,9 @@ class ChatTokenizer(Protocol):
 
 
 def read_template(folder: Path) -> str | None:
-    """The chat template of a tokenizer folder, from chat_template.jinja or tokenizer_config.json.
+    """Return a tokenizer folder's chat template, from chat_template.jinja or tokenizer_config.json.
 
-    Raises DataError if an existing file cannot be read.
+    Returns None without a template. Raises DataError if an existing file cannot be read.
     """
     try:
         file = folder / TEMPLATE_FILE
@@ -107,19 +107,21 @@ def read_template(folder: Path) -> str | None:
 
 
 def written_symbols(template: str) -> list[str]:
-    """The symbols of the form <|name|> that the template writes, each once."""
+    """Return the symbols of the form <|name|> in the template, each once."""
     return list(dict.fromkeys(_SYMBOL.findall(template)))
 
 
 def written_marks(template: str | None) -> set[str]:
-    """What marks turns although it may be no special token: the symbols <|name|>, also with wide
-    bars, that the template names. Others that it names ("<think>") are text that a model writes."""
+    """Return the symbols <|name|> in the template, also those with wide bars.
+
+    They mark turns even if they are not special tokens. Other symbols ("<think>") are text that a
+    model writes."""
     text = template or ""
     return {*_SYMBOL.findall(text), *_WIDE_SYMBOL.findall(text)}
 
 
 def template_fault(template: str) -> str | None:
-    """The line and the cause if a template is not valid Jinja for transformers; None if it is."""
+    """Return line and cause if a template is not valid Jinja for transformers; None if it is."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -140,8 +142,11 @@ def render(
     symbols: Mapping[str, Any],
     controls: Controls,
 ) -> Rendered:
-    """Applies a template. `symbols`: eos_token and the like; `name`: the tokenizer, for errors;
-    `controls`: those that text of the messages must not become.
+    """Apply a template to messages.
+
+    symbols: template variables such as eos_token.
+    name: the tokenizer's name, for errors.
+    controls: control tokens that text of the messages must not become.
 
     Raises DataError if the template is not valid Jinja or refuses the messages.
     """
@@ -167,11 +172,11 @@ def render(
 
 
 def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
-    """Raises DataError if the tokenizer has no template, or one that is not valid Jinja, writes a
-    symbol that the tokenizer lacks or reads no variable with the name of an option.
+    """Raise DataError if the tokenizer's chat template is missing or unusable.
 
-    With the messages of a `prompt`: also if nothing opens the answer to it; symbols that the
-    template writes elsewhere are no fault then.
+    It is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or does not
+    read one of the options. With `prompt`, it must also open an answer to these messages, and only
+    the symbols in the rendered prompt are checked.
     """
     if tokenizer.chat_template is None:
         tokenizer.render([{"role": USER, "content": ""}])  # raises, with advice
@@ -188,7 +193,7 @@ def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = 
             written = tokenizer.render(prompt, open_answer=True).text
             closed = tokenizer.render(prompt).text
         except DataError:
-            return  # `encode_prompts` names all prompts that the template refuses
+            return  # `encode_prompts` reports all prompts that the template refuses
         if written == closed:
             raise DataError(
                 f"{tokenizer.name}: its chat template does not open the assistant's turn "
@@ -208,10 +213,10 @@ def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = 
 
 
 def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
-    """One line for each option that the template never reads."""
+    """Return one line for each option that the template never reads."""
     from jinja2 import Environment, meta
 
-    # The environment of transformers; its {% generation %} marks read nothing.
+    # Same extensions as transformers, except for {% generation %} marks, which read no variable.
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     read = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template))) - _GIVEN
     legal = sorted(name for name in read if not name.endswith("_token"))
@@ -225,7 +230,7 @@ def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
 
 
 def message_fault(messages: object) -> str | None:
-    """Why a value is not a conversation, or None. Parquet has None for absent keys."""
+    """Return why a value is not a conversation, or None. In Parquet, absent keys are None."""
     if not isinstance(messages, list):
         return f"{json_type(messages)}; an array of messages is wanted"
     if not messages:
@@ -243,21 +248,21 @@ def message_fault(messages: object) -> str | None:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the keys that it lacks, for which Parquet has None."""
+    """Return a message without keys whose value is None: Parquet writes None for absent keys."""
     return {key: value for key, value in message.items() if value is not None}
 
 
 def encode_conversation(
     messages: Sequence[Message], tokenizer: ChatTokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [length] int32, and a mask [length] bool: True on what the assistant writes.
+    """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens.
 
-    If the chat template has {% generation %} marks, they say what that is. If not, the conversation
-    is rendered up to each answer, without and with it: the answer is the difference, up to its last
-    end-of-sequence token. That needs a template whose output for the first messages does not change
-    when more messages follow.
+    If the chat template has {% generation %} marks, they define the mask. Otherwise the
+    conversation is rendered up to each answer, without and with the answer. The difference, up to
+    its last end-of-sequence token, is the answer. This needs a template that renders the first
+    messages in the same way when more messages follow.
 
-    Raises DataError if it does change, or if the template refuses the messages.
+    Raises DataError if the template renders them differently or refuses the messages.
     """
     rendered = tokenizer.render(messages)
     encoded = tokenizer.encode_rendered(rendered.text, rendered.quoted)
@@ -269,9 +274,9 @@ def encode_conversation(
 
 
 def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """True on tokens that hold a character of an answer."""
+    """Return a mask that is True on tokens with at least one character of an answer."""
     starts, ends = np.array(encoded.starts, np.int64), np.array(encoded.ends, np.int64)
-    # Where a character is spelled in bytes, some of its tokens have an empty range of characters.
+    # If byte tokens spell a character, some of them have an empty range of characters.
     ends = np.maximum(ends, starts + 1)
     mask = np.zeros(len(encoded.ids), bool)
     for start, end in answers:
@@ -291,7 +296,7 @@ def _mask_by_prefixes(
         answered = tokenizer.render(messages[: number + 1])
         start = _prefix_tokens(opened, text, ids, tokenizer, number)
         end = _prefix_tokens(answered, text, ids, tokenizer, number)
-        # The template may write more after the end of the sequence; the model never samples that.
+        # The template may write more after the end-of-sequence token; the model never generates it.
         last = [n for n in range(start, end) if ids[n] == tokenizer.eos_id][-1:]
         mask[start : last[0] + 1 if last else end] = True
     return mask
@@ -300,7 +305,7 @@ def _mask_by_prefixes(
 def _prefix_tokens(
     part: Rendered, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
 ) -> int:
-    """The number of tokens of `part`, with which `text` and its `ids` must begin."""
+    """Return the number of tokens in `part`. Raises DataError if `ids` do not begin with them."""
     part_ids = tokenizer.encode_rendered(part.text, part.quoted).ids
     if text.startswith(part.text) and ids[: len(part_ids)] == part_ids:
         return len(part_ids)

@@ -41,13 +41,13 @@ class Example:
     source: str  # "file:line"
 
 
-_Read = tuple[Example, str, bool]  # with all its text, and whether the chat template wrote it
+_Read = tuple[Example, str, bool]  # the example, its text, whether the chat template rendered it
 
 
 @dataclass
 class Counts:
-    """Rows that were too long, and among the other rows texts with unknown characters and plain
-    texts that spell control tokens."""
+    """Numbers of too long rows, of texts with unknown characters, and of texts with quoted control
+    tokens. The last two do not count dropped rows."""
 
     dropped: int = 0
     truncated: int = 0
@@ -56,7 +56,7 @@ class Counts:
 
 
 class SupervisedData:
-    """All examples of a file by number, flat in memory."""
+    """All examples of a file by number, in flat arrays to save memory."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
         tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
@@ -86,15 +86,15 @@ class SupervisedData:
 def load_supervised(
     path: str | Path, tokenizer: Tokenizer, form: FineTuningDataSection
 ) -> SupervisedData:
-    """The examples of a JSON Lines or Parquet file in its order, made as the configuration `form`
-    says, in which `max_tokens` is set.
+    """Load the examples of a JSON Lines or Parquet file in its order.
 
-    A conversation is rendered by the tokenizer's chat template, and the assistant's messages are
-    learned. A prompt is encoded as for a rollout, and its answer with the end-of-sequence token is
-    learned; with `chat_template` they are two messages.
+    `form` is the configuration; its `max_tokens` must be set. The chat template renders a
+    conversation, and the model learns the assistant's messages. A prompt is encoded as for a
+    rollout, and the model learns its answer and the end-of-sequence token. With `chat_template`,
+    prompt and answer become two messages.
 
-    Raises DataError with the bad rows by file and line, if the tokenizer's chat template is missing
-    or unusable, or if no example is left.
+    Raises DataError with file and line of bad rows. Also raises it if the tokenizer's chat template
+    is missing or unusable, or if no example is left.
     """
     if form.messages_field is not None or form.chat_template:
         check_template(tokenizer)
@@ -163,7 +163,7 @@ def _from_messages(
 def _conversation(
     where: str, messages: Sequence[Message], tokenizer: Tokenizer, problems: Problems
 ) -> Iterator[_Read]:
-    """One example, or a problem."""
+    """Yield one example, or add a problem."""
     try:
         token_ids, mask = encode_conversation(messages, tokenizer)
     except DataError as error:
@@ -189,8 +189,8 @@ def _fitting(
     problems: Problems,
     counts: Counts,
 ) -> Iterator[Example]:
-    """The examples of at most `max_tokens`; too long ones become problems, or are cut or left out
-    and counted."""
+    """Yield the examples of at most `max_tokens` tokens. By `form.too_long`, longer ones become
+    problems, or are cut or dropped and counted."""
     most = form.max_tokens
     assert most is not None
     for example, text, is_conversation in examples:

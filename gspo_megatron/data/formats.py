@@ -1,4 +1,4 @@
-"""Which fields of a row are the prompt, the answer and the id; and those of published datasets."""
+"""Which fields of a row are prompt, answer and id, also in the formats of published datasets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class FieldMap:
 
     prompt: str = "prompt"
     answer: str | None = "answer"  # None: rows have no answers
-    id: str | None = "id"  # used where a row has it; another name than "id" must be there
-    # The answer in the value of its field. Raises ValueError, with the rest of "field 'x' ...",
-    # where it has none.
+    id: str | None = "id"  # "id" is optional in a row; a field with another name is required
+    # Extracts the answer from the value of its field. Raises ValueError if there is none; the text
+    # continues "field 'x' ...".
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
-    template: str | None = None  # the prompt, with {field}s; `prompt` is not read then
+    template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
     system: str | None = None  # the text of a system message before the prompt
-    window: WindowSection | None = None  # rows with other dates are left out
-    section: str = "data"  # of the configuration: where these settings are
+    window: WindowSection | None = None  # rows with dates outside are left out
+    section: str = "data"  # the configuration section with these settings
 
     def settings(self) -> list[tuple[str, str]]:
-        """The fields that are read, each after the setting that chooses it."""
+        """Return (setting, field) for each field that is read."""
         of_prompt = f"{self.section}.{'prompt_field' if self.template is None else 'template'}"
         of_format = self.format and f"{self.section}.format = {self.format}"
         found = [(of_prompt, name) for name in self.prompt_fields()]
@@ -43,31 +43,31 @@ class FieldMap:
         return found
 
     def prompt_fields(self) -> list[str]:
-        """The fields that make the prompt, each once."""
+        """Return the fields that make the prompt, each once."""
         if self.template is None:
             return [self.prompt]
         return list(dict.fromkeys(name for name in FIELD.findall(self.template) if name))
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """The template with the values of its fields."""
+        """Fill the values of the fields into the template."""
         assert self.template is not None
         return FIELD.sub(lambda m: str(values[m[1]]) if m[1] else m[0][1:], self.template)
 
 
-# {name}, the field of that name; "{{name", or "{{" before a name, is a brace. Others are text, as
-# in \\boxed{}.
+# Matches {name}, a field, and "{{" before a name, an escaped brace. All other braces are text, for
+# example in \\boxed{}.
 FIELD = re.compile(r"\{\{(?=[A-Za-z_])|\{([A-Za-z_][\w.]*)\}")
 
 
 def after_hashes(value: Any) -> str:
-    """GSM8K: the number after "####", without commas."""
+    """Return a GSM8K answer: the number after "####", without commas."""
     if not isinstance(value, str) or "####" not in value:
         raise ValueError("has no '####' before the answer")
     return value.rpartition("####")[2].replace(",", "").strip()
 
 
 def last_box(value: Any) -> str:
-    r"""MATH: what the last \boxed{...} or \fbox{...} of a solution holds; also of \boxed 7."""
+    r"""Return a MATH answer: the content of the last \boxed{...}, \fbox{...} or \boxed 7."""
     text = value if isinstance(value, str) else ""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
@@ -84,10 +84,12 @@ def last_box(value: Any) -> str:
 
 
 def tests_in_json(value: Any) -> Any:
-    """APPS: the object with `inputs`, `outputs` and perhaps `fn_name`, which is text in the row."""
+    """Return APPS tests: an object with `inputs`, `outputs` and perhaps `fn_name`.
+
+    In the row it is JSON text."""
     try:
         tests = json.loads(value)
-    except (TypeError, ValueError, RecursionError):  # also a number beyond Python's
+    except (TypeError, ValueError, RecursionError):  # also numbers beyond Python's limits
         tests = None
     if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
         raise ValueError("is not JSON with 'inputs' and 'outputs'; leave out rows without tests")
@@ -103,7 +105,7 @@ FORMATS = {
 
 
 def field_map(data: DataSection) -> FieldMap:
-    """The fields as the configuration chooses them."""
+    """Return the fields that the configuration chooses."""
     if data.format is None:
         chosen = FieldMap(data.prompt_field, data.answer_field, data.id_field)
     else:
@@ -112,7 +114,7 @@ def field_map(data: DataSection) -> FieldMap:
 
 
 def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
-    """The fields of a suite; `section`: where it is in the configuration."""
+    """Return the fields of a suite; `section` is the suite's place in the configuration."""
     if suite.format is None:
         chosen = FieldMap(suite.prompt_field, suite.answer_field, suite.id_field)
     else:
@@ -122,7 +124,7 @@ def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> tuple[Message, ...]:
-    """A conversation with the text `system` as its system message, where it has none."""
+    """Put `system` as a system message before a conversation, unless it has a system message."""
     has_one = bool(messages) and messages[0]["role"] in ("system", "developer")
     first = () if system is None or has_one else ({"role": "system", "content": system},)
     return (*first, *messages)

@@ -1,8 +1,8 @@
-"""Checks of Megatron-Core's indexed datasets, without Megatron-Core, which does not check that
-PREFIX.bin, the tokens of all documents, and PREFIX.idx, where each begins, belong together.
+"""Checks Megatron-Core's indexed datasets, without Megatron-Core.
 
-PREFIX.json beside them is optional: earlier releases wrote it, and it says which tokenizer made the
-tokens, and which token ends a document."""
+PREFIX.bin has the tokens of all documents, PREFIX.idx their positions. Megatron-Core does not check
+that the two files belong together. PREFIX.json is optional, written by earlier releases. It says
+which tokenizer made the tokens and which token ends a document."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gspo_megatron.files import parse_json
 # The file format: magic, version, type code, number of sequences, number of document ends.
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # codes of whole numbers
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # codes of the integer types
 _CHECKED_TOKENS = 1 << 22  # at the beginning of a dataset
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is read of PREFIX.json."""
+    """The keys of PREFIX.json that this program reads."""
 
-    vocab_size: int  # of the tokenizer
-    eod_id: int | None  # ends every document
+    vocab_size: int  # size of the tokenizer
+    eod_id: int | None  # the token that ends every document
     tokenizer: dict[str, str]  # name and sha256
 
 
@@ -40,16 +40,16 @@ class Index:
     dtype: np.dtype[Any]
     lengths: np.ndarray  # [sequences] int32, in tokens
     pointers: np.ndarray  # [sequences] int64, in bytes
-    document_ends: np.ndarray  # [documents + 1] int64, in sequences, from 0
+    document_ends: np.ndarray  # [documents + 1] int64, sequence numbers, beginning with 0
 
 
 def data_files(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """The .bin, .idx and .json file of a dataset."""
+    """Return the paths of a dataset's .bin, .idx and .json file."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.json")
 
 
 def read_index(path: str | Path) -> Index:
-    """Reads an .idx file. Raises DataError if it is missing or is no index."""
+    """Read an .idx file. Raises DataError if it is missing or is not an index."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -76,7 +76,7 @@ def read_index(path: str | Path) -> Index:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """The content of PREFIX.json; None without that file."""
+    """Return the content of PREFIX.json; None if there is no such file."""
     path = data_files(prefix)[2]
     try:
         content = parse_json(path.read_bytes())
@@ -88,7 +88,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Manifest | None:
-    """Checks that the files belong together and that their ids are in the model's vocabulary.
+    """Check that the files belong together and that their ids are in the model's vocabulary.
 
     Reads the index, the sizes and the first tokens. Returns the manifest.
 

@@ -1,5 +1,6 @@
-"""The input files of a run of any stage, read and checked against the configuration before any
-process group exists."""
+"""Reads the input files of a run and checks them against the configuration.
+
+This happens in every stage, before any process group exists."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ class Inputs:
     """The input of reinforcement learning."""
 
     tokenizer: Tokenizer
-    files: dict[str, list[Prompt]]  # encoded prompts by the key that names their files
+    files: dict[str, list[Prompt]]  # encoded prompts by the configuration key of their files
     warnings: tuple[str, ...] = ()  # one line each
-    train_sizes: tuple[int, ...] = ()  # prompts of each training file, in their order
+    train_sizes: tuple[int, ...] = ()  # number of prompts in each training file, in order
 
     @property
     def train(self) -> list[Prompt]:
@@ -62,14 +63,14 @@ class FineTuningInputs:
 
 @dataclass(frozen=True)
 class PretrainingInputs:
-    """The input of pre-training, but for the corpora, which are read during the run."""
+    """The input of pre-training, without the corpora, which are read during the run."""
 
     tokenizer: Tokenizer
-    eod_id: int  # ends every document
+    eod_id: int  # the token that ends every document
 
 
 def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
-    """Reads tokenizer and prompt files. tools: what the chat template describes in the prompts.
+    """Read tokenizer and prompt files. The chat template describes `tools` in the prompts.
 
     Raises ConfigError with the problems of all files, by file and line: a file or row that cannot
     be read, prompts that are too long, a tokenizer with ids beyond the model's vocabulary.
@@ -83,14 +84,14 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
         for path in paths:
             with gathered_in(problems):
                 if key not in forms:
-                    is_parquet(Path(path), "prompt file")  # or no such file
+                    is_parquet(Path(path), "prompt file")  # raises if there is no such file
                     continue
                 form = forms[key]
                 loaded[key].append(load_prompts(path, form.fields, form.chat_template))
         if key in forms:
             loaded[key] = _first(loaded[key], forms[key].limit)
     warnings: list[str] = []
-    # else that is reported already
+    # Without a tokenizer or a limit, a problem is reported already.
     if tokenizer is not None and all(form.max_tokens > 0 for form in forms.values()):
         with gathered_in(problems):
             _check_template(config, tokenizer, itertools.chain(*loaded.values()))
@@ -104,7 +105,8 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
     prompts = {key: [*itertools.chain(*files)] for key, files in loaded.items()}
     sizes = {key: tuple(map(len, files)) for key, files in loaded.items()}
     for held_out in {"data.eval_prompts"} & prompts.keys():
-        # An evaluation takes the first `training.evaluation_prompts`: of each file its share.
+        # An evaluation uses the first `training.evaluation_prompts` prompts. Mix the files, so that
+        # each file has its share there.
         total = len(prompts[held_out])
         order = PromptLoader(sizes[held_out], total, seed=0, shuffle=False).next()
         prompts[held_out] = [prompts[held_out][number] for number in order]
@@ -113,19 +115,20 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How the files of a key are read."""
+    """How to read the files of one configuration key."""
 
     fields: FieldMap
     chat_template: bool
-    max_tokens: int  # of a prompt
-    max_setting: str  # which says so
-    limit: int | None = None  # read so many prompts
+    max_tokens: int  # longest prompt
+    max_setting: str  # the setting that limits it, for error messages
+    limit: int | None = None  # use only the first prompts
 
 
 def prompt_forms(config: Config) -> dict[str, PromptForm]:
-    """The form of all input files, by the key that names them; a form with a value that is not
-    known is left out. Without a known shape of the model, which `_load_tokenizer` reports, prompts
-    may have no tokens."""
+    """Return how to read the input files of each configuration key.
+
+    Keys that depend on an unknown value are left out. If the model's shape is unknown, which
+    `_load_tokenizer` reports, `max_tokens` is not positive."""
     try:
         longest, length = config.max_prompt_tokens(), config.resolved_model().max_sequence_length
     except ConfigError:
@@ -143,7 +146,7 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
 
 
 def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
-    """length: the longest sequence of the model."""
+    """Return how to read a suite's files. length: longest sequence of the model."""
     key, suite = suite_key(name), config.evaluation.suites[name]
     return PromptForm(
         suite_fields(key, suite),
@@ -155,7 +158,7 @@ def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
 
 
 def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
-    """The first `limit` prompts of files; all without a limit."""
+    """Return the first `limit` prompts over all files; all prompts if the limit is None."""
     left = sum(map(len, files)) if limit is None else limit
     kept = []
     for prompts in files:
@@ -165,8 +168,8 @@ def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
 
 
 def _check_template(config: Config, tokenizer: Tokenizer, files: Iterable[list[Prompt]]) -> None:
-    """Raises DataError if prompts need a chat template that is missing or of no use, or if options
-    are given that no prompt needs."""
+    """Raise DataError if prompts need a chat template that is missing or unusable, or if there are
+    template options but no prompt uses a template."""
     prompts = [prompt for prompts in files for prompt in prompts]
     conversation = next((prompt.messages for prompt in prompts if prompt.messages), None)
     if conversation is not None:
@@ -186,7 +189,7 @@ def _encode(
 
 
 def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> list[str]:
-    """Warnings of characters that the tokenizer does not know, and of quoted control tokens."""
+    """Return warnings about characters unknown to the tokenizer and quoted control tokens."""
     unknown, quoted, total = UnknownCharacters(), QuotedControls(), sum(map(len, files))
     for prompt in itertools.chain(*files):
         texts = [message["content"] for message in prompt.messages] or [prompt.text]
@@ -197,20 +200,20 @@ def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> lis
 
 
 def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
-    """Reads tokenizer and examples.
+    """Read tokenizer and examples.
 
     Raises ConfigError with the problems of all files, by file and line.
     """
     tokenizer, problems = _load_tokenizer(config)
     form = None
-    with contextlib.suppress(ConfigError):  # of the model's shape, which is reported already
+    with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
         form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
     found: dict[str, SupervisedData] = {}
     warnings: list[str] = []
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
-                is_parquet(Path(paths[0]), "file")  # or no such file
+                is_parquet(Path(paths[0]), "file")  # raises if there is no such file
                 continue
             found[key] = load_supervised(paths[0], tokenizer, form)
             counts, total = found[key].counts, len(found[key])
@@ -224,12 +227,12 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
-    """Reads the tokenizer, and of every corpus the index, the sizes and which tokenizer made it.
+    """Read the tokenizer, and check index, sizes and tokenizer of every corpus.
 
     Raises ConfigError with all problems.
     """
     tokenizer, problems = _load_tokenizer(config)
-    ends: dict[int, str] = {}  # the id that ends documents -> the first corpus with it
+    ends: dict[int, str] = {}  # end-of-document id -> the first corpus that uses it
     for prefix in (*config.data.train, *config.data.evaluation):
         with gathered_in(problems):
             size = None if tokenizer is None else model_vocab_size(config, tokenizer)
@@ -261,29 +264,29 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
 
 
 def evaluation_documents(config: PretrainingConfig, prefix: str) -> int:
-    """How many documents at the end of a corpus Megatron-Core keeps for the evaluation."""
+    """Return how many documents at the end of a corpus Megatron-Core uses for the evaluation."""
     count = len(read_index(f"{prefix}.idx").lengths)
     return count - round((1.0 - config.data.evaluation_share) * count)
 
 
 def corpus_tokens(prefix: str) -> int:
-    """The number of tokens of a corpus."""
+    """Return the number of tokens in a corpus."""
     return int(read_index(f"{prefix}.idx").lengths.sum(dtype="int64"))
 
 
 def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
-    """The configured size of the model's vocabulary, or the tokenizer's."""
+    """Return the configured vocabulary size of the model, or else the tokenizer's."""
     wanted = config.resolved_model().vocab_size
     return tokenizer.vocab_size if wanted is None else wanted
 
 
 def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of the configuration, and what is wrong with it."""
+    """Return the configured tokenizer (None if it cannot be loaded) and the problems with it."""
     problems: list[str] = []
     wanted = None
     with gathered_in(problems):
         data, model = config.data, config.model
-        options = getattr(data, "chat_template_options", None)  # pre-training has none
+        options = getattr(data, "chat_template_options", None)  # absent in pre-training
         name, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer, options)
         wanted = model_vocab_size(config, tokenizer)
     if wanted is None:

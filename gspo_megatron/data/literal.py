@@ -1,4 +1,4 @@
-"""Text as tokens without control tokens, whatever it spells."""
+"""Encodes text as plain text, so that quoted control tokens do not become control tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gspo_megatron.data.quoting import Controls, Span, touches
 
 
 def has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Controls) -> bool:
-    """Whether a control token of `encoded` has a character of the data in `text`."""
+    """Whether a control token of `encoded` contains a character from the `quoted` data."""
     if not quoted:
         return False
     names, columns = controls.names, zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
-    # most tokens are no control tokens
+    # Check names first, which is fast: most tokens are no control tokens.
     places = (controls.place(n, text, (a, b)) for n, a, b in columns if n in names)
     return any(place is not None and touches(place, quoted) for place in places)
 
@@ -21,8 +21,9 @@ def has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Co
 def spelled(
     encoded: Encoded, text: str, controls: Controls, letter: Callable[[str], list[int]]
 ) -> Encoded:
-    """The tokens of `text`, and those of the single letters in place of each control token. letter:
-    the ids of a letter."""
+    """Replace each control token of `encoded` by the tokens of its single letters.
+
+    `letter` returns the ids of one letter."""
     found = Encoded([], [], [])
     for number, start, end in zip(encoded.ids, encoded.starts, encoded.ends, strict=True):
         if controls.place(number, text, (start, end)) is None:
@@ -42,8 +43,9 @@ def encode_pieces(
     controls: Controls,
     as_text: Callable[[str, bool], Encoded],
 ) -> Encoded:
-    """The tokens of a chat template's output, whose data is `quoted`. as_text: the tokens of a part
-    without control tokens, and whether it is the first part."""
+    """Encode a chat template's output; the `quoted` spans are data, not template text.
+
+    `as_text(part, is_first)` encodes a part that contains no control tokens."""
     found = Encoded([], [], [])
     for (start, end), number in controls.pieces(text, quoted):
         if number is None:

@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: seeded, resumable, the same on every layout."""
+"""The order in which a run uses its prompts: seeded, resumable, the same on every layout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from gspo_megatron.errors import DataError
 
 
 class PromptLoader:
-    """Draws the indices of `prompts_per_step` prompts for each step, epoch after epoch.
+    """Chooses the indices of `prompts_per_step` prompts for each step, epoch after epoch.
 
-    The order of an epoch is a permutation that depends on `seed` and the epoch's number only (or
-    the file's order without `shuffle`). Where two epochs meet in a step, a prompt that the step has
-    already is deferred to the next step. So each epoch draws every prompt once, and no step has a
-    prompt twice unless it is larger than the file. All ranks get the same indices.
+    The order of an epoch is a permutation that depends only on `seed` and the epoch's number (the
+    file's order without `shuffle`). If a step spans two epochs, a prompt that the step already has
+    is deferred to the next step. So each epoch uses every prompt once, and no step has a prompt
+    twice unless it is larger than the file. All ranks get the same indices.
 
-    Of several files each has its own epochs. The next prompt is of the file that is furthest behind
-    its share of all prompts drawn: at any time each file has its share to within a few prompts.
+    With several files, each file has its own epochs. The next prompt comes from the file that is
+    furthest behind its share of all prompts so far. So each file always has its share, to within a
+    few prompts.
     """
 
     def __init__(
@@ -30,8 +31,11 @@ class PromptLoader:
         shuffle: bool = True,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """`num_prompts`: of the file, or of each file; the indices run through all of them.
-        `weights`: the share of each file, up to a factor; None: in proportion to its prompts."""
+        """Set up the order of one file or several files.
+
+        num_prompts: size of the file or of each file. Indices count through all files.
+        weights: relative share of each file; None means in proportion to its size.
+        """
         sizes = [num_prompts] if isinstance(num_prompts, int) else list(num_prompts)
         weights = sizes if weights is None else weights
         assert sizes and min(sizes) > 0 and prompts_per_step > 0 and seed >= 0
@@ -47,37 +51,38 @@ class PromptLoader:
         ]
 
     def next(self, count: int | None = None) -> list[int]:
-        """The prompt indices of the next step: `count` of them, or `prompts_per_step`."""
+        """Return the prompt indices of the next step: `count` of them, or `prompts_per_step`."""
         schedule = self._schedule(count or self._prompts_per_step)
         drawn = [iter(file.next(schedule.count(number))) for number, file in enumerate(self._files)]
         return [next(drawn[number]) for number in schedule]
 
     def peek(self, steps: int) -> list[list[int]]:
-        """The prompt indices of the next steps, which stay to be drawn."""
+        """Return the prompt indices of the next steps without advancing."""
         before = self.state_dict()
         ahead = [self.next() for _ in range(steps)]
         self.load_state_dict(before)
         return ahead
 
     def for_refills(self, step: int) -> PromptLoader:
-        """Further prompts of this step alone, whatever other steps draw. They are prompts of the
-        same files, with the same shares, in a random order of the step's own."""
+        """Return a loader of further prompts for this step, independent of other steps.
+
+        It uses the same files and shares, in a random order that depends on seed and step."""
         words = np.random.SeedSequence((self._seed, step)).generate_state(1, np.uint64)
         sizes = [file.size for file in self._files]
         return PromptLoader(sizes, self._prompts_per_step, int(words[0]), weights=self._shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and short lists, which JSON can hold."""
+        """Return the position as numbers and short lists, which JSON can hold."""
         sizes, states = [file.size for file in self._files], [file.state() for file in self._files]
         common = {"seed": self._seed, "shuffle": self._shuffle}
-        if len(sizes) == 1:  # as it was before there could be several
+        if len(sizes) == 1:  # the format of versions that supported only one file
             return {"num_prompts": sizes[0], **common, **states[0]}
         return {"num_prompts": sizes, **common, "shares": self._shares, "files": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`, even with another `prompts_per_step`.
+        """Continue from `state`, even with another `prompts_per_step`.
 
-        Raises DataError if the state is of other files, or another seed or order.
+        Raises DataError if the state was made with other files, another seed or another order.
         """
         mine = self.state_dict()
         for key in ("num_prompts", "seed", "shuffle", "shares"):
@@ -91,7 +96,7 @@ class PromptLoader:
             file.restore(own)
 
     def _schedule(self, count: int) -> list[int]:
-        """The files of the next `count` prompts."""
+        """Return the number of the file for each of the next `count` prompts."""
         drawn, schedule = [file.drawn for file in self._files], []
         for total in range(sum(drawn) + 1, sum(drawn) + count + 1):
             behind = [share * total - own for share, own in zip(self._shares, drawn)]
@@ -105,21 +110,21 @@ class _FileOrder:
 
     def __init__(self, size: int, start: int, seed: int, number: int, shuffle: bool) -> None:
         self.size, self._start = size, start
-        # A seed in words of 32 bits; the first file has the words of a run with one file.
+        # The seed as 32-bit words. The first file has the same words as in a run with one file.
         self._words, self._number = (seed % 2**32, seed // 2**32 % 2**32), number
         self._shuffle = shuffle
         self._epoch = 0
-        self._position = 0  # in the order of this epoch
-        self._deferred: list[int] = []  # prompts of this epoch, for the next step
+        self._position = 0  # in this epoch's order
+        self._deferred: list[int] = []  # prompts of this epoch that wait for the next step
         self._order = self._epoch_order()
 
     @property
     def drawn(self) -> int:
-        """How many prompts were drawn so far."""
+        """Number of prompts used so far."""
         return self._epoch * self.size + self._position - len(self._deferred)
 
     def next(self, wanted: int) -> list[int]:
-        """The next indices, all different unless more are wanted than the file has."""
+        """Return the next indices; all are different unless `wanted` exceeds the file's size."""
         step, self._deferred = self._deferred[:wanted], self._deferred[wanted:]
         unique = wanted <= self.size
         taken = set(step)
@@ -153,7 +158,7 @@ class _FileOrder:
     def _epoch_order(self) -> np.ndarray:  # [size]
         if not self._shuffle:
             return np.arange(self.size)
-        # A run must resume in the same order under another version of NumPy: RandomState's streams
-        # never change, Generator's may.
+        # RandomState, because a run must resume in the same order with another NumPy version: its
+        # streams never change, those of Generator may.
         words = [*self._words, self._epoch, *([self._number] if self._number else [])]
         return np.random.RandomState(words).permutation(self.size)

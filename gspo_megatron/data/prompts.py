@@ -1,4 +1,4 @@
-"""Prompt files, JSON Lines or Parquet with one prompt a row; and prompts as token ids."""
+"""Reads prompt files (JSON Lines or Parquet, one prompt in each row) and encodes prompts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ IDLE_OPTIONS = (
     "nothing reads it: no prompt is a list of messages, and data.chat_template = false; allowed: "
     "{}",
 )
-SHOWN_CHARACTERS = 10  # unknown ones, of the first text
-SHOWN_NAMES = 5  # control tokens, of the first text
+SHOWN_CHARACTERS = 10  # unknown characters of the first text that a warning shows
+SHOWN_NAMES = 5  # control tokens of the first text that a warning shows
 _DATE = re.compile(r"\d{4}-\d\d(-\d\d)?")
 
 
 def load_prompts(
     path: str | Path, fields: FieldMap = DEFAULT_FIELDS, chat_template: bool = False
 ) -> list[Prompt]:
-    """All prompts of a file, in its order, as `read_prompts` makes them.
+    """Return all prompts of a file in its order; see `read_prompts`.
 
-    Raises DataError that names the first bad rows and says how many more there are, and the first
-    two rows with one id.
+    Raises DataError with the first bad rows and the number of the others, and with the first two
+    rows that have the same id.
     """
     problems = Problems()
     prompts = list(read_prompts(path, fields, problems, chat_template))
@@ -72,14 +72,13 @@ def load_prompts(
 def read_prompts(
     path: str | Path, fields: FieldMap, problems: Problems, chat_template: bool = False
 ) -> Iterator[Prompt]:
-    """The prompts of a file one by one; bad rows go to `problems`.
+    """Yield the prompts of a file; add bad rows to `problems`.
 
-    A prompt is a string, which must not be empty, or a list of messages, the last of which is not
-    the assistant's. With `chat_template` a string becomes one message of the user; messages without
-    one get the system message of the `fields`. The answer is
-    any JSON value. Fields that are neither prompt nor answer are kept in `Prompt.fields`, and so is
-    a field of which only a part is the answer. `source` is "path:line", counted from 1 (for
-    Parquet: the row).
+    A prompt is a string, which must not be empty, or a list of messages whose last one is not the
+    assistant's. With `chat_template` a string becomes one user message. Messages without a system
+    message get `fields.system`. The answer is any JSON value. `Prompt.fields` has all fields except
+    prompt and answer; it also has the answer's field if only a part of it is the answer. `source`
+    is "path:line", counted from 1 (for Parquet: the row).
     """
     settings = fields.settings()
     whole = {
@@ -121,8 +120,9 @@ def read_prompts(
 
 
 def _in_window(fields: FieldMap, found: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Whether a row is one of those to be read, and what is wrong with its date, or None. found:
-    values and faults by field."""
+    """Return whether a row's date lies in the window, and the fault of the date or None.
+
+    `found` has (value, fault) by field. A row with a fault counts as inside."""
     window = fields.window
     if window is None or window.field is None:
         return True, None
@@ -138,7 +138,7 @@ def _in_window(fields: FieldMap, found: Mapping[str, Any]) -> tuple[bool, str | 
 
 
 def _read_prompt(fields: FieldMap, found: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """The prompt, text or messages, and what is wrong with the first of its fields, or None."""
+    """Return the prompt (text or messages), and the fault of its first bad field or None."""
     names = fields.prompt_fields()
     fault = next((found[name][1] for name in names if found[name][1]), None)
     if fault is None and fields.template is None:
@@ -155,7 +155,7 @@ def _read_prompt(fields: FieldMap, found: Mapping[str, Any]) -> tuple[Any, str |
 
 
 def _prompt_fault(name: str, value: Any) -> str | None:
-    """Why a value is no prompt, or None."""
+    """Return why a value is not a prompt, or None."""
     if not isinstance(value, list):
         fault = text_fault(value)
         if fault is not None:
@@ -172,7 +172,7 @@ def _prompt_fault(name: str, value: Any) -> str | None:
 
 
 def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
-    """The answer, and what is wrong with its field, or None."""
+    """Return the answer, and the fault of its field or None."""
     fault = json_fault(value)
     if fault is None and fields.read_answer is not None:
         try:
@@ -183,7 +183,7 @@ def _read_answer(fields: FieldMap, value: Any) -> tuple[Any, str | None]:
 
 
 def _row_id(row: Mapping[str, Any], fields: FieldMap, where: str) -> tuple[str, str | None]:
-    """The id of a row, and what is wrong with it, or None."""
+    """Return the id of a row (default: "filename:line"), and its fault or None."""
     here, name, fault, value = os.path.basename(where), fields.id, None, None
     setting = f"{fields.section}.id_field"
     if name is not None and (name in row or name != DEFAULT_FIELDS.id):
@@ -200,12 +200,11 @@ def encode_prompts(
     max_prompt_tokens: int,
     setting: str = "data.max_prompt_tokens",
 ) -> list[Prompt]:
-    """The prompts with their `token_ids`, in the same order: messages by the chat template, with
-    the opening of the assistant's turn, text as `encode_text` does it.
+    """Return the prompts with their `token_ids`, in the same order.
 
-    Raises DataError that names file and line of prompts without a token or with more than
-    `max_prompt_tokens`, which `setting` gives, and their lengths; also of messages that the chat
-    template refuses.
+    The chat template renders messages and opens the assistant's turn; `encode_text` encodes plain
+    text. Raises DataError with file and line of prompts that are empty, have more than
+    `max_prompt_tokens` tokens (the message names `setting`), or are refused by the chat template.
     """
     problems = Problems()
     encoded = []
@@ -233,9 +232,10 @@ def encode_prompts(
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a prompt without messages. The beginning-of-sequence token goes first if the
-    tokenizer's models expect one, and once where the text begins with it, too; a chat template
-    writes its own. Other text that spells a control token stays text."""
+    """Return the token ids of a prompt without messages.
+
+    If the tokenizer's models expect a beginning-of-sequence token, it goes first, exactly once even
+    if the text begins with it. Other text that spells a control token is encoded as plain text."""
     if tokenizer.bos_id is None:
         return tokenizer.encode(text)
     return [tokenizer.bos_id, *tokenizer.encode(text.removeprefix(tokenizer.bos_text))]
@@ -243,18 +243,18 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 @dataclass
 class QuotedControls:
-    """Texts of a file that spell control tokens, as prompts that were rendered beforehand do."""
+    """Counts the texts of a file that spell control tokens, such as already rendered prompts."""
 
-    count: int = 0  # texts
-    source: str = ""  # "file:line" of the first
-    names: tuple[str, ...] = ()  # of the first, each once
-    bos_count: int = 0  # prompts without messages that begin with the BOS text
+    count: int = 0  # number of texts
+    source: str = ""  # "file:line" of the first one
+    names: tuple[str, ...] = ()  # control tokens in the first one, each once
+    bos_count: int = 0  # number of prompts without messages that begin with the BOS text
     bos_source: str = ""
     bos_text: str = ""
 
     def add(self, tokenizer: Tokenizer, source: str, text: str) -> None:
-        """Counts a text that is no message: the control tokens of messages are written by the
-        chat template, so that a quotation there is nothing to warn of."""
+        """Count a text that is not a message. Messages need no warning about quoted control tokens:
+        their control tokens come from the chat template."""
         bos = tokenizer.bos_text
         if bos and text.startswith(bos):
             text, self.bos_count, self.bos_text = text[len(bos) :], self.bos_count + 1, bos
@@ -266,7 +266,7 @@ class QuotedControls:
             self.names = self.names or tuple(dict.fromkeys(text[a:b] for a, b in spans))
 
     def warnings(self, key: str, total: int) -> list[str]:
-        """A line for each kind of the `total` texts of the file that `key` names."""
+        """Return the warnings. `total` is the number of texts, `key` the setting of their file."""
         lines = []
         if self.bos_count:
             lines.append(
@@ -287,17 +287,17 @@ class QuotedControls:
 
 @dataclass
 class UnknownCharacters:
-    """Texts of a file with characters that the tokenizer does not know: it replaces all of them by
-    one and the same token."""
+    """Counts the texts of a file with characters that the tokenizer does not know. It replaces all
+    of them by the same token."""
 
-    count: int = 0  # texts
-    source: str = ""  # "file:line" of the first
-    characters: str = ""  # of the first, each once; empty where only longer pieces are unknown
+    count: int = 0  # number of texts
+    source: str = ""  # "file:line" of the first one
+    characters: str = ""  # unknown ones in the first text; empty if only longer pieces are unknown
 
     def add(
         self, tokenizer: Tokenizer, source: str, token_ids: Sequence[int] | np.ndarray, text: str
     ) -> None:
-        """Counts `text` if its `token_ids` [length] hold the unknown token."""
+        """Count `text` if its `token_ids` [length] contain the unknown token."""
         if tokenizer.unk_id is None or tokenizer.unk_id not in token_ids:
             return
         self.count += 1
@@ -309,7 +309,8 @@ class UnknownCharacters:
             )
 
     def warnings(self, key: str, total: int) -> list[str]:
-        """One line if any of the `total` texts of the file that `key` names is affected."""
+        """Return one line if any text was counted. `total` is the number of texts, `key` the
+        setting of their file."""
         if not self.count:
             return []
         shown = ", ".join(map(repr, self.characters[:SHOWN_CHARACTERS]))

@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation are its data, and the control tokens that are not.
+"""Finds which characters of a rendered conversation are data, and which control tokens are not.
 
 A user, a tool or a response may quote the marks of a chat template ("<|im_end|>"). Such a quotation
-is text: only what the template itself writes becomes a control token. To tell one from the other,
-the conversation is rendered a second time with other characters in place of the data's; what comes
-out as one of these is data.
+is text: only marks that the template itself writes become control tokens. To tell them apart, the
+conversation is rendered a second time with the data's characters replaced by private-use ones.
+Private-use characters in the output are data.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from typing import Any
 from gspo_megatron.errors import DataError
 
 Span = tuple[int, int]  # [start, end) of characters
-# Renders messages and tools: the text, and the spans of the answers where the template marks them.
+# Renders messages and tools. Returns the text, and the spans of the answers if the template marks
+# them.
 Render = Callable[[Sequence[Any], Sequence[Any]], tuple[str, "list[Span] | None"]]
 Shade = Callable[[str], str]
 
-# The private planes of Unicode: no template, and hardly any data, has characters of these.
+# The private-use planes of Unicode. No template and hardly any data has such characters.
 _PRIVATE = range(0xF0000, 0x110000)
 _SHADED = re.compile("[\U000f0000-\U0010ffff]+")
 _HIDDEN = "\U000f0000"
 _GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Beside spaces and control characters, which templates trim, what `tojson` changes.
+# Characters that `tojson` changes (templates also trim spaces and control characters).
 _CHANGED = '"\\'
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A conversation as a chat template writes it."""
+    """A conversation rendered by a chat template."""
 
     text: str
     answers: list[Span] | None
-    quoted: list[Span]  # the data in `text`, as far as it matters for control tokens
+    quoted: list[Span]  # spans of data in `text`, at least those that matter for control tokens
 
 
 @dataclass(frozen=True)
 class Controls:
     """The control tokens of a tokenizer."""
 
-    ids: Mapping[str, int]  # by their texts
-    # Those that take the spaces before or after them into their token.
+    ids: Mapping[str, int]  # text -> id
+    # Control tokens that absorb the spaces before or after them.
     strips_before: frozenset[str] = frozenset()
     strips_after: frozenset[str] = frozenset()
-    unknown: int | None = None  # the one that stands for unknown characters, too
+    unknown: int | None = None  # the control token that also replaces unknown characters
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -63,12 +64,14 @@ class Controls:
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # never
 
     def among(self, ids: Iterable[int]) -> bool:
-        """Whether `ids` have a control token, but for unknown characters."""
+        """Whether `ids` contain a control token other than `unknown`."""
         return any(each != self.unknown for each in self.names.keys() & set(ids))
 
     def place(self, number: int, text: str, span: Span) -> Span | None:
-        """Where a token spells a control token; None where it is another one. Its span of `text`
-        may hold spaces around it, or what the tokenizer takes for the same spelling."""
+        """Return where token `number` is a control token in `text`; None if it is another token.
+
+        `span` is the token's range. It may include spaces around the control token, or a different
+        spelling that the tokenizer treats as the same."""
         if (name := self.names.get(number)) is None:
             return None
         if (at := text.find(name, *span)) >= 0:
@@ -76,7 +79,7 @@ class Controls:
         return None if number == self.unknown else span
 
     def quotations(self, text: str) -> list[Span]:
-        """All places of `text` that spell a control token, also where they overlap."""
+        """Return all spans of `text` that spell a control token, also overlapping ones."""
         spans, start = [], 0
         while match := self._pattern.search(text, start):
             spans.append(match.span())
@@ -84,13 +87,15 @@ class Controls:
         return spans
 
     def of(self, traced: Traced) -> list[str]:
-        """The control tokens that the template writes."""
+        """Return the control tokens that the template writes."""
         found = self.pieces(traced.text, traced.quoted)
         return [self.names[number] for _, number in found if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
-        """`text` in pieces: control tokens without a character of `quoted`, with their ids, and
-        what stands between them, which is to be encoded without any, with None."""
+        """Split `text` into control tokens and other text; yield (span, id or None).
+
+        A control token that contains a character of `quoted` is other text. Other text has None and
+        must be encoded without control tokens."""
         end, hidden = 0, text
         if quoted:
             letters = list(text)
@@ -112,8 +117,8 @@ class Controls:
 
 
 def touches(span: Span, quoted: Sequence[Span]) -> bool:
-    """Whether a span has a character of `quoted`, which are in order and apart."""
-    after = bisect.bisect_left(quoted, (span[1], span[1]))  # the first that begins behind it
+    """Whether `span` overlaps one of `quoted`, which are sorted and do not touch each other."""
+    after = bisect.bisect_left(quoted, (span[1], span[1]))  # first one that begins after the span
     return after > 0 and quoted[after - 1][1] > span[0]
 
 
@@ -124,15 +129,16 @@ def trace(
     template: str,
     controls: Controls,
 ) -> Traced:
-    """The conversation as `render` writes it, and which of its characters are data.
+    """Render a conversation and find which characters of the text are data.
 
-    Most templates only copy the data, so that the text with all its characters exchanged tells
-    exactly what is data. Others look into it (trim it, search it for "</think>", write it as JSON):
-    for them the characters that they may look for stay, but not where data spells a control token.
-    If even that changes what the template does, it reacts to such a quotation; the result is then
-    what it writes where there is none, with the quotation as text.
+    Most templates only copy the data. For them, rendering with all characters of the data replaced
+    shows exactly which output is data. Other templates inspect the data (trim it, search it for
+    "</think>", write it as JSON). For them, the characters that they may look for are not replaced,
+    unless they belong to a quoted control token. If the output still differs, the template reacts
+    to the quotation. The result is then the output without the quotation's effect, and the
+    quotation is text in it.
 
-    Raises what `render` raises for the messages as they are.
+    Raises the error of `render` if it refuses the unchanged messages.
     """
     text, answers = render(messages, tools)
     words, looked_for = _looks(template)
@@ -162,13 +168,13 @@ def trace(
 
     safe: Traced | None = None
     for shade in (shade_all, shade_most):
-        with contextlib.suppress(DataError):  # it refuses the strange text
+        with contextlib.suppress(DataError):  # the template refuses the replaced text
             safe = traced_with(shade)
             if (safe.text, safe.answers) == (text, answers):
                 return safe
     found = traced_with(shade_quotations)
-    # The rest of the data is not followed any more. Where it could have become a mark (a template
-    # that writes small letters), the text without such changes is the one to take.
+    # Only the quotations were replaced here. Other data could have become a mark (if the template
+    # writes lower case, for example). If so, use the text of the safer rendering.
     of_data = set("".join(texts).casefold())
     more = Counter(controls.of(found)) - Counter(controls.of(safe) if safe is not None else ())
     if any(of_data >= set(name.casefold()) for name in more):
@@ -179,11 +185,11 @@ def trace(
 
 
 class _Exchange:
-    """Another character for each letter of a conversation and its data. They are in the order of
-    the letters, so that sorted data stays sorted.
+    """Maps each character of a conversation to a private-use character, and back.
 
-    Most data has letters of Latin-1 only. For them codecs do what `str.translate` does, many times
-    as fast: it would take most of the time of a render.
+    The map keeps the order of characters, so that sorted data stays sorted. Most data is Latin-1.
+    For it, codecs do the same as `str.translate` many times faster; `translate` would take most of
+    the time of a render.
     """
 
     def __init__(self, letters: set[str]) -> None:
@@ -196,7 +202,7 @@ class _Exchange:
             self._table = dict(zip(sorted(n for n in numbers if n not in _PRIVATE), free))
 
     def strange(self, text: str, most: bool = False) -> str:
-        """The text with all letters exchanged; most: but those that templates trim or escape."""
+        """Replace all characters; with `most`, not those that templates trim or escape."""
         if self._is_shifted:
             with contextlib.suppress(UnicodeEncodeError):
                 table = _MOST_SHIFTED if most else _SHIFTED
@@ -204,9 +210,9 @@ class _Exchange:
         return text.translate(self._few if most else self._table)
 
     def plain(self, text: str) -> str:
-        """The text with the letters that were exchanged."""
+        """Restore the original characters."""
         if self._is_shifted:
-            # U+F0041 for U+0041: only one of the four bytes of a letter differs
+            # U+F0041 stands for U+0041: in UTF-32, only one of the four bytes differs.
             content = text.encode("utf-32-le", errors="surrogatepass")
             if not any(content[1::4]) and not content[2::4].translate(None, b"\x00\x0f"):
                 return content[::4].decode("latin-1")
@@ -222,7 +228,7 @@ class _Exchange:
 
 
 def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
-    """`text` with the characters of `other` in these spans."""
+    """Return `text` with the characters of `other` inside `spans`."""
     letters = list(text)
     for start, end in spans:
         letters[start:end] = other[start:end]
@@ -231,8 +237,10 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
 
 @lru_cache(maxsize=16)
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
-    """The words of a template, among which are the keys that it reads; and the texts that it names
-    and may look for in data."""
+    """Return what a template may look for in its data.
+
+    These are its words, among them all keys that it reads, and a pattern of its string constants.
+    """
     from jinja2 import Environment, nodes
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -247,18 +255,18 @@ def _is_changed(letter: str) -> bool:
     return letter < " " or letter.isspace() or letter in _CHANGED
 
 
-# By the numbers of the letters of Latin-1: see _Exchange.
+# Decoding tables for Latin-1 text: see _Exchange.
 _SHIFTED = "".join(chr(_PRIVATE.start + n) for n in range(256))
 _MOST_SHIFTED = "".join(chr(n) if _is_changed(chr(n)) else _SHIFTED[n] for n in range(256))
 
 
 def _is_clear(key: object, words: frozenset[str]) -> bool:
-    """Whether a template may read this key by its name."""
+    """Whether a template may read this key by name, so that the key must not change."""
     return not isinstance(key, str) or key in words
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """The texts of JSON values."""
+    """Yield the texts of a JSON value, with keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -272,8 +280,8 @@ def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
 
 
 def _shaded(value: Any, shade: Shade, words: frozenset[str], is_message: bool = False) -> Any:
-    """A JSON value with its texts shaded. The role of a message stays: templates write some marks
-    with its name."""
+    """Apply `shade` to all texts of a JSON value, except the role of a message: templates write
+    some marks with the role's name."""
     if isinstance(value, str):
         return shade(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Rows of input files, JSON Lines or Parquet, read one after the other.
+"""Reads rows of input files, JSON Lines or Parquet, one line or one batch of rows at a time.
 
-No file is read whole: a line, or a batch of Parquet rows, at a time. Faults of single rows are
-gathered in a `Problems`; a file that cannot be used at all raises DataError at once.
+`Problems` gathers the faults of single rows. A file that cannot be used at all raises DataError at
+once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from gspo_megatron.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
-SHOWN_ROWS = 5  # a file of the wrong kind is wrong on every line
+SHOWN_ROWS = 5  # a file of the wrong kind has a problem on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
-Choice = tuple[str, str]  # a setting, and the field or column that it chooses
+Choice = tuple[str, str]  # a setting, and the field or column that it names
 
 
 class Problems:
-    """A list of problems: the first `shown` of them, and how many more there are."""
+    """A list of problems: the text of the first `shown` problems, and the number of all."""
 
     def __init__(self, shown: int = SHOWN_ROWS) -> None:
         self._shown = shown
@@ -31,7 +31,7 @@ class Problems:
         self._count = 0
 
     def add(self, where: str, what: str) -> None:
-        """`where` is a file, "file:line" or a setting."""
+        """Add a problem. `where` is a file, "file:line" or a setting."""
         self._count += 1
         if self._count <= self._shown:
             self._lines.append(f"{where}: {what}")
@@ -40,7 +40,7 @@ class Problems:
         return self._count > 0
 
     def raise_if_any(self) -> None:
-        """Raises one DataError with a line for each problem shown, and the number of the others."""
+        """Raise one DataError with the first problems and the number of the others."""
         hidden = self._count - len(self._lines)
         if self._count:
             raise DataError("\n".join(self._lines + ([f"… and {hidden} more"] if hidden else [])))
@@ -49,11 +49,12 @@ class Problems:
 def read_rows(
     path: Path, columns: Sequence[Choice], problems: Problems, what: str = "file"
 ) -> Iterator[Row]:
-    """The rows of a Parquet file, or of a JSON Lines file in UTF-8 (blank lines are skipped).
+    """Yield the rows of a Parquet file or a JSON Lines file in UTF-8. Blank lines are skipped.
 
     A Parquet file must have all `columns`. The caller checks the fields of JSON rows.
 
-    Raises DataError if there is no such file (`what` is the word for it) or it cannot be read.
+    Raises DataError if there is no such file or it cannot be read. `what` names the kind of file in
+    the message.
     """
     if is_parquet(path, what):
         yield from _read_parquet(path, columns, problems)
@@ -67,7 +68,7 @@ def read_rows(
 
 
 def is_parquet(path: Path, what: str) -> bool:
-    """Tells by the ending of the name, or by Parquet's magic bytes."""
+    """Whether a file is Parquet, by its suffix or by Parquet's magic bytes."""
     try:
         with path.open("rb") as file:
             return path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC
@@ -79,16 +80,17 @@ def is_parquet(path: Path, what: str) -> bool:
 
 
 def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it is blank or, with a problem, no JSON object."""
+    """Return the JSON object on a line. Returns None for a blank line, and for a bad line after
+    adding a problem."""
     try:
-        # Without the line's end: an error there would be counted as column 1 of the next line.
+        # Strip the line feed: Python would report an error there as column 1 of the next line.
         text = line.rstrip().decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
         row = _DECODER.decode(text) if text else None
     except UnicodeDecodeError as error:
         problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         problems.add(where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # also a number or nesting beyond Python's
+    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         problems.add(where, f"JSON that cannot be read: {error}")
     else:
         if not text or isinstance(row, dict):
@@ -98,7 +100,7 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Of a key that is there twice, Python's parser would take the last value."""
+    """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -124,7 +126,7 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
                 what = f"no column {name!r}; the columns are: {names} ({key} chooses one)"
                 problems.add(f"{path}", what)
             if absent:
-                return  # one problem for each column, not for each row
+                return  # one problem for each column is enough, not one for each row
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
@@ -137,8 +139,10 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
 
 
 def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | None]:
-    """The value of a field, and why the row does not have it, or None; `key` is the setting of
-    `name`. "a.b" is field b of the object in field a, unless a field has that name."""
+    """Return (value, None) for a field, or (None, fault) if the row does not have it.
+
+    "a.b" is field b of the object in field a, unless a field is called "a.b". `key` is the setting
+    that chooses the field."""
     if name in row:
         return row[name], None
     value: Any = row
@@ -156,23 +160,25 @@ def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | 
 
 
 def _top(name: str) -> str:
-    """The field of a row that "a.b" is a part of."""
+    """Return the top-level field of a dotted name: "a" for "a.b"."""
     return name.partition(".")[0]
 
 
 def text_fault(value: object) -> str | None:
-    """Why a value is not a string of valid Unicode, after its name; None: it is."""
+    """Return why a value is not a string of valid Unicode, or None. The text follows the field's
+    name."""
     if not isinstance(value, str):
         return f"is {json_type(value)}; a string is wanted"
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, UTF-8 cannot
+    except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair, UTF-8 cannot
         return f"holds half a surrogate pair at character {error.start + 1}"
     return None
 
 
 def json_fault(value: object) -> str | None:
-    """Why a value is none that JSON has, after its name; None: it is. Parquet has dates, say."""
+    """Return why JSON has no such value (such as a date in Parquet), or None. The text follows the
+    field's name."""
     if isinstance(value, str):
         return text_fault(value)
     if isinstance(value, (list, dict)):
@@ -182,7 +188,7 @@ def json_fault(value: object) -> str | None:
 
 
 def json_type(value: object) -> str:
-    """The name that JSON has for a value's type."""
+    """Return JSON's name for the type of a value."""
     return _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")
 
 

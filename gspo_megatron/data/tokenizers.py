@@ -37,7 +37,7 @@ _NEEDS_TEMPLATE = "which messages and data.chat_template: true need"
 def load_tokenizer(
     path: str | Path, template_options: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """Loads a sentencepiece model (a file) or a Hugging Face tokenizer (a folder).
+    """Load a sentencepiece model (a file) or a Hugging Face tokenizer (a folder).
 
     `template_options` are variables of its chat template; `chat.check_template` checks them.
 
@@ -55,7 +55,7 @@ def load_tokenizer(
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model` file. Without a padding token, end-of-sequence serves as one."""
+    """A sentencepiece `.model` file. If it has no padding token, end-of-sequence is used."""
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -67,7 +67,7 @@ class SentencePieceTokenizer:
             raise DataError(f"{path}: no such tokenizer; {HELP}{where}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if not content:  # sentencepiece accepts an empty file and fails later
+        if not content:  # sentencepiece would accept an empty file and fail later
             raise DataError(f"{path}: an empty file, not a tokenizer; {HELP}")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -82,12 +82,12 @@ class SentencePieceTokenizer:
         pad_id: int = self._processor.pad_id()
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
-        # None unless the tokenizer's models expect it before plain text.
+        # None if the tokenizer's models expect no BOS token before plain text.
         self.bos_id = bos_id if bos_id >= 0 else None
         self.bos_text = self._processor.id_to_piece(bos_id) if bos_id >= 0 else ""
-        # None if no id stands for unknown characters alone.
+        # None if no id is reserved for unknown characters.
         self.unk_id: int | None = self._processor.unk_id()
-        # Plain text cannot spell these symbols; the output of a chat template can.
+        # Plain text never becomes these symbols; the output of a chat template can.
         self.special_tokens = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
 
     @property
     def controls(self) -> Controls:
-        """The tokens that a chat template may write and text must not become."""
+        """Tokens that a chat template may write; other text must never become one of them."""
         return self._controls_with(self.chat_template)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
@@ -110,12 +110,12 @@ class SentencePieceTokenizer:
         return Controls({**self.special_tokens, **marks}, unknown=self.unk_id)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens: text that spells one stays text."""
+        """Return token ids without special tokens: text that spells one is encoded as text."""
         ids: list[int] = self._processor.encode(text)
         return self._as_text(text).ids if self._has_marks(ids) else ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call of the library."""
+        """Encode several texts in one call of the library."""
         found = self._processor.encode(list(texts), num_threads=1)
         return [
             self.encode(text) if self._has_marks(ids) else ids
@@ -123,7 +123,8 @@ class SentencePieceTokenizer:
         ]
 
     def _has_marks(self, ids: Sequence[int]) -> bool:
-        """Whether text became a mark of the template; the library keeps others from it."""
+        """Whether text became a mark of the template. The library prevents this only for special
+        tokens."""
         controls = self.controls
         return len(controls.ids) > len(self.special_tokens) and controls.among(ids)
 
@@ -138,8 +139,8 @@ class SentencePieceTokenizer:
         return [piece] if piece != self.unk_id else list(self._processor.encode(letter))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text; special tokens are left out."""
-        # A model may have more ids than its tokenizer, and sample one of them.
+        """Return the text without special tokens."""
+        # A model may have more ids than its tokenizer and generate one of them.
         known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
         return self._processor.decode(known)
 
@@ -149,10 +150,10 @@ class SentencePieceTokenizer:
         open_answer: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Rendered:
-        """The conversation as text; with `open_answer` up to where the next answer begins. `tools`:
-        for the template, instead of those among its options.
+        """Render a conversation as text; with `open_answer`, also the beginning of the next answer.
 
-        Raises DataError if the tokenizer has no template or the template refuses the messages.
+        `tools` replaces the tools in `template_options`. Raises DataError if the tokenizer has no
+        template or the template refuses the messages.
         """
         if self.chat_template is None:
             raise DataError(
@@ -173,18 +174,18 @@ class SentencePieceTokenizer:
         )
 
     def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
-        """Tokens of a chat template's output: control symbols in it become their ids, but for those
-        that have a character of the data, which `quoted` tells."""
+        """Encode a chat template's output. Control symbols become their ids, except those with a
+        character inside the `quoted` spans, which are data."""
         return encode_pieces(text, quoted, self.controls, lambda part, _: self._as_text(part))
 
     def symbol_id(self, symbol: str) -> int | None:
-        """The id of a piece or special token; None if the tokenizer lacks it."""
+        """Return the id of a piece or special token; None if the tokenizer lacks it."""
         token_id: int = self._processor.piece_to_id(symbol)  # <unk> if it lacks the symbol
         return token_id if self._processor.id_to_piece(token_id) == symbol else None
 
 
 def special_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
-    """The special pieces of a sentencepiece model by the names of transformers."""
+    """Return the special pieces of a sentencepiece model, by their names in transformers."""
     ids = {
         "unk_token": processor.unk_id(),
         "bos_token": processor.bos_id(),
@@ -199,8 +200,8 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _load_hugging_face(path)
-        # `split_special_tokens` is a switch in the library's one tokenizer, not an argument of a
-        # call: a call in another thread would turn it in the middle of this one.
+        # `split_special_tokens` is a state of the library's tokenizer, not of a single call. The
+        # lock keeps calls in other threads from changing it during this call.
         self._switch = threading.Lock()
         self.name = str(path)
         # Not len(): a vocabulary may have gaps, and the model's embedding must hold the last id.
@@ -218,17 +219,17 @@ class HuggingFaceTokenizer:
         self._added = {token.content: (number, token) for number, token in added}
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
-        # Many folders name a BOS token that their models do not expect before a text (GPT-2): see
-        # what the tokenizer does.
+        # Many folders name a BOS token that their models do not expect before a text (GPT-2), so
+        # check whether the tokenizer adds it.
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
         self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
         self.bos_text: str = "" if self.bos_id is None else self._tokenizer.bos_token
-        # GPT-2 names its end-of-text token as the unknown one, although it knows every character.
+        # GPT-2 uses its end-of-text token as the unknown token, although it knows all characters.
         unk_id = self._tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
-        if isinstance(template, dict):  # several, by name
+        if isinstance(template, dict):  # several templates by name
             template = template.get("default")
         self.chat_template: str | None = template or None
         self.template_options: Mapping[str, Any] = {}
@@ -265,8 +266,8 @@ class HuggingFaceTokenizer:
         ]
 
     def _ids(self, text: str | list[str]) -> Any:
-        """The ids of a text or of each text; those of special tokens only where the model itself
-        has them among its pieces."""
+        """Return the ids of one text or of several texts. Special tokens can appear only if they
+        are also pieces of the tokenizer's model."""
         with self._switch:
             return self._tokenizer(
                 text, add_special_tokens=False, split_special_tokens=True, verbose=False
@@ -288,8 +289,10 @@ class HuggingFaceTokenizer:
         return Encoded(encoding["input_ids"], list(starts), list(ends))
 
     def _as_text(self, text: str, is_first: bool = True) -> Encoded:
-        """Without control tokens. A tokenizer may put a space before the first text only: the line
-        break that stands before another one here keeps it away, and is taken out again."""
+        """Encode text without control tokens.
+
+        Some tokenizers put a space only before the first text. For other texts, a line feed before
+        the text prevents this; its tokens are then removed."""
         before = "" if is_first or not self._is_first_marked else "\n"
         encoded, gone = self._encoded(before + text, as_text=True), len(before)
         extra = self._ids(before) if before else []
@@ -306,7 +309,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _is_first_marked(self) -> bool:
-        """Whether text has other tokens behind a special token than at the beginning."""
+        """Whether the same text has different tokens at the beginning and after a special token."""
         end = self._tokenizer.convert_ids_to_tokens(self.eos_id)
         return self._encoded(f"{end}a", as_text=False).ids != [self.eos_id, *self._ids("a")]
 
@@ -314,7 +317,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(
             [int(token_id) for token_id in token_ids],
             skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,  # it would change the model's text
+            clean_up_tokenization_spaces=False,  # True would change the model's text
         )
 
     def render(
@@ -349,7 +352,7 @@ Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
 
 
 def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
-    """`eos_id`, and the eos_token_id of the folder's generation_config.json: an id or a list."""
+    """Return `eos_id` and the ids of eos_token_id in the folder's generation_config.json."""
     file = folder / GENERATION_FILE
     if not file.is_file():
         return (eos_id,)
@@ -373,12 +376,12 @@ def _load_hugging_face(path: Path) -> Any:
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its warnings are about models and libraries not used here
+    logging.set_verbosity_error()  # the warnings are about models and libraries not used here
     try:
         plain = _names_no_family(path)
         loader = transformers.PreTrainedTokenizerFast if plain else transformers.AutoTokenizer
         return loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the libraries below raise errors of many kinds
+    except Exception as error:  # the libraries raise many kinds of errors
         reason = " ".join(str(error).split())
         raise DataError(
             f"{path}: not a tokenizer that transformers can load, or damaged: {reason}; {HELP}"
@@ -388,14 +391,15 @@ def _load_hugging_face(path: Path) -> Any:
 
 
 def _names_no_family(path: Path) -> bool:
-    """Whether AutoTokenizer would choose the plain class, whatever else is in the folder. To import
-    AutoTokenizer takes as long as torch, which it imports, too."""
-    if (path / "config.json").exists():  # its model_type takes part in the choice
+    """Whether AutoTokenizer would choose the plain class for this folder.
+
+    If so, AutoTokenizer is not needed. Its import is slow, because it imports torch."""
+    if (path / "config.json").exists():  # AutoTokenizer would also use its model_type
         return False
     try:
         named = parse_json((path / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
-        return False  # AutoTokenizer says what is wrong
+        return False  # AutoTokenizer will report the error
     return isinstance(named, dict) and named.get("tokenizer_class") == "PreTrainedTokenizerFast"
 
 
@@ -406,11 +410,12 @@ def train_sentencepiece(
     model_type: str = "unigram",
     **options: Any,
 ) -> Path:
-    """Trains a sentencepiece model of at most `vocab_size` pieces; returns `out_prefix`.model.
+    """Train a sentencepiece model of at most `vocab_size` pieces; return `out_prefix`.model.
 
-    There is no normalisation, and no spaces are added or removed: decoding gives back the encoded
-    text if `lines` had its characters. Ids: 0 unknown, 1 padding, 2 end of sequence; there is no
-    beginning-of-sequence token. `options` are further settings of sentencepiece's trainer.
+    The model does not normalise text and adds or removes no spaces. So decoding restores the
+    encoded text if its characters occur in `lines`. Ids: 0 unknown, 1 padding, 2 end of sequence;
+    there is no beginning-of-sequence token. `options` are further settings of sentencepiece's
+    trainer.
 
     Raises DataError if sentencepiece cannot train on these lines.
     """

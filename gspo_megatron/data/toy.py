@@ -6,8 +6,8 @@
     addition  37+45=  82       two numbers of 2 digits, 10 to 49
     mixed     reversal and addition, 3 to 1
 
-One character is one token. `python -m gspo_megatron.data.toy -o DIR` writes a data set with its
-tokenizer; with --documents, text to train a tokenizer and to pre-train on instead.
+One character is one token. `python -m gspo_megatron.data.toy -o DIR` writes a data set and its
+tokenizer. With --documents it writes no tokenizer, but text for pre-training and for training one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "sort": ("<", lambda letters: "".join(sorted(letters))),
 }
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
-# A tiny model learns to reverse long before it learns to add. With the first share of additions in
-# the supervised rows of `mixed`, 30 to 40% of the answers to both are right when reinforcement
-# learning begins. The second share is for models pre-trained on text about these rows: they can
-# add, and few strings are left that they know by heart.
+# A tiny model learns to reverse long before it learns to add. The first constant is the share of
+# additions in the supervised rows of `mixed`. With it, 30 to 40% of the answers to both tasks are
+# right at the start of RL. The second is for models that were pre-trained on text about these rows:
+# they can add already, and with few strings in the rows they know few strings by heart.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
-# A third of the sentences of a text say a row in words; the others are its prompt and answer.
+# A third of the sentences in a document express a row in words; the others are prompt and answer.
 IN_WORDS = {
     "reversal": "{question} backwards is {answer}",
     "copy": "{question} again is {answer}",
@@ -63,10 +63,10 @@ Row = dict[str, str]  # prompt, answer, task; or a document's text
 
 
 def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Train and test rows of `task`; all prompts are different.
+    """Return train and test rows of `task`; all prompts are different.
 
-    There are equally many letter strings of each length, if there are enough of them. The result
-    depends on the arguments only.
+    Each length has the same number of letter strings, if enough exist. The result depends only on
+    the arguments.
 
     Raises DataError for an unknown task, a count below 1, or more rows than the task has prompts.
     """
@@ -82,7 +82,7 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
     for part, train_count, test_count in zip(
         parts, _shares(train, weights), _shares(test, weights), strict=True
     ):
-        # A string seeds the generator through SHA-512, the same in every Python version.
+        # A string seed goes through SHA-512, so it is the same in every Python version.
         rows = _rows(part, train_count + test_count, random.Random(f"{seed}/{part}"))
         train_rows += rows[:train_count]
         test_rows += rows[train_count:]
@@ -95,8 +95,10 @@ def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], li
 def supervised_rows(
     train_rows: Sequence[Row], addition_share: float = SUPERVISED_ADDITION_SHARE
 ) -> list[Row]:
-    """The training rows for supervised fine-tuning, in their order: all additions, and the first
-    rows of the other tasks, so that additions have their share. With one task, all rows."""
+    """Return the training rows for supervised fine-tuning, in their order.
+
+    These are all additions and the first rows of the other tasks, so that additions have the given
+    share. Without additions, all rows."""
     others = [row for row in train_rows if row["task"] != "addition"]
     additions = len(train_rows) - len(others)
     if not additions:
@@ -107,7 +109,7 @@ def supervised_rows(
 
 
 def corpus(rows: Sequence[Row], documents: int, seed: int) -> list[Row]:
-    """Text to pre-train on: documents of true sentences about `rows` and nothing else."""
+    """Return documents for pre-training. They consist of true sentences about `rows`."""
     source = random.Random(f"{seed}/corpus")
     return [
         {
@@ -130,7 +132,7 @@ def _sentence(row: Row, source: random.Random) -> str:
 
 
 def train_toy_tokenizer(out_prefix: str | Path) -> Path:
-    """Writes `out_prefix`.model, whose pieces are single characters: those of `CHARACTERS`."""
+    """Write `out_prefix`.model, whose pieces are the single characters of `CHARACTERS`."""
     return train_sentencepiece([CHARACTERS], VOCAB_SIZE, out_prefix, model_type="char")
 
 
@@ -142,12 +144,12 @@ def write_toy_dataset(
     seed: int = 1,
     documents: int = 0,
 ) -> list[Path]:
-    """Writes train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; returns their paths.
+    """Write train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; return their paths.
 
-    With `documents`, corpus.jsonl with that many documents about the supervised rows replaces the
-    tokenizer. The same arguments give the same bytes.
+    With `documents`, it writes corpus.jsonl instead of the tokenizer, with that many documents
+    about the supervised rows. The same arguments give the same bytes.
 
-    Raises DataError as `generate`, for a negative number of documents, or if the folder cannot be
+    Raises DataError like `generate`, for a negative number of documents, or if the folder cannot be
     written.
     """
     if documents < 0:
@@ -169,13 +171,13 @@ def write_toy_dataset(
 
 
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
-    """`total` divided in proportion to `weights`, in whole numbers."""
+    """Divide `total` into integers in proportion to `weights`."""
     ends = [total * sum(weights[: n + 1]) // sum(weights) for n in range(len(weights))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
-    """`count` rows with different prompts, in random order."""
+    """Return `count` rows with different prompts, in random order."""
     if task == "addition":
         sums = itertools.product(NUMBERS, repeat=2)
         pools = [[(f"{left}+{right}=", f"{left + right}") for left, right in sums]]
@@ -195,7 +197,7 @@ def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
         )
     pairs: list[tuple[str, str]] = []
     for index, pool in enumerate(pools):
-        # If there are too few short strings, the longer ones make up for them.
+        # If there are too few short strings, take more of the longer ones.
         share = -(-(count - len(pairs)) // (len(pools) - index))
         pairs += generator.sample(pool, min(share, len(pool)))
     if len(pools) > 1:
@@ -204,7 +206,7 @@ def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code (2 for a user's mistake)."""
+    """Run the command line. Returns the exit code (2 for a user's mistake)."""
     parser = argparse.ArgumentParser(
         prog="python -m gspo_megatron.data.toy",
         description="Writes prompts of a toy task (RL, supervised, test) and a tokenizer or text.",
@@ -228,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # nobody reads the paths; the files are written
+    except BrokenPipeError:  # nobody reads the printed paths, but the files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

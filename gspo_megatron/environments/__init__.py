@@ -1,5 +1,6 @@
-"""Environments: what a policy acts in, and what the reward function sees of it. One file an
-environment; importing the package registers those below. The names below are stable
+"""Environments, in which the policy takes several turns.
+
+Each file has one environment; importing the package registers them. The names below are stable
 (docs/stability.md)."""
 
 from gspo_megatron.environments import agent, tool_use  # noqa: F401

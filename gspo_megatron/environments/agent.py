@@ -1,9 +1,9 @@
-"""The environment `agent`: a program that talks to the policy as to OpenAI's chat completions.
+"""The environment `agent`: a program that calls the policy through OpenAI's chat completions API.
 
-Each episode runs the command once. It finds the row as JSON on stdin, and the policy where the
-package `openai` looks by itself, in OPENAI_BASE_URL and OPENAI_API_KEY; the key tells episodes
-apart. What the policy writes is captured token by token, so the program needs no change. It may
-give the reward by `POST /reward` with {"reward": 1.0}, or leave it to the reward function.
+Each episode runs the command once. The program gets the row as JSON on stdin. OPENAI_BASE_URL and
+OPENAI_API_KEY lead the package `openai` to the policy; each episode has its own key. The gateway
+records the policy's tokens, so the program needs no change. The program may send a reward by
+`POST /reward` with {"reward": 1.0}; otherwise the reward function scores the episode.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
-_SHOWN_CHARACTERS = 500  # of what a failed program printed last
+_SHOWN_CHARACTERS = 500  # an error message shows the end of a failed program's output
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
-_INLINE = re.compile(r"-[A-Za-z]*c")  # -c, also behind other letters: bash -lc
+_INLINE = re.compile(r"-[A-Za-z]*c")  # -c, also after other letters: bash -lc
 
 
 @register("agent")
 class Agent:
-    """See above. `command`: of the program, as in a shell; `seconds`: an episode that takes longer,
-    beside the time for the policy's turns, has failed."""
+    """Runs a program in each episode. `command` is its command line, as in a shell.
+
+    An episode fails if it takes longer than `seconds`, not counting the policy's turns."""
 
     needs_template = True
 
@@ -42,12 +43,12 @@ class Agent:
         self._gateway = Gateway()
 
     def machine_fault(self) -> str | None:
-        """Why the command cannot be run on this machine, and what to do; None: it can."""
+        """Return why this machine cannot run the command and what to do, or None if it can."""
         program, *words = self._command
         key = f"environment.options.command = {shlex.join(self._command)!r}"
         if shutil.which(program) is None:
             return f"{key}: {program} is no program; allowed: one on PATH, or a path to one"
-        # What follows -c is a command line of a shell or code of Python, and no path.
+        # After -c comes shell or Python code, not a path.
         options = [*itertools.takewhile(lambda word: word.startswith("-"), words)]
         script = words[len(options)] if len(words) > len(options) else ""
         is_inline = any(_INLINE.fullmatch(option) for option in options)
@@ -72,7 +73,7 @@ class Agent:
     # The program
 
     async def _run(self, client: Client, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
-        """Its exit code, and the last that it printed."""
+        """Run the program; return its exit code and the end of its output."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
         row["messages"] = list(task.messages)
         lifeline, ours = os.pipe()
@@ -96,7 +97,7 @@ class Agent:
                 f"the agent took longer than environment.options.seconds = {self._seconds:g}"
             ) from None
         finally:
-            os.close(ours)  # the end of all that it has started
+            os.close(ours)  # ends the program and everything that it has started
             await asyncio.shield(process.wait())
         assert process.returncode is not None
         text = " ".join(said.decode(errors="replace").split())

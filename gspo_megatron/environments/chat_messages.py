@@ -1,4 +1,4 @@
-"""Messages of OpenAI's chat completions, and as chat templates take them."""
+"""Converts messages between OpenAI's chat completions and chat templates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 
-# Of a tool, as Qwen's chat templates teach it (github.com/QwenLM/Qwen-Agent, "hermes").
+# A tool call in the format of Qwen's chat templates (github.com/QwenLM/Qwen-Agent, "hermes").
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
-    """What the policy wrote, as a message. With tools, calls in Qwen's form become `tool_calls`;
-    text that only looks like a call stays text. turn: makes the ids of calls differ."""
+    """Return the policy's text as a message.
+
+    With tools, calls in Qwen's format become `tool_calls`; if a call is malformed, all stays text.
+    The number `turn` makes the ids of calls unique."""
     calls = []
     for number, found in enumerate(CALL.findall(text) if has_tools else ()):
         try:
@@ -34,8 +36,9 @@ def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
 
 
 def plain_messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of a request, with what matters of them, in one form: two requests that mean the
-    same conversation are equal. Raises EpisodeError for what is none."""
+    """Reduce the messages of a request to a normal form.
+
+    Requests with the same conversation become equal. Raises EpisodeError for invalid messages."""
     if not isinstance(given, list) or not given:
         raise EpisodeError("messages: a list of messages is wanted")
     return [_plain(message) for message in given]

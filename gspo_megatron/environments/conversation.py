@@ -1,7 +1,7 @@
-"""The conversation of an episode as messages, and the text that the chat template makes of it.
+"""The messages of an episode, and the text that the chat template writes between the turns.
 
-A template writes whole conversations. Before each turn, `Conversation.next` finds out what it wrote
-since the last turn; the turns themselves stay as they were sampled.
+A template renders whole conversations. Before each turn, `Conversation.next` finds the text that
+the template adds after the last turn. The tokens of the turns never change after generation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gspo_megatron.data.chat import Rendered
     from gspo_megatron.data.tokenizers import Tokenizer
 
-_MARKS = range(0xE000, 0xF900)  # of the private use area: a conversation lacks most of them
+_MARKS = range(0xE000, 0xF900)  # private-use characters; most do not occur in a conversation
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The prompt of a branch, as the chat template writes it."""
+    """The prompt of a branch, rendered by the chat template."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -33,25 +33,26 @@ class Opening:
 
 @dataclass(frozen=True)
 class Next:
-    """What stands before the next turn: the tokens since the last one, or a new prompt."""
+    """The input before the next turn: tokens after the last turn, or a new prompt."""
 
     between: tuple[int, ...]
-    text: str | None  # of `between`, as the chat template wrote it; None: something else wrote it
-    opening: Opening | None = None  # of the branch that begins here
+    text: str | None  # the chat template's text of `between`; None if the template did not write it
+    opening: Opening | None = None  # the prompt, if a new branch begins here
 
 
 @dataclass
 class Conversation:
-    """Messages so far, and what the template has made of them. Its methods are given the turns."""
+    """The messages so far, and the texts that the template wrote for them."""
 
     tokenizer: Tokenizer
     messages: list[Message]
     tools: Sequence[dict[str, Any]] = ()
-    added: list[list[Message]] = field(default_factory=list)  # before each turn
-    new: list[Message] = field(init=False)  # of `messages`, those that no turn has answered
-    _first: list[Message] = field(init=False)  # of the task's prompt
-    # As the chat template wrote them, to see whether it would write them so again: the prompts of
-    # branches by their first turn, and what stands before each turn; None: something else wrote it.
+    added: list[list[Message]] = field(default_factory=list)  # messages added before each turn
+    new: list[Message] = field(init=False)  # the messages that no turn has answered yet
+    _first: list[Message] = field(init=False)  # the messages of the task's prompt
+    # The template's texts, to check whether it would write the same again. _openings: the prompt of
+    # each branch, by its first turn. _texts: the text before each turn, or None if the template did
+    # not write it.
     _openings: dict[int, str] = field(default_factory=dict)
     _texts: list[str | None] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Conversation:
         self.new = self._first = self.messages
 
     def copy(self) -> Conversation:
-        """The same conversation, to go on with in another way."""
+        """Return an independent copy."""
         other = replace(
             self,
             messages=[*self.messages],
@@ -71,18 +72,18 @@ class Conversation:
         return other
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Opening:
-        """These messages instead of all before; `opened` says of which turn they are the prompt."""
+        """Replace all messages; return the new prompt. Pass it to `opened` with its first turn."""
         self.messages, self.tools = own_copy([*messages]), own_copy(tools)
         self.new = self.messages
         return self._opening_of(self.messages)
 
     def opened(self, turn: int, opening: Opening) -> None:
-        """A branch begins with this turn."""
+        """Record that a branch with this prompt begins at this turn."""
         self._openings[turn] = opening.text
 
     def next(self, messages: Sequence[Message], text: str, transcript: Transcript) -> Next:
-        """What these messages, or this text, become before the next turn. Raises EpisodeError where
-        neither or both are given, or one that does not fit."""
+        """Return the input before the next turn. The first turn of a branch takes neither messages
+        nor text, later turns one of the two. Raises EpisodeError if these do not fit."""
         if len(transcript.turns) in transcript.prompts:
             if messages or text:
                 raise EpisodeError("the first turn answers the prompt; nothing stands between")
@@ -101,22 +102,23 @@ class Conversation:
         return between
 
     def add(self, messages: Sequence[Message], next_: Next, turn: str) -> None:
-        """The policy has answered what is new, these messages with it, with the text `turn`."""
+        """Record that the policy answered the new messages and `messages` with the text `turn`."""
         self._texts.append(next_.text)
         self.added.append([*self.new, *messages])
         self.messages = [*self.messages, *messages, {"role": "assistant", "content": turn}]
         self.new = []
 
     def text_of(self, turn: Written) -> str:
-        """The text of a turn, without the token that ended it."""
+        """Return the text of a turn, without its end-of-sequence token."""
         ids = list(turn.token_ids)
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
         return self.tokenizer.decode(ids)
 
     def _between(self, messages: Sequence[Message], transcript: Transcript) -> Next | None:
-        """What the template writes after the last turn, which itself stays as it was sampled. None
-        where it would write the branch so far otherwise."""
+        """Return what the template writes after the last turn.
+
+        Returns None if the template would now write the branch so far differently."""
         mark = _mark_for([*self.messages, *messages])
         last = {**self.messages[-1], "content": self.messages[-1]["content"] + mark}
         written = self._rendered([*self.messages[:-1], last, *messages])
@@ -124,14 +126,15 @@ class Conversation:
         if end < 0 or not self._is_branch(written.text[:end], transcript):
             return None
         start, whole = end + len(mark), written.text[end + len(mark) :]
-        # Without the end of the turn, where the policy wrote it.
+        # Skip the end-of-turn token if the policy has written it.
         if whole.startswith(ending := self._ending(transcript.turns[-1])):
             start += len(ending)
         return Next(self._encoded(written.part(start)), whole)
 
     def _is_branch(self, text: str, transcript: Transcript) -> bool:
-        """Whether a template's `text` is the branch so far. Spaces and line breaks do not count,
-        and only turns do where something else wrote what stands between them."""
+        """Whether a template's `text` equals the branch so far, ignoring white space.
+
+        If the template did not write all text between the turns, only the turns must occur."""
         start = transcript.last_start
         turns = [self.text_of(turn) for turn in transcript.turns[start:]]
         between = self._texts[start:]
@@ -153,25 +156,25 @@ class Conversation:
         return tuple(self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids)
 
     def _ending(self, turn: Written) -> str:
-        """What a template writes for the token that ended the turn; empty if none did."""
+        """Return the text of the turn's end-of-sequence token; empty if it has none."""
         last = turn.token_ids[-1]
         names = {number: text for text, number in self.tokenizer.special_tokens.items()}
         return names.get(last, "") if last in self.tokenizer.eos_ids else ""
 
 
 def _mark_for(messages: Sequence[Message]) -> str:
-    """A character that no text of the messages has."""
+    """Return a character that does not occur in the messages."""
     texts = json.dumps(messages, ensure_ascii=False, default=str)
     return next(mark for mark in map(chr, _MARKS) if mark not in texts)
 
 
 def _squeezed(text: str) -> str:
-    """`text` without spaces and line breaks."""
+    """Return `text` without spaces and line breaks."""
     return "".join(text.split())
 
 
 def _holds(text: str, parts: Iterable[str]) -> bool:
-    """Whether `text` has these parts in their order. Spaces and line breaks do not count."""
+    """Whether `text` contains these parts in their order, ignoring white space."""
     text, start = _squeezed(text), 0
     for part in map(_squeezed, parts):
         place = text.find(part, start)

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what an environment of your own is given, and what it returns.
+"""Episodes of several turns: the interface for environments of your own.
 
     class Guess:
         async def rollout(self, client, task):
@@ -7,9 +7,8 @@
             turn = await client.generate([hint])                          # and its next one
             return Trajectory(reward=float(turn.text == task.answer))
 
-`Client` asks the engine for turns, within the limits of the episode. What was written is in its
-`transcript` (tokens) and `conversation` (messages). Only what the policy wrote is learnt from, and
-every turn once.
+`Client` asks the engine for turns, within the limits of the episode. Its `transcript` has the
+tokens, its `conversation` the messages. Training uses only the policy's tokens, each turn once.
 """
 
 from __future__ import annotations
@@ -34,50 +33,52 @@ if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
 
 
-class LimitReached(Exception):  # noqa: N818 (not a fault: episodes end so)
-    """The episode has no turn or no token left.
+class LimitReached(Exception):  # noqa: N818 (not an error: a normal end of an episode)
+    """Raised if the episode has no turn or no token left.
 
-    An environment may let it pass where the reward function scores its episodes. One that gives the
-    rewards itself catches it, because only it knows what the turns so far are worth."""
+    If the reward function scores the episodes, an environment need not catch it. An environment
+    that gives the rewards itself must catch it, because only it can score the turns so far."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What an environment says of an episode. Without rewards the reward function of the
-    configuration scores it; its `Sample.response` is the text of the last turn."""
+    """An environment's result for an episode.
+
+    Without rewards, the configured reward function scores the episode. Its `Sample.response` is
+    then the text of the last turn."""
 
     reward: float | None = None
-    turn_rewards: Sequence[float] | None = None  # of each `client.generate`, instead of `reward`
+    turn_rewards: Sequence[float] | None = None  # one for each `client.generate`; not with `reward`
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote in a turn."""
+    """One turn of the policy."""
 
     text: str  # without the end-of-sequence token
-    token_ids: tuple[int, ...]  # with it
+    token_ids: tuple[int, ...]  # with the end-of-sequence token
     truncated: bool  # cut off by the limit of tokens
 
 
 class Environment(Protocol):
-    """A class that `environment.import_path` names; `environment.options` are its keyword
+    """The class that `environment.import_path` names; `environment.options` are its keyword
     arguments. One object serves all episodes of a process."""
 
-    # Functions that the chat template describes in the prompt, as JSON schemas; may be left out.
+    # JSON schemas of functions that the chat template describes in the prompt. Optional.
     tools: Sequence[dict[str, Any]]
-    # Every trajectory has rewards, so the reward function is never asked; False if left out.
+    # Every trajectory has rewards, so the reward function is never called. Optional; default False.
     gives_rewards: bool
-    # What it says between turns are messages, so the prompts have to be messages, too; False: it
-    # does without. If left out, `check` reads its code.
+    # The environment sends messages between turns, so the prompts must be messages, too. Optional;
+    # by default, `check` reads the class's code.
     needs_messages: bool
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
-        """One episode of the task."""
+        """Run one episode of the task."""
         ...
 
 
 def gives_rewards(environment: Environment | None) -> bool:
-    """Whether the reward function is never asked. None: of single turns."""
+    """Whether the environment gives all rewards. False for single turns (None)."""
     return bool(getattr(environment, "gives_rewards", False))
 
 
@@ -86,16 +87,16 @@ class EpisodeLimits:
     """The limits of an episode."""
 
     turns: int
-    response_tokens: int  # of all turns, with what stands between them
+    response_tokens: int  # all turns and the tokens between them
     prompt_tokens: int = sys.maxsize
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """A turn that the policy is to write."""
+    """A request for one turn of the policy."""
 
-    token_ids: tuple[int, ...]  # what stands before it
-    turn: int  # of the episode, from 0
+    token_ids: tuple[int, ...]  # all tokens before the turn
+    turn: int  # number of the turn in the episode, from 0
     max_tokens: int
 
 
@@ -115,7 +116,7 @@ class EpisodePosition:
 
 @dataclass
 class Client:
-    """An episode's way to the policy, within the limits of the episode."""
+    """Gives an environment turns of the policy, within the limits of the episode."""
 
     task: Prompt
     limits: EpisodeLimits
@@ -123,23 +124,23 @@ class Client:
     write: Write = field(repr=False)
     transcript: Transcript = field(init=False)
     conversation: Conversation = field(init=False)
-    is_cut: bool = False  # a limit ended it
-    _asked: float | None = None  # since when the policy is asked for a turn
-    _waited: float = 0.0  # seconds for its earlier turns
+    is_cut: bool = False  # a limit ended the episode
+    _asked: float | None = None  # start time of the current request for a turn
+    _waited: float = 0.0  # seconds that earlier turns took
 
     def __post_init__(self) -> None:
-        # The environment has the task, too: what it changes there is not the episode's.
+        # A copy, because the environment has the task too and may change it.
         self.conversation = Conversation(self.tokenizer, own_copy([*self.task.messages]))
         self.transcript = Transcript({0: self.task.token_ids})
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far: a copy."""
+        """A copy of the conversation so far."""
         return own_copy(self.conversation.messages)
 
     @property
     def tokens_left(self) -> int:
-        """Response tokens that the episode may still have."""
+        """Number of response tokens that are left in the episode."""
         return self._room(self.transcript.context)
 
     @property
@@ -148,13 +149,14 @@ class Client:
 
     @property
     def seconds_waited(self) -> float:
-        """While the policy wrote its turns, or a server had no place for them yet."""
+        """Seconds of the policy's turns, including the wait for a free place on a server."""
         return self._waited + (0.0 if self._asked is None else time.monotonic() - self._asked)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
-        """The next turn answers these messages, with `tools` for the chat template: before the
-        first turn instead of the task's, later as a new branch. Raises EpisodeError for a first
-        prompt that is too long."""
+        """Let the next turn answer these messages, with `tools` for the chat template.
+
+        Before the first turn they replace the task's messages; later they begin a new branch.
+        Raises EpisodeError if the first prompt is too long."""
         if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
         opening, number = self.conversation.begin(messages, tools), len(self.transcript.turns)
@@ -169,20 +171,21 @@ class Client:
     async def generate(
         self, messages: Sequence[Message] = (), *, text: str = "", max_tokens: int | None = None
     ) -> Turn:
-        """The policy's next turn, of at most `max_tokens` tokens.
+        """Return the policy's next turn, with at most `max_tokens` tokens.
 
-        `messages` stand between the last turn and this one, as the chat template writes them. For
-        prompts without a chat template, `text` does. The first turn answers the prompt, as the
-        first after `begin` does. Where the chat template writes the branch so far otherwise when
-        `messages` follow (it drops thoughts, or an empty block of them), all messages become the
-        prompt of a new one.
+        The chat template writes `messages` between the last turn and this one. Prompts without a
+        chat template use `text` instead. The first turn, and the first after `begin`, takes
+        neither: it answers the prompt. Some chat templates change earlier text when `messages`
+        follow (they drop thoughts, or an empty block of them). Then all messages become the prompt
+        of a new branch.
 
-        Raises LimitReached where no turn or no token is left (an environment may let it pass: the
-        episode ends there, as one that is cut off); EpisodeError where the arguments do not fit.
+        Raises LimitReached if no turn or no token is left. If the environment does not catch it,
+        the episode ends there and counts as cut off. Raises EpisodeError if the arguments do not
+        fit.
         """
         if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
-        messages = own_copy([*messages])  # the environment may use its own again
+        messages = own_copy([*messages])  # the environment may change its own list later
         transcript, number = self.transcript, len(self.transcript.turns)
         following = self.conversation.next(messages, text, transcript)
         opening, between = following.opening, following.between
@@ -206,14 +209,14 @@ class Client:
         self.conversation.add(messages, following, told)
         return Turn(told, tuple(written.token_ids), written.truncated)
 
-    # Turns that nobody has read
+    # Removing turns
 
     def position(self) -> EpisodePosition:
-        """Where the episode is, for `go_back`."""
+        """Return the current position in the episode, for `go_back`."""
         return EpisodePosition(self.transcript.copy(), self.conversation.copy(), self.is_cut)
 
     def go_back(self, position: EpisodePosition) -> None:
-        """Take back what was said since: it was generated, and it is no part of the episode."""
+        """Remove all turns since `position` from the episode."""
         self.transcript, self.conversation = (
             position.transcript.copy(),
             position.conversation.copy(),
@@ -221,8 +224,10 @@ class Client:
         self.is_cut = position.is_cut
 
     def _room(self, before: Sequence[int], between: int = 0) -> int:
-        """Tokens of a turn after all of `before`, of which `between` are new in the response. A
-        branch is never longer than an episode that has one only."""
+        """Return how many tokens a turn may have after the tokens `before`.
+
+        The last `between` of these are new in the response. No branch may be longer than the first
+        prompt with a full response."""
         limit = self.limits.response_tokens
         longest = len(self.transcript.prompt) + limit
         left = limit - self.transcript.num_response_tokens - between
@@ -231,11 +236,11 @@ class Client:
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode that has ended."""
+    """A finished episode."""
 
     client: Client
-    given: float | TurnRewards | None  # what the environment gave; None: the reward function scores
-    error: EpisodeError | None = None  # it failed
+    given: float | TurnRewards | None  # the environment's reward; None: the reward function scores
+    error: EpisodeError | None = None  # why the episode failed
 
     @property
     def transcript(self) -> Transcript:
@@ -243,15 +248,16 @@ class Episode:
 
     @property
     def mask(self) -> np.ndarray:
-        """[response tokens] bool: what the policy wrote. Of a failed episode nothing counts."""
+        """[response tokens] bool, True on the policy's tokens; all False if the episode failed."""
         return self.transcript.mask(learnt=self.error is None)
 
 
 def given_reward(
     trajectory: Trajectory | None, transcript: Transcript
 ) -> float | TurnRewards | None:
-    """What the environment gave for the episode, in the form of a reward function's value. Raises
-    EpisodeError for what is no trajectory or does not fit the turns."""
+    """Return the environment's reward in the form of a reward function's result, or None.
+
+    Raises EpisodeError if `trajectory` is not a Trajectory or does not fit the turns."""
     if trajectory is None:
         return None
     if not isinstance(trajectory, Trajectory):
@@ -284,9 +290,10 @@ class EpisodeRunner:
     limits: EpisodeLimits
 
     async def run(self, task: Prompt, write: Write) -> Episode:
-        """One episode. What the environment raises is in the result; an error of the engine, and an
-        UnplayableError, is raised here. An episode without a turn has failed, and gets one of a
-        single token."""
+        """Run one episode.
+
+        Errors of the environment are in the result. Errors of the engine and UnplayableError are
+        raised. An episode without a turn has failed; it gets a turn with a single token."""
         client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
@@ -308,12 +315,12 @@ class EpisodeRunner:
         return Episode(client, given, error)
 
     async def _play(self, client: Client) -> Trajectory | None:
-        """What the environment returns; None where a limit ended the episode and the reward
-        function is to score it."""
+        """Return the environment's result; None if a limit ended the episode and the reward
+        function will score it."""
         work = asyncio.ensure_future(self._rollout(client))
         try:
             await asyncio.wait([work])
-        except asyncio.CancelledError:  # the episode is not wanted any more
+        except asyncio.CancelledError:  # the caller no longer needs the episode
             work.cancel()
             await asyncio.wait([work])
             raise
@@ -333,13 +340,14 @@ class EpisodeRunner:
     async def _rollout(self, client: Client) -> Trajectory | None:
         try:
             return await self.environment.rollout(client, client.task)
-        except SystemExit as end:  # it would end the event loop with all other episodes
+        except SystemExit as end:  # would end the event loop, and so all other episodes
             raise EpisodeError(f"rollout ended with {end!r}") from end
 
 
 async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
-    """The result of an environment's work on an episode. Raises TimeoutError once it has taken
-    longer, without the time for the policy's turns, which depends on the episodes beside it."""
+    """Return the result of an environment's work. Raises TimeoutError after `seconds`.
+
+    The policy's turns do not count, because their time depends on the other episodes."""
     task, start = asyncio.ensure_future(work), time.monotonic()
     try:
         while not task.done():

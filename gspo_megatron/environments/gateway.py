@@ -1,7 +1,7 @@
-"""The policy as a server of OpenAI's chat completions, for programs that act in an episode.
+"""Serves the policy over OpenAI's chat completions API, for programs that act in an episode.
 
-It listens on loopback. An episode is a session, which the API key of a request names. What the
-policy writes is recorded by the episode's Client token by token, so the programs need no change.
+It listens on loopback. An episode is a session; the API key of a request identifies it. The
+episode's Client records the policy's tokens, so the programs need no change.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OBJECT, _STREAM = "chat.completion", "text/event-stream"
 
 
 class _RefusedError(Exception):
-    """A request that cannot be answered; the text says why."""
+    """Raised for a request that cannot be answered; the text says why."""
 
 
 class _ReplacedError(Exception):
-    """Whoever has asked is gone, and another request has taken the place of this one."""
+    """Raised for an old request: its client is gone, and a later request has replaced its turn."""
 
 
 @dataclass
@@ -46,36 +46,36 @@ class _AnsweredTurn:
 
     body: str  # the request
     before: EpisodePosition
-    known: list[dict[str, Any]]  # the conversation before it
+    known: list[dict[str, Any]]  # the conversation before the request
     answer: asyncio.Task[dict[str, Any]]
-    is_read: bool = False  # the answer was sent to somebody who was there
-    listeners: list[Any] = field(default_factory=list)  # requests that wait for it
+    is_read: bool = False  # the answer was sent to a client that was still connected
+    listeners: list[Any] = field(default_factory=list)  # requests that wait for the answer
 
 
 @dataclass
 class EpisodeSession:
-    """One episode, as the gateway sees it.
+    """One episode of the gateway.
 
-    A program that gives up waiting and asks the same again gets the turn that it has asked for. A
-    turn that nobody has read is no part of the episode.
+    A program may stop waiting and repeat its request; it then gets the same turn. A turn that no
+    client has read is not part of the episode.
     """
 
     client: Client
-    known: list[dict[str, Any]] = field(default_factory=list)  # the conversation that it was sent
+    known: list[dict[str, Any]] = field(default_factory=list)  # the conversation so far
     reward: Trajectory | None = None
     is_over: bool = False  # a limit was reached
-    problem: UserError | None = None  # what ended it
+    problem: UserError | None = None  # the first error of a request
     _last: _AnsweredTurn | None = None
     _running: set[asyncio.Task[dict[str, Any]]] = field(default_factory=set)
 
     async def complete(self, asked: Mapping[str, Any], request: Any) -> dict[str, Any]:
-        """Answers a request of /v1/chat/completions. Raises _RefusedError, _ReplacedError,
+        """Answer a request of /v1/chat/completions. Raises _RefusedError, _ReplacedError,
         UserError and LimitReached."""
         body, turn = json.dumps(asked, sort_keys=True), self._last
         if turn is None or turn.body != body or (turn.is_read and not _is_repeated(request)):
             await self._drop_unread()
             position, known = self.client.position(), self.known
-            work = asyncio.ensure_future(self._turn(asked))  # it outlives who has asked for it
+            work = asyncio.ensure_future(self._turn(asked))  # goes on if the client disconnects
             self._running.add(work)
             work.add_done_callback(self._running.discard)
             turn = self._last = _AnsweredTurn(body, position, known, work)
@@ -91,7 +91,7 @@ class EpisodeSession:
             turn.is_read |= _is_there(request)
 
     async def _drop_unread(self) -> None:
-        """Whoever has asked for the last turn is gone, and wants something else now."""
+        """Drop the last turn if no client has read it and no client waits for it."""
         turn = self._last
         if turn is None or turn.is_read or any(map(_is_there, turn.listeners)):
             return
@@ -101,7 +101,7 @@ class EpisodeSession:
         self._take_back(turn)
 
     def close(self) -> None:
-        """The program has ended: a turn that it has not read was generated in vain."""
+        """End the session after its program has ended. Drops a turn that was not read."""
         turn, self._last = self._last, None
         for work in self._running:
             work.cancel()
@@ -155,29 +155,30 @@ class EpisodeSession:
         }
 
     def check(self) -> None:
-        """Raises what was wrong with a request of the episode."""
+        """Raise the first error of a request in this episode, if there was one."""
         if self.problem is not None:
             raise self.problem
 
 
 def _is_there(request: Any) -> bool:
-    """Whether somebody waits at the other end of the request's connection."""
+    """Whether the client of a request is still connected."""
     return request.transport is not None and not request.transport.is_closing()
 
 
 def _is_repeated(request: Any) -> bool:
-    """Whether the client says that it repeats a request, as the package `openai` does: it may have
-    given up at the moment in which its answer was sent."""
+    """Whether the client declares the request as a retry, as the package `openai` does.
+
+    The client may have given up just when its answer was sent."""
     return request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def new_key() -> str:
-    """An API key that nobody guesses."""
+    """Return an API key that cannot be guessed."""
     return secrets.token_urlsafe(24)
 
 
 class Gateway:
-    """See above. It starts with its first session and ends with the event loop."""
+    """The server. It starts at the first call of `url` and ends with the event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, EpisodeSession] = {}
@@ -185,7 +186,7 @@ class Gateway:
         self._starting = asyncio.Lock()
 
     async def url(self) -> str:
-        """Without the /v1 that OpenAI's clients want."""
+        """Return the server's URL, without the "/v1" that OpenAI's clients need."""
         async with self._starting:
             if self._url is None:
                 self._url = await self._serve()
@@ -193,7 +194,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def session(self, client: Client, key: str) -> Generator[EpisodeSession]:
-        """The session of an episode. Within the context its requests have this key."""
+        """Open the session of an episode. Requests with this key belong to it."""
         assert key not in self._sessions, "two episodes have one key"
         session = self._sessions[key] = EpisodeSession(client)
         try:
@@ -203,8 +204,8 @@ class Gateway:
             session.close()
 
     async def _serve(self) -> str:
-        """Listens on loopback; returns its URL."""
-        from aiohttp import web  # not at the top: most runs do without
+        """Listen on loopback; return the URL."""
+        from aiohttp import web  # imported here, because most runs do not need it
 
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -214,7 +215,7 @@ class Gateway:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         listener = socket.create_server(("127.0.0.1", 0))
-        weakref.finalize(self, listener.close)  # the event loop does not close it at its own end
+        weakref.finalize(self, listener.close)  # the event loop does not close it
         await web.SockSite(runner, listener).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -275,7 +276,7 @@ async def _json(request: Any) -> dict[str, Any]:
 
 
 def _as_stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """An answer for a program that wants it piece by piece: the whole message is one piece."""
+    """Write an answer as a stream, with the whole message as one chunk."""
     (choice,) = answer["choices"]
     calls = choice["message"].get("tool_calls", ())
     message = dict(choice["message"])

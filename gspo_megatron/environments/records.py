@@ -1,4 +1,4 @@
-"""Episodes for people: who said what, turn by turn, with the rewards of the turns."""
+"""Writes episodes as readable records: speaker, text and reward of each turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ POLICY = "assistant"  # the role of what the policy wrote
 
 
 def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
-    """What samples.jsonl has of an episode beside its texts: `turns`, and `error`, why it failed.
+    """Return an episode's `turns` and `error` (why it failed) for samples.jsonl.
 
-    A turn of the policy has its tokens as text, special ones included, so that nothing it writes
-    looks like the end of a turn or like somebody else. What stands between is the messages that the
-    environment gave, or its text. score: None where no reward is known.
+    The text of a policy's turn includes its special tokens, so that it cannot imitate the end of a
+    turn or another speaker. Between these turns are the messages or the text of the environment.
+    `score` is None if the reward is unknown.
     """
     rewards = _rewards_of_turns(episode.transcript, score)
     error = None if episode.error is None else str(episode.error)
@@ -33,8 +33,9 @@ def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
 def records_of(
     episodes: Sequence[Episode], scores: Sequence[Score | None]
 ) -> Sequence[dict[str, Any]]:
-    """The same for several; nothing of single turns. A record is made when it is asked for: a step
-    writes those of `logging.samples_per_step` episodes only."""
+    """Return the records of several episodes; empty if the run has no environment.
+
+    Each record is made on access, because a step writes only `logging.samples_per_step` of them."""
     return _Records([*zip(episodes, scores, strict=True)]) if episodes else []
 
 
@@ -52,7 +53,7 @@ class _Records(Sequence[Any]):
 
 
 def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of tokens, with the names of special ones."""
+    """Decode tokens, including the names of special tokens."""
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     runs = itertools.groupby(map(int, token_ids), key=lambda n: n in names)
     return "".join(
@@ -68,7 +69,7 @@ def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[s
             said, between = episode.client.conversation.added[number], transcript.between[number]
             for message in said:
                 yield {**_of_message(message), "branch": branch, "trained": False}
-            if not said and (number == 0 or between):  # there are no messages
+            if not said and (number == 0 or between):  # text without messages
                 ids = between if number else part.prompt
                 role, text = "environment" if number else "prompt", visible(tokenizer, ids)
                 yield {"role": role, "text": text, "branch": branch, "trained": False}
@@ -86,7 +87,7 @@ def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[s
 
 
 def _of_message(message: Message) -> Mapping[str, Any]:
-    """An environment may put anything into a message that its chat template can write."""
+    """Return the record of a message. An environment's message may have values of any type."""
     keys = ("role", "content", "tool_calls")
     role, content, calls = (_shown(_field(message, key)) for key in keys)
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -102,7 +103,7 @@ def _field(message: Any, key: str) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A value as JSON; the name of its type where it refuses to be written."""
+    """Convert a value to JSON; to the name of its type if the conversion fails."""
     try:
         return _plain(value)
     except Exception:  # noqa: BLE001 (code of the value's own class, or a list that holds itself)
@@ -110,20 +111,20 @@ def _shown(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON, with the text of what JSON lacks."""
+    """Convert a value to JSON; values that JSON lacks become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if hasattr(value, "tolist"):  # numpy and tensors, without importing either library
+    if hasattr(value, "tolist"):  # numpy arrays and tensors; imports neither library
         return _plain(value.tolist())
     return str(value)
 
 
 def _rewards_of_turns(transcript: Transcript, score: Score | None) -> list[float] | None:
-    """None where the reward is one of the whole episode, or of other parts than the turns."""
+    """Return the reward of each turn; None if the rewards do not belong to the turns."""
     if score is None or score.ends is None:
         return None
     ends = [int(end) for end in transcript.turn_ends()]

@@ -1,4 +1,4 @@
-"""Environments by name, or from a user's module; their options are checked before training."""
+"""Finds environments by name or in a user's module, and checks their options before training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REGISTRY: dict[str, Callable[..., Environment]] = {}
 
 
 def register(name: str) -> Callable[[_Class], _Class]:
-    """Decorator that makes a class the environment `name`."""
+    """Return a decorator that registers a class as the environment `name`."""
 
     def decorate(made: _Class) -> _Class:
         assert name not in _REGISTRY, f"two environments named {name!r}"
@@ -43,11 +43,10 @@ def register(name: str) -> Callable[[_Class], _Class]:
 def get_environment(
     name: str, import_path: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Environment | None:
-    """The environment `name`, or the user's class at `import_path`, made with `options`; None for
-    single turns.
+    """Make the environment `name`, or the user's class at `import_path`, with `options`.
 
-    Raises EpisodeError if there is no such environment, its module cannot be imported, or the
-    options do not fit it.
+    Returns None for single turns. Raises EpisodeError if there is no such environment, its module
+    cannot be imported, or the options do not fit it.
     """
     if import_path:
         name, make = import_path, load_function(_PATH, import_path, EpisodeError, "class")
@@ -86,7 +85,7 @@ def _made(
 
 
 def _rollout_fault(environment: Environment) -> str | None:
-    """What is wrong with its method `rollout`, or None."""
+    """Return what is wrong with the environment's method `rollout`, or None."""
     rollout = getattr(environment, "rollout", None)
     if not callable(rollout):
         return "has no method rollout"
@@ -102,8 +101,9 @@ def _rollout_fault(environment: Environment) -> str | None:
 def check_environment(
     environment: Environment, tokenizer: Tokenizer, prompts: Sequence[Prompt]
 ) -> None:
-    """Checks that an environment can be run on this machine, and can answer these prompts. Raises
-    EpisodeError with all that is wrong."""
+    """Check that an environment can run on this machine and can answer these prompts.
+
+    Raises EpisodeError with all problems."""
     problems, name = [], type(environment).__name__
     fault = getattr(environment, "machine_fault", lambda: None)()
     if fault is not None:
@@ -126,17 +126,18 @@ def check_environment(
 
 
 def _says_messages(environment: Environment) -> bool:
-    """Whether its code gives messages to `generate`, and has no other way to go on after a turn."""
+    """Whether the environment's code passes messages to `generate`, but no `text`, and does not
+    call `begin`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(environment))))
-    except (OSError, TypeError, SyntaxError):  # made by code, or not in Python
+    except (OSError, TypeError, SyntaxError):  # no source: a generated class, or not Python
         return False
     calls = [
         (node, node.func.attr)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    # A judge or another model of the environment may have such a method, too.
+    # Only calls on the client count: another model of the environment may also have `generate`.
     client = next(iter(inspect.signature(environment.rollout).parameters))
     turns = [call for call, method in calls if method == "generate"]
     says = any(
@@ -151,8 +152,9 @@ def _says_messages(environment: Environment) -> bool:
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
-    """What runs the episodes of a run; None for single turns. Raises EpisodeError as
-    `get_environment`."""
+    """Return the runner of a run's episodes; None for single turns.
+
+    Raises EpisodeError like `get_environment`."""
     environment = environment_of(config)
     if environment is None:
         return None
@@ -165,7 +167,7 @@ def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
 
 
 def environment_of(config: Config) -> Environment | None:
-    """The environment of a run, as `get_environment` makes it."""
+    """Make the environment of a run; None for single turns. See `get_environment`."""
     section = config.environment
     if section.verifiers is not None:
         make = partial(Verifiers, section.verifiers, section.python)
@@ -174,8 +176,9 @@ def environment_of(config: Config) -> Environment | None:
 
 
 def tools_of(config: Config) -> list[dict[str, Any]]:
-    """What the chat template is to describe in the prompts. Raises EpisodeError as
-    `get_environment`."""
+    """Return the tools that the chat template describes in the prompts.
+
+    Raises EpisodeError like `get_environment`."""
     return own_copy([*getattr(environment_of(config), "tools", ())])
 
 

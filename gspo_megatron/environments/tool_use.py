@@ -1,12 +1,12 @@
-"""The environment `tool_use`: the policy may call tools, in the format that Qwen's chat templates
-teach (github.com/QwenLM/Qwen-Agent, "hermes"):
+"""The environment `tool_use`: the policy may call tools, in the format of Qwen's chat templates
+(github.com/QwenLM/Qwen-Agent, "hermes"):
 
     <tool_call>
     {"name": "calculator", "arguments": {"expression": "12 * 34"}}
     </tool_call>
 
-A turn that calls tools is followed by a message of the role `tool` for each call. A turn that calls
-none is the answer, which the reward function scores.
+After a turn with calls comes a message with the role `tool` for each call. A turn without calls is
+the answer, which the reward function scores.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process import sandbox
 from gspo_megatron.types import Prompt
 
-_SHOWN_CHARACTERS = 2000  # of what a tool answers
+_SHOWN_CHARACTERS = 2000  # longer answers of a tool are cut
 
 
 class ToolError(Exception):
-    """The call is wrong; the policy is told."""
+    """Raised for a wrong call. The policy gets the message."""
 
 
 @dataclass(frozen=True)
 class Tool:
     name: str
     description: str
-    argument: str  # its only one, a string
+    argument: str  # name of the only argument, which is a string
     call: Callable[[str], Awaitable[str]]
 
     def schema(self) -> dict[str, Any]:
-        """The tool's description, as chat templates take it."""
+        """Return the tool's description in the format of chat templates."""
         argument = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": argument, "required": [self.argument]}
         about = {"name": self.name, "description": self.description, "parameters": parameters}
@@ -51,7 +51,7 @@ class Tool:
 
 @register("tool_use")
 class ToolUse:
-    """See above. `tools`: the names of those that the policy may use."""
+    """Lets the policy call `tools` (names); default: the calculator."""
 
     needs_messages = True
 
@@ -110,7 +110,7 @@ _LONGEST_EXPRESSION, _LARGEST_EXPONENT, _LARGEST_BASE = 500, 100, 10**6
 
 
 async def calculate(expression: str) -> str:
-    """The value of an arithmetic expression. Nothing is executed: its syntax tree is walked."""
+    """Evaluate an arithmetic expression. Walks its syntax tree and executes no code."""
     if len(expression) > _LONGEST_EXPRESSION:
         raise ToolError(f"the expression has more than {_LONGEST_EXPRESSION} characters")
     try:
@@ -150,7 +150,7 @@ _PROGRAMS = sandbox.Limits(seconds=5.0, memory_mb=512, processes=8, disk_mb=16)
 
 
 async def run_python(code: str) -> str:
-    """What a program prints, in a sandbox of its own (process/sandbox.py), and why it failed."""
+    """Run a program in a sandbox (process/sandbox.py); return its output, and why it failed."""
     try:
         outcome = await asyncio.to_thread(
             sandbox.run, code.encode(errors="replace"), b"", _PROGRAMS

@@ -1,8 +1,8 @@
-"""`environment.verifiers`: a taskset of the package verifiers, unchanged.
+"""`environment.verifiers`: runs an unchanged taskset of the package verifiers.
 
-The taskset runs in a process of its own, in the interpreter that has the package
-(`environment.python`): verifiers_bridge.py. One process plays all episodes. Whatever program
-verifiers starts for an episode talks to the policy through the gateway, which records its tokens.
+The taskset runs in a separate process (verifiers_bridge.py), in the interpreter that has the
+package (`environment.python`). One process runs all episodes. The programs that verifiers starts
+for an episode call the policy through the gateway, which records the policy's tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
-TASK_FIELD = "task"  # of the rows that `gspo-megatron tasks` writes
+TASK_FIELD = "task"  # field of the rows that `gspo-megatron tasks` writes
 _BRIDGE = Path(__file__).with_name("verifiers_bridge.py")
-_LONGEST_LINE = 1 << 24  # bytes of an answer
+_LONGEST_LINE = 1 << 24  # bytes; limit for one answer
 
 
 @dataclass
 class _VerifiersProcess:
-    """The process that plays, as long as it lives."""
+    """The running process of verifiers_bridge.py."""
 
     running: subprocess.Popen[bytes]
     writer: asyncio.StreamWriter
@@ -50,7 +50,7 @@ class _VerifiersProcess:
         self.writer.write(json.dumps(order).encode() + b"\n")
 
     async def read(self, reader: asyncio.StreamReader) -> None:
-        """Hands out answers until the process has ended."""
+        """Deliver answers until the process has ended."""
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 answer = json.loads(line)
@@ -66,9 +66,10 @@ class _VerifiersProcess:
 
 
 class Verifiers:
-    """See above. `taskset_id`: as `vf-eval` takes it; `seconds`: an episode that takes longer,
-    beside the time for the policy's turns, has failed; `options`: fields of verifiers' environment
-    (`--env.*` of `vf-eval`)."""
+    """Runs tasks of the taskset `taskset_id` (as in `vf-eval`).
+
+    An episode fails if it takes longer than `seconds`, not counting the policy's turns. `options`
+    are fields of verifiers' environment (`--env.*` of `vf-eval`)."""
 
     gives_rewards = True
     needs_template = True
@@ -100,8 +101,9 @@ class Verifiers:
         return Trajectory(reward=answer["reward"])
 
     def tasks(self, first: int, count: int) -> Iterator[dict[str, Any]]:
-        """Rows of a prompt file for tasks of the taskset, from number `first` on. Raises
-        EpisodeError where verifiers says no."""
+        """Yield rows of a prompt file for `count` tasks of the taskset, from number `first` on.
+
+        Raises EpisodeError if verifiers fails."""
         settings = json.dumps(self._settings)
         command = [self._python, "-P", str(_BRIDGE), "tasks", settings, str(first), str(count)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=_environment()) as process:
@@ -114,7 +116,7 @@ class Verifiers:
 
     @contextlib.contextmanager
     def _session(self, client: Client) -> Generator[tuple[str, EpisodeSession]]:
-        """A key comes again only when the process has no more use for it."""
+        """Open a session. The key of an aborted episode, which may be in use, is not reused."""
         key = self._free_keys.pop() if self._free_keys else new_key()
         with self._gateway.session(client, key) as session:
             yield key, session
@@ -141,7 +143,7 @@ class Verifiers:
     # The process
 
     async def _start(self, max_turns: int) -> _VerifiersProcess:
-        """Raises UnplayableError where verifiers does not take the settings."""
+        """Start the process. Raises UnplayableError if verifiers refuses the settings."""
         settings = {**self._settings, "max_turns": max_turns}
         settings["url"] = f"{await self._gateway.url()}/v1"
         ours, theirs = socket.socketpair()
@@ -151,7 +153,7 @@ class Verifiers:
             running = subprocess.Popen(
                 kept(lifeline, command),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),  # the rollout service talks on its own stdout
+                stdout=sys.stderr.fileno(),  # the rollout service needs its stdout for messages
                 pass_fds=(lifeline, theirs.fileno()),
                 start_new_session=True,
                 env=_environment(),
@@ -159,7 +161,7 @@ class Verifiers:
         finally:
             os.close(lifeline)
             theirs.close()
-        end = weakref.finalize(self, os.close, life)  # the end of all that it has started
+        end = weakref.finalize(self, os.close, life)  # ends the process and all that it started
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         process = _VerifiersProcess(running, writer, end)
         process.tell(settings)
@@ -174,5 +176,5 @@ class Verifiers:
 
 
 def _environment() -> dict[str, str]:
-    """Without the places of this interpreter's packages."""
+    """Return the environment variables without the paths of this interpreter's packages."""
     return {key: v for key, v in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

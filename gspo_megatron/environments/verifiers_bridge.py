@@ -1,13 +1,13 @@
-"""Plays tasks of the package verifiers, in the interpreter that has it. A script of its own: it
-imports nothing of gspo_megatron, whose packages need other versions.
+"""Runs tasks of the package verifiers, in the Python interpreter that has this package. It is a
+separate script that does not import gspo_megatron, whose packages need other versions.
 
     python -P verifiers_bridge.py tasks SETTINGS FIRST COUNT   prints tasks as rows of prompts
-    python -P verifiers_bridge.py play FD                      plays them, over the socket FD
+    python -P verifiers_bridge.py play FD                      runs tasks, over the socket FD
 
-A socket carries one JSON object a line. In comes first of all SETTINGS: {"taskset": its id,
-"options": the fields of verifiers' environment, "url": where the policy answers, "max_turns": n};
-then {"id": n, "key": the episode's API key, "task": the row's} and {"cancel": n}. Out goes
-{"problem": ...} or {} for the settings; then, for each task, {"id": n, "reward": x,
+The socket carries one JSON object on each line. The first input line is SETTINGS: {"taskset": id,
+"options": the fields of verifiers' environment, "url": the policy's URL, "max_turns": n}. Then come
+{"id": n, "key": the episode's API key, "task": the row's task} and {"cancel": n}. The answer to the
+settings is {"problem": ...} or {}. The answer to a task is {"id": n, "reward": x,
 "truncated": bool} or {"id": n, "error": ...}.
 """
 
@@ -25,15 +25,15 @@ from collections.abc import Iterator
 from typing import Any
 
 POLICY = "policy"
-_LONGEST_LINE = 1 << 30  # bytes of a task
+_LONGEST_LINE = 1 << 30  # bytes; limit for one task
 
 
 class UnfitError(Exception):
-    """What this environment of verifiers cannot be used for; the text says why."""
+    """Raised if an environment of verifiers cannot be used here; the text says why."""
 
 
 def load(settings: dict[str, Any]) -> Any:
-    """The environment of verifiers that the settings name."""
+    """Return the environment of verifiers that the settings name."""
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.runtimes import PrimeConfig
     from verifiers.v1.utils.loaders import (
@@ -49,8 +49,8 @@ def load(settings: dict[str, Any]) -> Any:
     roles = agent_config_fields(resolve_env_config({**options, "taskset": taskset}))
     for role, config in roles.items():
         given = dict(options.get(role, {}))
-        # Without more ado verifiers hires a machine of its authors' company, or gives the policy a
-        # shell on this one.
+        # The defaults of verifiers would rent a machine from its authors' company, or give the
+        # policy a shell on this machine.
         if "runtime" not in given and type(config.runtime) is PrimeConfig:
             given["runtime"] = {"type": "subprocess"}
         if config.harness is None and default_harness_id(name) == "bash":
@@ -69,9 +69,9 @@ def load(settings: dict[str, Any]) -> Any:
 
 
 def print_tasks(settings: dict[str, Any], first: int, count: int) -> None:
-    """Rows of a prompt file, in the order of the taskset."""
+    """Print tasks as rows of a prompt file, in the order of the taskset."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as rows:
-        os.dup2(2, 1)  # what the taskset prints is no row
+        os.dup2(2, 1)  # the taskset's own output must not be among the rows
         for row in _rows(load(settings).taskset.skip(first).take(count)):
             rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -83,7 +83,7 @@ def _rows(taskset: Any) -> Iterator[dict[str, Any]]:
 
 
 def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
-    """What the policy reads first, as far as the task knows it."""
+    """Return the first messages to the policy, as far as the task defines them."""
     prompt = data.get("prompt")
     system = []
     if data.get("system_prompt"):
@@ -93,23 +93,24 @@ def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
         said = [{"role": role, "content": text} for role, text in texts if isinstance(text, str)]
         if said:
             return [*system, *said]
-    # a user of the environment's own speaks first
+    # Without a prompt, a user of the environment speaks first; the task's name replaces the prompt.
     text = prompt if isinstance(prompt, str) else data.get("name") or key
     return [*system, {"role": "user", "content": text}]
 
 
 class Bridge:
-    """See above."""
+    """Runs the tasks that come over the socket, and answers them."""
 
     def __init__(self, environment: Any, url: str) -> None:
         self.environment, self.url = environment, url
         self.task_class = type(environment.taskset).task_type()
         self.playing: dict[int, asyncio.Task[None]] = {}
-        # verifiers keeps a client for each variable's name, so keys come again, and with them these
+        # API key -> environment variable. verifiers holds one client for each variable name, so the
+        # caller reuses keys, and a key always has the same variable.
         self.variables: dict[str, str] = {}
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until the other side closes the socket."""
+        """Run tasks until the other side closes the socket."""
         async with self.environment.serving():
             _tell(writer, {})
             while line := await reader.readline():
@@ -162,7 +163,7 @@ def _named(error: BaseException) -> str:
 
 
 async def play(descriptor: int) -> None:
-    """Serves the socket until its other side is closed."""
+    """Serve the socket until its other side is closed."""
     connection = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
     settings = json.loads(await reader.readline())
@@ -177,9 +178,9 @@ async def play(descriptor: int) -> None:
 
 
 def main() -> None:
-    """See above."""
-    sys.path.append(os.getcwd())  # -P takes it off
-    # uv of this environment prepares the programs that talk to the policy.
+    """Run the command line."""
+    sys.path.append(os.getcwd())  # the option -P removes it
+    # verifiers uses this environment's uv to prepare the programs that call the policy.
     places = itertools.chain(
         [os.path.dirname(sys.executable)], [os.environ.get("PATH", os.defpath)]
     )

@@ -1,4 +1,6 @@
-"""Memory, communication and pipeline bubble of any layout, before a run: the training code builds
-and runs a rank's part of the model on the meta device (platform.megatron_meta)."""
+"""Estimates memory, communication and pipeline bubble of any layout before a run.
+
+The training code builds and runs a rank's part of the model on the meta device
+(platform.megatron_meta)."""
 
 import gspo_megatron.platform  # noqa: F401  (prepares the process for megatron.core)

@@ -1,4 +1,4 @@
-"""The activations and collectives of one micro-batch, found by running it on meta."""
+"""Measures the activations and collectives of one micro-batch by running it on meta."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from gspo_megatron.platform.megatron_meta import META, Collective, EqualLoad
 
 @dataclass(frozen=True)
 class ChunkPass:
-    """A model chunk's forward and backward pass of one micro-batch on this rank."""
+    """The figures of one micro-batch's forward and backward pass through a chunk on this rank."""
 
-    saved_bytes: int  # kept for the backward pass, parameters apart
-    input_bytes: int  # received from the stage before, and kept with the rest
-    output_bytes: int  # sent to the next stage, and kept until the backward pass
-    forward_peak_bytes: int  # without gradients; 0 without rollouts
-    workspace_bytes: int  # the most beyond `saved_bytes` in forward and backward pass
+    saved_bytes: int  # saved for the backward pass, without parameters
+    input_bytes: int  # received from the previous stage, and saved, too
+    output_bytes: int  # sent to the next stage, and held until the backward pass
+    forward_peak_bytes: int  # peak of a pass without gradients; 0 without rollouts
+    workspace_bytes: int  # peak of both passes, minus `saved_bytes`
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
-    head_bytes: int  # part of the workspace: the log-prob head's
+    head_bytes: int  # part of the workspace that the log-prob head needs
 
 
 def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBatch:
-    """One micro-batch of sequences of (prompt, response) tokens as the trainer builds it, on the
-    meta device, except the tensors that the host reads."""
+    """Build a micro-batch like the trainer's, on the meta device.
+
+    `lengths` are (prompt, response) tokens of the sequences. Tensors that the host reads stay on
+    the CPU."""
     from gspo_megatron.supervised.pretraining import rows_of_samples
 
     config: Any = model.config
@@ -74,7 +76,7 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
 
 
 def chunk_passes(model: RankModel, batch: MicroBatch, *, samples: bool = True) -> list[ChunkPass]:
-    """The passes of each chunk. samples: the run has rollouts: prompts pass without gradients."""
+    """Run the passes of each chunk. `samples`: also a pass without gradients, as in rollouts."""
     config = model.policy.config
     share = config.moe_router_topk / config.num_moe_experts if config.num_moe_experts else 0.0
     with EqualLoad(share):
@@ -115,7 +117,7 @@ def _chunk_pass(
 
 
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
-    """Bytes of the log-prob head alone, forward and backward."""
+    """Measure the bytes of the log-prob head alone, forward and backward."""
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)
@@ -127,7 +129,7 @@ def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
 
 
 def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
-    """Give a chunk without embedding an input like that of the previous stage."""
+    """Give a chunk without embedding an input like the output of the previous stage."""
     model = unwrap(chunk)
     if model.pre_process:
         return
@@ -141,10 +143,10 @@ def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
 
 
 class SavedTensors:
-    """The tensors that autograd keeps of the forward pass inside, on any device."""
+    """A context that records the tensors that autograd saves for the backward pass."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """The parameters of `module` are not counted."""
+        """Prepare the context. It does not count the parameters of `module`."""
         self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}
         self._kept: list[weakref.ref[Tensor]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -157,13 +159,14 @@ class SavedTensors:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # a new tensor object, which lives as long as the graph
+        # detach() makes a new tensor object that only the graph holds, so the weak reference shows
+        # whether the graph still holds the data.
         kept = tensor.detach()
         self._kept.append(weakref.ref(kept))
         return kept
 
     def num_bytes(self) -> int:
-        """The bytes of the storages that the graph still keeps, each counted once."""
+        """Return the bytes of the storages that the graph still holds, each counted once."""
         alive = [t.untyped_storage() for kept in self._kept if (t := kept()) is not None]
         sizes = {storage._cdata: storage.nbytes() for storage in alive}
         return sum(n for key, n in sizes.items() if key not in self._parameters)

@@ -1,4 +1,4 @@
-"""A configuration on a number of ranks, stage by stage."""
+"""Estimates a configuration on a number of ranks, stage by stage."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
-LEAST_SAVING = 0.1  # share of the bytes; recomputing takes time, so it must be worth something
+LEAST_SAVING = 0.1  # share of the bytes; a smaller saving is not worth the time of recomputing
 
-# Share of a GPU's memory for the allocator's gaps, NCCL's buffers and the CUDA context.
+# Share of a GPU's memory for fragmentation, NCCL's buffers and the CUDA context.
 HEADROOM = 0.08
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """What is known of a layout without a run."""
+    """The estimated figures of a layout."""
 
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
-    parameters: Counter[str]  # of the whole model, by kind
-    ranks: list[RankMemory]  # one of each pipeline stage
-    traffic: list[dict[str, int]]  # bytes a step that it sends, by axis
+    parameters: Counter[str]  # parameters of the whole model, by kind
+    ranks: list[RankMemory]  # one rank of each pipeline stage
+    traffic: list[dict[str, int]]  # bytes that each of these ranks sends in a step, by axis
     bubble: float
 
     @property
@@ -43,7 +43,7 @@ class LayoutEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
     def most_traffic(self) -> dict[str, int]:
-        """The bytes of the rank that sends most along an axis, by axis."""
+        """Return, for each axis, the bytes of the rank that sends most along it."""
         return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
 
     def fits(self, gpu_bytes: float) -> bool:
@@ -60,12 +60,15 @@ def estimate_layout(
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
-    """Build and run a representative rank of each pipeline stage on meta.
+    """Build and run one rank of each pipeline stage on meta.
 
-    longest: see `workload`. limit: bytes; only the first, second and last stage are built (those in
-    between hold fewer micro-batches than the second), and none after a rank that needs more. runs:
-    a cache of the runs of other layouts. `config` has passed its rules at this world size. Raises
-    UserError if Megatron-Core cannot build the model.
+    config: has passed `check_config` at this world size.
+    longest: see `workload`.
+    limit: bytes. With it, only the first, second and last stage are built: the others hold fewer
+    micro-batches than the second. Stages after a rank that needs more are skipped.
+    runs: a cache of runs, shared between layouts.
+
+    Raises UserError if Megatron-Core cannot build the model.
     """
     parallel = resolve_parallel(config, world_size)
     work = workload(config, parallel, longest)
@@ -74,7 +77,7 @@ def estimate_layout(
     runs = {} if runs is None else runs
     ends = sorted({0, min(1, stages - 1), stages - 1})
     for stage in range(stages) if limit is None else ends:
-        rank = stage * (world_size // stages)  # Megatron's order: pp is the slowest axis
+        rank = stage * (world_size // stages)  # pp changes slowest in Megatron's order of ranks
         with rank_model(config, parallel, rank, vocab_size) as model:
             state = state_bytes(model)
             if limit is not None and state.total > limit:
@@ -93,7 +96,8 @@ def estimate_layout(
 
 
 def _run_key(model: RankModel, work: Workload) -> tuple:
-    """Ranks with the same key run the same passes, if the rest of the configuration is the same."""
+    """Return the key of a cached run. Ranks with the same key and otherwise the same configuration
+    run the same passes."""
     sizes = model.parallel.group_sizes()
     del sizes["pipeline_model_parallel_size"], sizes["virtual_pipeline_model_parallel_size"]
     chunks = tuple(
@@ -107,17 +111,17 @@ NO_PASSES = [ChunkPass(0, 0, 0, 0, 0, (), (), 0)]
 
 
 def run_stage(model: RankModel, work: Workload) -> list[ChunkPass]:
-    """Forward and backward pass of a full micro-batch through each chunk."""
+    """Run a full micro-batch forward and backward through each chunk."""
     return chunk_passes(model, micro_batch(model, work.lengths), samples=work.rollout_rows > 0)
 
 
 def saves_little(with_mode: float, without: float) -> bool:
-    """Whether a recompute mode needs about as many bytes as none, or more."""
+    """Whether a recompute mode saves less than LEAST_SAVING of the bytes."""
     return with_mode > (1 - LEAST_SAVING) * without
 
 
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
-    """Bytes of the worst rank while it trains, under each of the recompute modes."""
+    """Return the bytes of the worst rank during training, for each recompute mode."""
     config, worst = estimate.config, estimate.worst
     totals = {}
     for mode in RECOMPUTE:

@@ -1,4 +1,4 @@
-"""A rank's memory by component, and the most that it needs at one moment of a step."""
+"""Estimates a rank's memory by component, and its peak in a step."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ from gspo_megatron.routing.replay import expert_dtype
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of a representative rank. Training and rollout take turns: the larger of
-    the two counts."""
+    """Device bytes of one rank. Training and rollout take turns, so the larger one counts."""
 
     rank: int
     stage: int
     layers: int
     state: StateBytes
-    reference: int  # a copy of the trained weights, if there is a KL divergence that needs it
-    activations: int  # of all micro-batches in flight
-    in_flight: tuple[int, ...]  # of each chunk
-    workspace: int  # of the running forward or backward pass
-    head: int  # part of it: the log-prob head's tiles and gradients
+    reference: int  # weights of the reference policy and the teacher, if the objective needs them
+    activations: int  # activations of all micro-batches in flight
+    in_flight: tuple[int, ...]  # number of micro-batches, for each chunk
+    workspace: int  # memory of the running forward or backward pass
+    head: int  # part of the workspace: tiles and gradients of the log-prob head
     replay: int  # routes of the step's tokens
-    kv_cache: int  # and the states of delta nets
+    kv_cache: int  # KV cache and the states of delta nets
     rollout: int  # activations of the prompts, routes of the responses
-    host: int  # offloaded, in host memory
-    fp8_copies: int  # of the weights, beside them
+    host: int  # bytes that are offloaded to host memory
+    fp8_copies: int  # FP8 copies of the weights, in addition to the weights
 
     @property
     def training(self) -> int:
-        """Beside the state."""
+        """Bytes of training, without the state."""
         return self.activations + self.workspace + self.replay
 
     @property
     def sampling(self) -> int:
-        """Beside the state."""
+        """Bytes of a rollout, without the state."""
         return self.kv_cache + self.rollout
 
     @property
@@ -67,7 +66,7 @@ class RankMemory:
 def rank_memory(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
-    """`passes`: of each of its chunks."""
+    """Estimate the memory of a rank. `passes` has one entry for each of its chunks."""
     stages = model.parallel.pipeline_model_parallel_size
     held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]
@@ -83,16 +82,16 @@ def rank_memory(
     windows = (window_of(config, layer.layer_number) for layer in attending)
     places = sum(min(work.longest, window or work.longest) for window in windows)
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    # of a layer and token; latent attention keeps keys and values of all heads, too
+    # KV cache for each layer and token. Latent attention also caches keys and values of all heads.
     channels = sum(model.config.resolved_model().head_channels)
     cached = heads * channels * config.params_dtype.itemsize
     cached = cached * places + sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
-    # each rank passes its own prompts, whole ones under context parallelism too
+    # Each rank runs its own prompts; context parallelism does not split them.
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
     lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
-    # with adapters that start as none, the policy without them is the reference
+    # If the adapters start without effect, the policy without adapters is the reference.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
         reference = whole if lora is None else trained_bytes(model.policy)
     if section and section.distillation.teacher is not None:
@@ -109,7 +108,7 @@ def rank_memory(
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
-        # It shrinks when half of the sequences have ended; old and new cache then exist together.
+        # The cache shrinks after half of the sequences; then old and new cache exist together.
         kv_cache=work.rollout_rows * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
@@ -118,7 +117,8 @@ def rank_memory(
 
 
 def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
-    """Replay store of the step on the device, routes of the running rollout, store on the host."""
+    """Return the bytes of the replay store on the device, of the running rollout's routes, and of
+    the replay store on the host."""
     config = model.policy.config
     routing = model.config.routing if isinstance(model.config, Config) else None
     if routing is None or not config.num_moe_experts or not routing.modes:
@@ -141,7 +141,7 @@ _STATE_NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer": 
 
 
 def by_component(memory: RankMemory) -> dict[str, int]:
-    """The table's rows in order; a row with an indented name is part of the one above it."""
+    """Return the rows of the table in order. An indented row is part of the row above it."""
     rows = {
         f"{_STATE_NAMES[part]}: {kind}": table[kind]
         for part, table in vars(memory.state).items()

@@ -1,4 +1,4 @@
-"""One rank's weights, gradients and optimizer, as the training code builds them, on meta."""
+"""Builds one rank's weights, gradients and optimizer on meta, with the training code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERTS, EMBEDDING, DENSE = "experts", "embedding", "dense"
 
 @dataclass
 class RankModel:
-    """A rank's policy and trainer; valid inside `rank_model` alone."""
+    """A rank's policy and trainer; valid only inside the context `rank_model`."""
 
     config: AnyConfig
     parallel: ResolvedParallel
@@ -36,17 +36,17 @@ class RankModel:
     policy: Policy
     trainer: Trainer
     trace: Trace
-    fp8_copies: int  # bytes of the weights' copies for FP8 matrix products
+    fp8_copies: int  # bytes of weight copies for FP8 matrix products
 
     @property
     def stage(self) -> int:
-        """The pipeline stage: the slowest axis in Megatron-Core's order of ranks."""
+        """The rank's pipeline stage. In Megatron-Core's order of ranks it changes slowest."""
         return self.rank * self.parallel.pipeline_model_parallel_size // self.parallel.world_size
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that a rank holds from start to end, by kind of parameter."""
+    """Bytes that a rank holds during the whole run, by kind of parameter."""
 
     parameters: dict[str, int]
     gradients: dict[str, int]
@@ -61,14 +61,15 @@ class StateBytes:
 def rank_model(
     config: AnyConfig, parallel: ResolvedParallel, rank: int, vocab_size: int
 ) -> Generator[RankModel]:
-    """The model of `rank`, with its optimizer. Layers are torch_native's for every backend. Raises
-    UserError with the reason if Megatron-Core refuses the configuration."""
+    """Build the model of `rank` with its optimizer, always with the layers of torch_native.
+
+    Raises UserError with the reason if Megatron-Core refuses the configuration."""
     in_fp8 = config.training.precision in FP8
     config = without_kernels(config)
     with pretended_rank(rank, parallel.world_size) as trace:
         try:
             policy, trainer = _build(config, parallel, vocab_size)
-        # the errors by which Megatron-Core refuses a configuration
+        # Megatron-Core refuses a configuration with these errors.
         except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
             raise UserError(f"rank {rank} of {parallel} cannot be built: {error}") from error
         copies = fp8_copy_bytes(policy) if in_fp8 else 0
@@ -77,7 +78,7 @@ def rank_model(
 
 def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Policy, Trainer]:
     set_up_model_parallel(parallel, seed=0)
-    # only shapes are initialised, and warnings are for those who train
+    # Only shapes matter here, and warnings are relevant only in training.
     with (
         warnings.catch_warnings(),
         patch.object(build, "initialize_weights", lambda *_args, **_kwargs: None),
@@ -90,14 +91,15 @@ def _build(config: Any, parallel: ResolvedParallel, vocab_size: int) -> tuple[Po
 
 
 def with_values(config: AnyConfig, section: str, **values: Any) -> AnyConfig:
-    """The configuration with other values in one section."""
+    """Return the configuration with some values of one section replaced."""
     changed = getattr(config, section).model_copy(update=values)
     return config.model_copy(update={section: changed})
 
 
 def without_kernels(config: AnyConfig) -> AnyConfig:
-    """The configuration without what needs a GPU's kernels: Transformer Engine's layers, and low
-    precision, which becomes bf16."""
+    """Return the configuration without parts that need GPU kernels.
+
+    These are Transformer Engine's layers, and low precision, which becomes bf16."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
     config = with_values(config, "model", backend="torch_native", megatron=megatron)
@@ -105,8 +107,10 @@ def without_kernels(config: AnyConfig) -> AnyConfig:
 
 
 def fp8_copy_bytes(policy: Policy) -> int:
-    """Transformer Engine keeps two FP8 copies of every weight of a matrix product, one of them
-    transposed, from micro-batch to micro-batch."""
+    """Return the bytes of the FP8 copies of the weights.
+
+    Transformer Engine holds two FP8 copies of every weight in a matrix product, one of them
+    transposed, across micro-batches."""
     if getattr(policy.config, "disable_parameter_transpose_cache", False):
         return 0
     return 2 * sum(
@@ -119,12 +123,13 @@ def fp8_copy_bytes(policy: Policy) -> int:
 
 
 def state_bytes(model: RankModel) -> StateBytes:
-    """Bytes of weights and gradients in DDP's buffers, padding included, and of the optimizer."""
+    """Count the bytes of weights and gradients in DDP's buffers (with padding), and of the
+    optimizer."""
     parameters, gradients = _zeros(), _zeros()
     for chunk in model.policy.chunks:
         for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
             for buffer in buffers:
-                # the padding
+                # Add the padding only: the buffer minus its parameters, which are added below.
                 gradients[kind] += buffer.grad_data.nbytes
                 gradients[kind] -= sum(p.main_grad.nbytes for p in buffer.params)
                 if buffer.param_data is not None:
@@ -132,14 +137,14 @@ def state_bytes(model: RankModel) -> StateBytes:
                     parameters[kind] -= sum(p.nbytes for p in buffer.params)
     for name, parameter in _parameters(model.policy):
         kind = kind_of(name, parameter)
-        owner: Any = parameter  # to which Megatron-Core adds main_grad
+        owner: Any = parameter  # Megatron-Core adds the attribute main_grad
         gradients[kind] += owner.main_grad.nbytes if parameter.requires_grad else 0
         parameters[kind] += parameter.nbytes
     return StateBytes(parameters, gradients, _optimizer_bytes(model))
 
 
 def _optimizer_bytes(model: RankModel) -> dict[str, int]:
-    """Bytes of the optimizer's own copies of the weights and, after a step, of its moments."""
+    """Count the bytes of the optimizer's own copies of the weights, and of its moments."""
     result, named = _zeros(), _parameters(model.policy)
     weights = {p.untyped_storage()._cdata for _, p in named}
     owners = {id(getattr(p, "main_param", None)): kind_of(name, p) for name, p in named}
@@ -161,7 +166,7 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
 
 
 def trained_bytes(policy: Policy) -> int:
-    """Bytes of the weights that are trained: all, or the adapters."""
+    """Count the bytes of the trained weights: all weights, or only the adapters."""
     return sum(p.nbytes for _, p in _parameters(policy) if p.requires_grad)
 
 
@@ -170,20 +175,21 @@ def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def kind_of(name: str, parameter: torch.nn.Parameter) -> str:
-    """experts, embedding (input or output) or dense."""
+    """Return the kind of a parameter: experts, embedding (input or output) or dense."""
     if ".experts." in name and "shared_experts" not in name:
         return EXPERTS
     return EMBEDDING if "word_embeddings" in name or "output_layer" in name else DENSE
 
 
 def global_parameters(model: RankModel) -> dict[str, int]:
-    """Parameters of this rank's pipeline stage over all its ranks, each counted once, without the
-    rows that pad the vocabulary."""
+    """Count the parameters of this rank's pipeline stage over all ranks of the stage.
+
+    Each parameter counts once; the padding of the vocabulary does not count."""
     counts, parallel = _zeros(), model.parallel
     for name, parameter in _parameters(model.policy):
         kind, count = kind_of(name, parameter), parameter.numel()
         cut = getattr(parameter, "tensor_model_parallel", False)
-        cut = cut and not hasattr(parameter, "sum_over_expert_tp")  # of adapters, whole matrices
+        cut = cut and not hasattr(parameter, "sum_over_expert_tp")  # adapters: whole matrices
         if kind == EXPERTS:
             count *= parallel.expert_model_parallel_size
             count *= parallel.expert_tensor_parallel_size if cut else 1

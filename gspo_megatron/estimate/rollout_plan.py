@@ -1,9 +1,9 @@
-"""How long a step takes with rollouts by servers: trainer and servers, simulated event by event.
+"""Simulates trainer and vLLM servers, event by event, to estimate the time of a step.
 
-Batch t (from 1) is the t-th draw. Its generation may start once the servers hold version
->= t - 1 - max_staleness; batches are trained in their order. In an update both sides stand still:
-the servers pause, with responses in flight, and the trainer waits for the proof of the new weights.
-Times are in seconds, lengths in tokens, speeds in tokens per second.
+Draw t (from 1) is the batch of responses for step t. Its generation may start when the servers have
+weights version >= t - 1 - max_staleness. Batches are trained in order. During a weight update, both
+sides stop: the servers pause with responses in flight, and the trainer waits for the check of the
+new weights. Times are in seconds, lengths in tokens, speeds in tokens per second.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from statistics import NormalDist
 
 import numpy as np
 
-WARM_UP = 10  # steps that do not count: at the start nothing is in flight
-STEPS = WARM_UP + 60  # simulated; steps may come in bunches of max_staleness + 1, which divides 60
+WARM_UP = 10  # the first steps do not count: at the start nothing is in flight
+# Simulated steps. Steps may come in bunches of max_staleness + 1, which divides 60.
+STEPS = WARM_UP + 60
 _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
 
 
 @dataclass(frozen=True)
 class Server:
-    """A pass of the model gives each response one token, and its time grows evenly with their
-    number: two speeds tell it. A response beyond `slots` waits."""
+    """The speed of a server.
 
-    sequence_speed: float  # of one response alone
-    speed: float  # of `slots` responses, all together
+    A forward pass generates one token of each response. Its time grows linearly with the number of
+    responses, so two speeds define it. A response beyond `slots` waits."""
+
+    sequence_speed: float  # speed with a single response
+    speed: float  # total speed with `slots` responses
     slots: int
 
     def token_seconds(self) -> list[float]:
-        """Seconds of a pass with 0, 1, … `slots` responses."""
+        """Return the seconds of a pass with 0, 1, … `slots` responses."""
         alone, full = 1 / self.sequence_speed, self.slots / self.speed
         each_more = max(0.0, full - alone) / max(1, self.slots - 1)
         return [alone + each_more * (n - 1) for n in range(self.slots + 1)]
@@ -39,46 +42,48 @@ class Server:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run: what may be chosen, and the trainer that is left then."""
+    """One way to run: the user's choices, and the resulting times of the trainer."""
 
     servers: int
     max_staleness: int
-    train_seconds: float  # of a step: everything but waiting and the update
-    update_seconds: float
+    train_seconds: float  # a step without waiting and without the weight update
+    update_seconds: float  # the weight update
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A setting, and its steps once they are alike."""
+    """The figures of a setting's steps after the warm-up."""
 
     setting: Setting
     step_seconds: float
-    trainer_idle: float  # share of the time in which it waits for responses
-    servers_load: float  # tokens per second / what servers with all slots taken would generate
-    staleness_mean: float  # of trained tokens: versions between the generating and the trained one
+    trainer_idle: float  # share of the time in which the trainer waits for responses
+    servers_load: float  # tokens per second, as a share of the speed with all slots in use
+    staleness_mean: float  # mean over trained tokens of trained version - generating version
     staleness_max: int
 
 
 class _Servers:
-    """The servers of a simulation. Each has a clock: the tokens that one response would have if it
-    had run there since the start. So every response ends when the clock shows a fixed number."""
+    """The servers of a simulation.
+
+    Each server has a clock that counts tokens: the length of a response that has run there since
+    the start. So every response ends at a clock value that is known when it starts."""
 
     def __init__(self, lengths: np.ndarray, servers: int, server: Server) -> None:
         self.slots, self.token_seconds = server.slots, server.token_seconds()
         self.per_draw = lengths.shape[1]
         self.lengths: list[float] = lengths.ravel().tolist()
         self.next = 0  # the response that starts next
-        self.allowed = 0  # responses of the draws that may start
+        self.allowed = 0  # number of responses that may start
         self.left = [self.per_draw] * len(lengths)  # unfinished responses of each draw
-        # of each server: (clock at the end, draw) of its responses, as a heap; its clock, and the
-        # time when that was so
+        # For each server: a heap of its responses (clock at the end, draw); its clock, and the time
+        # of this clock value.
         self.running: list[list[tuple[float, int]]] = [[] for _ in range(servers)]
         self.clock, self.at = [0.0] * servers, [0.0] * servers
-        self.tokens = [0.0] * len(lengths)  # of each draw since the last update
-        self.ends: list[tuple[float, int]] = []  # (time of its next end, server), as a heap
+        self.tokens = [0.0] * len(lengths)  # tokens of each draw since the last update
+        self.ends: list[tuple[float, int]] = []  # heap of (time of a server's next end, server)
 
     def start(self, now: float, draws: int) -> None:
-        """Begin, or go on after a pause; the first `draws` draws may start."""
+        """Start, or go on after a pause; the first `draws` draws may start."""
         self.allowed = min(draws * self.per_draw, len(self.lengths))
         self.at = [now] * len(self.at)
         self.ends = []
@@ -87,7 +92,7 @@ class _Servers:
             self._await_end(server, now)
 
     def _fill(self, servers: Iterable[int]) -> None:
-        """Send waiting responses to these servers, each to the one with the fewest."""
+        """Send waiting responses to these servers, each to the server with the fewest responses."""
         free = [(n, s) for s in servers if (n := len(self.running[s])) < self.slots]
         heapq.heapify(free)
         while free and self.next < self.allowed:
@@ -106,7 +111,9 @@ class _Servers:
             heapq.heappush(self.ends, (now + wait, server))
 
     def run(self, until: float, wanted: int = -1) -> float:
-        """Generate until this time, or until the draw `wanted` is whole; returns when that was."""
+        """Generate until the time `until` or until the draw `wanted` is complete.
+
+        Returns the time of the end."""
         while self.ends and self.ends[0][0] <= until:
             now, server = heapq.heappop(self.ends)
             clock, draw = heapq.heappop(self.running[server])
@@ -136,11 +143,14 @@ class _Servers:
 def simulate(
     lengths: np.ndarray, server: Server, setting: Setting, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps 1 to `steps` on draws of `lengths` [draws, responses of a step]: at least
-    steps + max_staleness draws, so that the servers never run out of them.
+    """Simulate steps 1 to `steps`.
 
-    Returns times [steps, 3] (the trainer has the whole batch; training ends, the update begins; the
-    servers hold the new version) and the tokens [steps, draws] that each version generated."""
+    lengths: [draws, responses of a step], with at least steps + max_staleness draws, so that the
+    servers always have work.
+
+    Returns times [steps, 3] and tokens [steps, draws]. The times are: the trainer has the whole
+    batch; training ends and the weight update begins; the servers have the new version. The tokens
+    are those that each version generated for each draw."""
     assert len(lengths) >= steps + setting.max_staleness
     assert lengths.min() > 0
     servers = _Servers(lengths, setting.servers, server)
@@ -159,12 +169,12 @@ def simulate(
 
 
 def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
-    """The steps of `simulate` after the first WARM_UP."""
+    """Return the figures of the simulated steps after the first WARM_UP."""
     times, tokens = simulate(lengths[: STEPS + setting.max_staleness], server, setting, STEPS)
     starts, _, ends = times.T
     seconds = ends[-1] - ends[WARM_UP - 1]
     waits = starts[WARM_UP:] - ends[WARM_UP - 1 : -1]
-    # [STEPS, STEPS - WARM_UP]: of version and draw, from 0; draw d is trained on version d
+    # [STEPS, STEPS - WARM_UP], by version and draw, from 0. Draw d is trained on version d.
     tokens = np.maximum(tokens[:, WARM_UP:STEPS], 0.0)
     draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
@@ -180,15 +190,15 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """The fastest; of those that are as good within 2%, that with the least staleness, and of these
-    that with the fewest servers."""
+    """Return the best outcome: among those within 2% of the fastest step, the one with the least
+    staleness, then with the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))
 
 
 def log_normal_lengths(median: float, p90: float, longest: int, shape: Sequence[int]) -> np.ndarray:
-    """Lengths drawn from a log-normal distribution; longer ones are cut to `longest`."""
+    """Return random lengths from a log-normal distribution, clipped to 1 … `longest`."""
     scale = math.log(p90 / median) / NormalDist().inv_cdf(0.9)
     normal = np.random.default_rng(0).standard_normal(shape)
     return np.clip(np.ceil(median * np.exp(scale * normal)), 1, longest)

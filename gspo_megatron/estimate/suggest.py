@@ -1,4 +1,4 @@
-"""Layouts for a number of ranks that pass the rules and fit, the fastest in training first."""
+"""Suggests layouts for a number of ranks that pass the rules and fit into memory, fastest first."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
-MOST_BUILT = 40  # layouts that are built and run on meta before the search ends
-# Both flags: embedding and loss count as a layer each when layers are dealt out to stages.
+MOST_BUILT = 40  # the search builds and runs at most this many layouts on meta
+# With both flags, embedding and loss count as one layer each when stages get their layers.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (
     *PLACEMENT,
@@ -42,16 +42,16 @@ class Suggestion:
 
     estimate: LayoutEstimate
     cost: Cost
-    overrides: str  # what to add to the command line
+    overrides: str  # overrides to add to the command line
 
 
 @dataclass(frozen=True)
 class Search:
-    """The layouts found, and how many were looked at."""
+    """The suggested layouts, and the numbers of examined candidates."""
 
     found: list[Suggestion]
     legal: int  # candidates that pass the rules, counted once per recompute mode
-    likely: int  # those of them that may fit by a rough count
+    likely: int  # candidates that may fit by a rough count
     built: int
 
 
@@ -60,8 +60,8 @@ class _Candidate:
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
-    dense: float  # parameters of an average rank outside of the experts
-    experts: float
+    dense: float  # parameters of an average rank, without experts
+    experts: float  # expert parameters of an average rank
     cost: float = 0.0
 
 
@@ -75,10 +75,11 @@ def suggest(
     count: int = 10,
     longest: int | None = None,
 ) -> Search:
-    """The `count` cheapest layouts by estimate.traffic whose worst rank fits into `gpu_bytes`.
+    """Find the `count` cheapest layouts whose worst rank fits into `gpu_bytes`.
 
-    counts: the model's parameters, all and active ones. The candidates are tried in the order of a
-    formula of their traffic; those built on meta are ordered by the traffic found there.
+    counts: the model's number of parameters, and of active parameters. A formula for the traffic
+    sets the order in which candidates are tried. The traffic measured on meta sets the order of the
+    result.
     """
     room = gpu_bytes * (1 - HEADROOM)
     kept, output = _kept_activations(config, vocab_size, longest)
@@ -94,7 +95,7 @@ def suggest(
         try:
             estimate = estimate_layout(candidate.config, world_size, vocab_size, longest, **options)
         except UserError:
-            continue  # refused by Megatron-Core, though our own rules accept it
+            continue  # Megatron-Core refuses the layout although our rules accept it
         if estimate.fits(gpu_bytes):
             sent = estimate.most_traffic()
             cost = step_cost(candidate.config, candidate.parallel, candidate.work, counts[1], sent)
@@ -104,7 +105,7 @@ def suggest(
 
 
 def overrides(config: AnyConfig, original: AnyConfig) -> str:
-    """The command line's overrides that turn the original configuration into `config`."""
+    """Return the command-line overrides that turn the original configuration into `config`."""
     texts = [f"parallel.layout={config.layout()}"]
     if config.training.recompute != original.training.recompute:
         texts.append(f"training.recompute={config.training.recompute}")
@@ -138,8 +139,10 @@ def _candidates(
 
 
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
-    """All splits whose tp stays inside a node, and fields that place the layers: none, embedding
-    and loss as layers, or a smaller last stage where neither way divides the layers."""
+    """Yield all layouts whose tp stays inside a node, each with fields that place the layers.
+
+    The fields are empty, or count embedding and loss as layers. If neither way splits the layers
+    evenly, a third variant makes the last stage smaller."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):
@@ -166,9 +169,10 @@ def _with_smaller_last_stage(
 def _kept_activations(
     config: AnyConfig, vocab_size: int, longest: int | None
 ) -> tuple[dict[str, float], float]:
-    """Bytes per token that the backward pass needs, without tp and cp: of a layer by recompute
-    mode, and of a chunk's output. Measured on a stage of two layers, between two stages with
-    embedding and head."""
+    """Measure the bytes per token that the backward pass needs, without tp and cp.
+
+    Returns the bytes of a layer by recompute mode, and of a chunk's output. Uses the middle one of
+    three stages with two layers each, which has neither embedding nor head."""
     fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
     fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
@@ -186,12 +190,14 @@ def _kept_activations(
     return of_modes, output
 
 
-_TOLERANCE = 1.05  # the rough count may exceed the room by this factor
+_TOLERANCE = 1.05  # the rough count may exceed the available memory by this factor
 
 
 def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, room: float) -> bool:
-    """A rough check by an average rank's state and by activations that only tp divides (a rank has
-    the same number of tokens for every cp). A recompute mode that saves little is left out."""
+    """Check roughly whether a candidate may fit, by the state and activations of an average rank.
+
+    Only tp divides the activations: with any cp, a rank has the same number of tokens. Returns
+    False for selective recomputation if it saves little."""
     mode = candidate.config.training.recompute
     if mode == "selective" and saves_little(kept[mode], kept["none"]):
         return False
@@ -201,14 +207,14 @@ def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, ro
     layers = candidate.config.resolved_model().num_layers / (sizes.pp * chunks)
     passes = sum(in_flight(sizes.pp, 0, chunks, work.micro_batches))
     activations = (kept[mode] * layers + output) * tokens * passes
-    # recomputation holds the activations of one whole layer
+    # Recomputation holds the activations of one whole layer.
     workspace = kept["none"] * tokens
-    # weights, gradients and optimizer, which has 4 bytes a weight less where weights are fp32
+    # Weights, gradients and optimizer. With fp32 weights, the optimizer has 4 bytes less for each.
     parallel = candidate.parallel
     weight = _BYTES.get(candidate.config.training.precision, 2)
     sharded = 12 if weight == 2 else 8
     replicas = parallel.data_parallel_size * parallel.context_parallel_size
-    # of a frozen model the weights alone, beside which adapters are small
+    # A frozen model has only weights; its adapters are negligible.
     trained = 0 if candidate.config.model.lora.rank else 1
     state = candidate.dense * (weight + trained * (4 + sharded / replicas)) + candidate.experts * (
         weight + trained * (4 + sharded / parallel.expert_data_parallel_size)
@@ -223,7 +229,7 @@ def _divisors(number: int, largest: int) -> list[int]:
 def _rank_parameters(
     config: AnyConfig, parallel: ResolvedParallel, parameters: int
 ) -> tuple[float, float]:
-    """The parameters of an average rank: outside of the experts, and in them."""
+    """Return the numbers of non-expert and expert parameters of an average rank."""
     shape, sizes, experts = config.resolved_model(), parallel.layout, 0
     if shape.num_moe_experts:
         assert shape.moe_ffn_hidden_size is not None
@@ -234,12 +240,12 @@ def _rank_parameters(
 
 
 def _traffic(candidate: _Candidate) -> dict[str, float]:
-    """A formula for a Qwen3-like layer, only for the order in which layouts are tried."""
+    """Estimate bytes by axis for Qwen3-like layers, only to order the layouts to try."""
     config, parallel, work = candidate.config, candidate.parallel, candidate.work
     shape = config.resolved_model()
     tp, pp, ep, cp = (getattr(parallel.layout, axis) for axis in ("tp", "pp", "ep", "cp"))
     element = _BYTES.get(config.training.precision, 2)
-    tokens = work.tokens / cp * work.micro_batches_per_step * element  # bytes of a hidden channel
+    tokens = work.tokens / cp * work.micro_batches_per_step * element  # bytes per hidden channel
     layers, hidden = shape.num_layers / pp, shape.hidden_size
     heads = shape.num_query_groups * shape.kv_channels / tp
 

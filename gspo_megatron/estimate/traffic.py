@@ -1,14 +1,14 @@
-"""Bytes that a rank sends in a training step, by group, and a cost model to order layouts.
+"""Estimates the bytes that a rank sends in a training step, and the step's time to order layouts.
 
-Seconds of a step, roughly:
+Rough model of a step's seconds:
 
-    compute   FLOPs of all passes, attention included, at a fixed share of a GPU's peak
+    compute   FLOPs of all passes, with attention, at a fixed share of a GPU's peak
     exchange  bytes sent along tp, ep, etp and cp, at NVLink's rate if the group is inside a node,
-              else at the network's
+              else at the network's rate
     bubble    (compute + exchange) * idle share / (1 - idle share)
-    update    gradients and weights over dp and edp, activations over pp, at the network's rate
+    update    gradients and weights over dp and edp, activations over pp, at the same rates
 
-Left out: what LEFT_OUT names, message sizes, rollouts and evaluations, file systems.
+The model leaves out the items of LEFT_OUT, message sizes, rollouts, evaluations and file systems.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ AXES = ("tp", "pp", "ep", "etp", "cp", "dp", "edp")
 def step_traffic(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> dict[str, int]:
-    """Bytes by axis, of all mini-batches and of the forward passes of the old policy and of the
-    reference; the rollout is left out.
+    """Return the bytes that the rank sends in a step, by axis.
 
-    A ring or a tree sends (n - 1) / n of a gather's output, of a scatter's input and of an
-    all-to-all's buffer, and twice that of an all-reduce.
+    They include all mini-batches and the forward passes of the old policy and the reference policy,
+    but not the rollout. A ring or a tree sends (n - 1) / n of a gather's output, a scatter's input
+    or an all-to-all's buffer, and twice that of an all-reduce.
     """
     traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     forward, training = work.forward_only, work.micro_batches_per_step
@@ -55,15 +55,15 @@ def step_traffic(
     parallel = model.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages > 1:
-        # hidden states to the next stage, and their gradients to the previous one
+        # Hidden states go to the next stage, their gradients to the previous stage.
         hidden = max(max(each.output_bytes, each.input_bytes) for each in passes)
-        onward = len(passes) - (model.stage == stages - 1)  # the model's last chunk sends nothing
+        onward = len(passes) - (model.stage == stages - 1)  # the model's last chunk sends none
         back = len(passes) - (model.stage == 0)
         traffic["pp"] = hidden * (onward * (forward + training) + back * training)
     cp = parallel.context_parallel_size
     experts = parallel.expert_data_parallel_size
     for axis, size in (("dp", parallel.data_parallel_size * cp), ("edp", experts)):
-        # an update: gradients to the rank of their optimizer, weights back from it
+        # An update sends gradients to the rank with their optimizer, and weights back.
         kinds = [kind for kind in state.gradients if (kind == EXPERTS) == (axis == "edp")]
         num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
         traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
@@ -71,8 +71,8 @@ def step_traffic(
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
-    """Bytes by axis. If two groups have the same ranks, the first counts for both (only ep has
-    all-to-alls)."""
+    """Return the bytes by axis. If two groups have the same ranks, the first one gets the bytes of
+    both. All all-to-alls belong to ep."""
     groups, axes = model.policy.models[0].pg_collection, {}
     for axis, attribute in (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep")):
         group = getattr(groups, attribute, None)
@@ -82,7 +82,7 @@ def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     for each in collectives:
         axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
         if axis is None:
-            continue  # token counts and losses over combined groups: a few numbers each
+            continue  # token counts and losses over combined groups, a few numbers each
         size = len(each.ranks)
         rounds = 2 if each.kind == "all_reduce" else 1
         sent[axis] += rounds * each.num_bytes * (size - 1) // size
@@ -95,17 +95,17 @@ LEFT_OUT = (
 )
 
 
-# The assumed hardware: an H100 and its usual network, at the shares of their peaks that training of
-# such models reaches.
+# The assumed hardware is an H100 with its usual network. The factors are the shares of the peaks
+# that training of such models reaches.
 FLOPS = 0.4 * 989e12  # dense BF16
-NODE_BYTES = 0.75 * 450e9  # a second, sent by one GPU over NVLink
-NETWORK_BYTES = 0.8 * 50e9  # over InfiniBand, 400 Gbit/s a GPU
+NODE_BYTES = 0.75 * 450e9  # bytes per second that one GPU sends over NVLink
+NETWORK_BYTES = 0.8 * 50e9  # bytes per second over InfiniBand, 400 Gbit/s for each GPU
 GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step."""
+    """The estimated seconds of a step."""
 
     compute: float
     exchange: float
@@ -124,11 +124,11 @@ def step_cost(
     active_parameters: int,
     traffic: Mapping[str, float],
 ) -> Cost:
-    """`traffic`: bytes that a rank sends in a step, by axis."""
-    tokens = work.tokens * work.micro_batches_per_step  # of a model replica
+    """Estimate a step's seconds. `traffic`: bytes that a rank sends, by axis."""
+    tokens = work.tokens * work.micro_batches_per_step  # tokens of a model replica
     sizes, shape = parallel.layout, config.resolved_model()
-    # Per token: two for each weight in a matrix product, and attention over half of the sequence on
-    # average, or over a window. An input embedding is looked up.
+    # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
+    # average, half of the sequence. An input embedding is a look-up without FLOPs.
     outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
     kinds = delta_net_layers(shape)
     windows = windows_in_layers(shape.megatron, shape.num_layers)
@@ -139,7 +139,7 @@ def step_cost(
     )
     attention = seen * shape.num_attention_heads * sum(shape.head_channels)
     flops = 2.0 * (active_parameters - outside) + attention + sum(kinds) * _delta_flops(shape)
-    # passes per token in units of a forward pass: a backward pass counts as two
+    # Passes per token, in units of a forward pass. A backward pass counts as two.
     passes = 4.0 if config.training.recompute == "full" else 3.0
     passes += work.forward_only / work.micro_batches_per_step
     compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
@@ -151,8 +151,10 @@ def step_cost(
 
 
 def _delta_flops(shape: ModelShape) -> int:
-    """Per token in the delta rule of a layer: three products with the state of each head, and five
-    of keys and three of values with those of a chunk."""
+    """Return the FLOPs per token in the delta rule of a layer.
+
+    Each head has three products with its state. Within a chunk, it has five products of keys and
+    three of values."""
     sizes = delta_net_sizes(shape.megatron)
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
     heads = sizes["linear_num_value_heads"]
@@ -160,8 +162,9 @@ def _delta_flops(shape: ModelShape) -> int:
 
 
 def axis_rates(parallel: ResolvedParallel) -> dict[str, float]:
-    """Bytes a second along each axis. Megatron-Core numbers ranks tp first, then cp, dp, pp, and
-    for the experts etp, then ep, edp, pp."""
+    """Return the bytes per second along each axis.
+
+    Megatron-Core numbers ranks in the order tp, cp, dp, pp; for the experts etp, ep, edp, pp."""
     sizes, etp = parallel.layout, parallel.expert_tensor_parallel_size
     stage = parallel.world_size // sizes.pp
     extent = {"tp": sizes.tp, "cp": sizes.tp * sizes.cp, "etp": etp, "ep": etp * sizes.ep}

@@ -1,5 +1,5 @@
-"""The work of a training step with the longest possible sequences, and the pipeline schedule as
-counts: micro-batches in flight, and the bubble."""
+"""The work of a training step with the longest possible sequences, and figures of the pipeline
+schedule: micro-batches in flight, and the bubble."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Workload:
 
     # (prompt, response) tokens of each sequence in a full micro-batch
     lengths: tuple[tuple[int, int], ...]
-    micro_batches: int  # of a mini-batch
+    micro_batches: int  # number in a mini-batch
     mini_batches: int
-    forward_only: int  # extra forward passes of a step, in micro-batches
-    sequences: int  # of the step, on all ranks
+    forward_only: int  # number of micro-batches in a step's additional forward passes
+    sequences: int  # number in a step, on all ranks
     rollout_rows: int = 0  # sequences that a rank decodes together
-    rollout_prompts: int = 0  # prompts of these sequences: one per group
+    rollout_prompts: int = 0  # prompts of these sequences, one for each group
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens of the longest sequence."""
         return sum(self.lengths[0])
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch, on all its context-parallel ranks together."""
+        """Tokens of a micro-batch over all its context-parallel ranks."""
         return sum(map(sum, self.lengths))
 
     @property
@@ -39,11 +39,11 @@ class Workload:
 
 
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
-    """longest: tokens of the longest prompt or example in the data; None: the most allowed.
-    Pre-training has samples of one length."""
+    """Return the work of a step. `longest`: tokens of the longest prompt or example (None: the most
+    allowed); not used in pre-training, whose samples have one length."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
-    # an interleaved schedule needs a multiple of this number of micro-batches
+    # An interleaved schedule needs a multiple of `multiple` micro-batches.
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     multiple = parallel.pipeline_model_parallel_size if interleaved else 1
     if isinstance(config, PretrainingConfig):
@@ -52,7 +52,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         size = largest_equal_share(of_rank, budget // length, multiple)
         return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences)
     if isinstance(config, FineTuningConfig):
-        # all tokens of an example are learned, except the first
+        # The loss includes all tokens of an example except the first.
         sequence = (1, (longest or config.max_tokens()) - 1)
         sequences, mini_batches = config.training.batch_size, 1
     else:
@@ -62,7 +62,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     whole = max(1, budget // sum(sequence))
     lengths, rest = (sequence,) * whole, budget - whole * sum(sequence)
     if rest >= 2 and config.training.packing:
-        # a shorter sequence fills the budget
+        # A shorter sequence fills the rest of the budget.
         learned = min(sequence[1], rest - 1)
         lengths += ((rest - learned, learned),)
     of_rank = -(-sequences // (mini_batches * replicas))
@@ -74,11 +74,11 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     objective = config.objective
     forward = 0
     if recomputes_old_logprobs(config):
-        # the first mini-batch's come with its own pass
+        # The first mini-batch gets its old log-probs from its training pass.
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":
         forward += work.micro_batches_per_step
-    if rollout.engine == "vllm":  # the ranks draw nothing but a short probe
+    if rollout.engine == "vllm":  # the ranks generate only a short probe
         return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size
     rows = -(-rollout.prompts_per_step // ranks) * rollout.group_size
@@ -88,13 +88,13 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-    """The most micro-batches whose activations a stage holds at once, for each of its chunks, in
-    Megatron-Core's schedules.
+    """Return, for each chunk, how many micro-batches' activations a stage holds at most.
 
-    Without interleaving (1F1B) a stage starts `stages - stage - 1` forward passes before the first
-    backward pass, and then holds one more. With interleaving it starts two per stage after it, and
-    `stages` per chunk except the last; `stages` micro-batches go through one chunk, then through
-    the next.
+    This follows Megatron-Core's schedules. Without interleaving (1F1B), a stage starts with
+    `stages - stage - 1` forward passes, then alternates forward and backward passes, so it holds
+    one more. With interleaving, it starts with two forward passes for each later stage, and
+    `stages` for each chunk except the last. `stages` micro-batches go through one chunk, then
+    through the next.
     """
     total = micro_batches * chunks
     ahead = stages - stage - 1
@@ -106,5 +106,5 @@ def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple
 
 
 def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:
-    """Idle share of a mini-batch's time: (stages - 1) passes of a chunk at its ends."""
+    """Return the idle share of a mini-batch's time: `stages - 1` passes of a chunk are idle."""
     return (stages - 1) / (micro_batches * chunks + stages - 1)

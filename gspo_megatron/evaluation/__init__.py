@@ -1,1 +1,1 @@
-"""Evaluation suites: figures of responses to problems, and suites on a server's URL."""
+"""Evaluation suites: the figures of a suite, and suites on an OpenAI-compatible server."""

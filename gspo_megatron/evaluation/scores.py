@@ -1,6 +1,6 @@
-"""The records and figures of an evaluation suite: k responses to each problem, each correct or not.
+"""Computes the records and figures of an evaluation suite, with several responses to each problem.
 
-Symbols: n responses to a problem, c of them correct, N problems.
+Symbols: n responses to a problem, c correct ones, N problems.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from gspo_megatron.types import Sample
 
 @dataclass(frozen=True)
 class ProblemResponses:
-    """All responses to a problem. A reward that failed is NaN, and its response counts nowhere."""
+    """All responses to a problem. A failed reward is NaN; its response does not count."""
 
     rewards: Sequence[float]  # [n]
     correct: Sequence[bool]  # [n]
-    answers: Sequence[str | None]  # [n], what the reward read in the response; None: no answer
+    answers: Sequence[str | None]  # [n], the reward's `read_answer`; None if there is no answer
     truncated: Sequence[bool]  # [n]
     lengths: Sequence[int]  # [n], tokens
 
     def failures_wrong(self) -> ProblemResponses:
-        """The same, where a response whose reward failed is wrong, with a reward of 0 and no
-        answer."""
+        """Return a copy in which responses with a failed reward are wrong: reward 0, no answer."""
         failed = [math.isnan(reward) for reward in self.rewards]
         return replace(
             self,
@@ -40,7 +39,7 @@ class ProblemResponses:
         )
 
     def scored(self) -> ProblemResponses:
-        """The responses that have a reward."""
+        """Return only the responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
         return ProblemResponses(
             **{name: [column[i] for i in kept] for name, column in vars(self).items()}
@@ -54,7 +53,7 @@ def response_record(
     reason: str,
     correct_at: float,
 ) -> dict[str, Any]:
-    """A response as evaluation.jsonl has it; reward: NaN where its call failed."""
+    """Return a response as a record of evaluation.jsonl. `reward` is NaN if its call failed."""
     is_scored = not math.isnan(reward)
     return {
         "row_id": sample.row_id,
@@ -72,7 +71,7 @@ def response_record(
 
 
 def of_records(records: Iterable[Mapping[str, Any]]) -> list[ProblemResponses]:
-    """The problems of a suite, from its responses as evaluation.jsonl has them."""
+    """Group the records of a suite in evaluation.jsonl by problem."""
     problems: dict[int, list[Mapping[str, Any]]] = {}
     for record in records:
         problems.setdefault(record["problem"], []).append(record)
@@ -89,8 +88,10 @@ def of_records(records: Iterable[Mapping[str, Any]]) -> list[ProblemResponses]:
 
 
 def pass_at_k(correct: int, responses: int, k: int) -> float:
-    """The chance that one of k responses is correct, where `correct` of `responses` were: the
-    unbiased estimator 1 − C(n−c, k) / C(n, k) of the Codex paper (arXiv 2107.03374, eq. 1).
+    """Estimate the chance that at least one of k responses is correct.
+
+    `correct` of the `responses` were correct. This is the unbiased estimator
+    1 − C(n−c, k) / C(n, k) of the Codex paper (arXiv 2107.03374, eq. 1).
 
     Raises ValueError unless 0 <= correct <= responses and 1 <= k <= responses.
     """
@@ -100,12 +101,12 @@ def pass_at_k(correct: int, responses: int, k: int) -> float:
 
 
 def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
-    """Whether the most frequent answer of all responses is correct: 1.0 or 0.0.
+    """Return 1.0 if the most frequent answer is correct, else 0.0.
 
-    Where several answers are most frequent, one of them is taken at random: the result is its
-    expectation. Responses without an answer have no vote; without any vote the result is 0.0. An
-    answer counts as correct by the share of its responses that are. Answers of which a response is
-    correct are one answer, however they are written: a reward compares by value.
+    If several answers are most frequent, return the mean over them. Responses without an answer
+    have no vote; without any vote the result is 0.0. If an answer has correct and wrong responses,
+    it counts by its share of correct ones. All answers with a correct response count as the same
+    answer, even if they are written differently, because a reward compares by value.
     """
     pairs = [pair for pair in zip(answers, correct, strict=True) if pair[0] is not None]
     right = {answer for answer, is_correct in pairs if is_correct}
@@ -118,7 +119,7 @@ def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> flo
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 … up to `most`, and `most` itself."""
+    """Return 1, 2, 4 … up to `most`, and `most` itself."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     return powers if powers[-1] == most else [*powers, most]
 
@@ -130,15 +131,19 @@ def suite_figures(
     *,
     failed_is_wrong: bool = False,
 ) -> dict[str, float]:
-    """The figures of a suite with `samples` responses to each problem, by name.
+    """Return the figures of a suite with `samples` responses to each problem, by name.
 
-    mean (of the rewards, with ci_low and ci_high), pass_at_K for K = 1, 2, 4 … samples,
-    maj_at_SAMPLES where samples > 1 and some response has an answer, truncated (share of
-    responses), length (mean, tokens), problems, failed: calls of the reward that failed, and
-    left_out: problems without a figure. A problem with a failed call is left out of all figures,
-    or, with `failed_is_wrong`, that response counts as wrong.
+    mean, ci_low, ci_high: mean reward with its 95% interval
+    pass_at_K: for K = 1, 2, 4 … samples
+    maj_at_SAMPLES: if samples > 1 and some response has an answer
+    truncated: share of the responses
+    length: mean number of tokens
+    problems: number of problems in these figures
+    failed: number of failed reward calls
+    left_out: number of problems that are not in the figures
 
-    Raises ValueError where no problem is left, and where every call failed.
+    A problem with a failed call is left out of all figures. With `failed_is_wrong` that response
+    counts as wrong instead. Raises ValueError if no problem is left, or if every call failed.
     """
     scored = [problem.scored() for problem in problems]
     failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))
@@ -165,6 +170,6 @@ def suite_figures(
 def figures_of_records(
     records: Iterable[Mapping[str, Any]], suite: SuiteSection, seed: int = 0
 ) -> dict[str, float]:
-    """See `suite_figures`."""
+    """Return the figures of a suite from its records. See `suite_figures`."""
     is_wrong = suite.failed == "wrong"
     return suite_figures(of_records(records), suite.samples, seed, failed_is_wrong=is_wrong)

@@ -1,4 +1,4 @@
-"""Suites on an OpenAI-compatible server, whose model and tokenizer are its own affair."""
+"""Evaluates suites on an OpenAI-compatible server, which has its own model and tokenizer."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _RETRIES = 5
-_FIRST_WAIT_SECONDS = 0.5  # before a request is repeated; doubled at each further time
+_FIRST_WAIT_SECONDS = 0.5  # before a request is repeated; doubles with each repetition
 _RESPONSE_SECONDS = 3600
 _BUSY = 429  # too many requests
 
 
 class ServerEvaluation:
-    """Suites, their problems and rewards, all checked; and the server."""
+    """Checked suites with their problems and rewards, and the server to evaluate."""
 
     def __init__(
         self, url: str, suites: Mapping[str, Any], overrides: Sequence[str], out: Path
     ) -> None:
-        """url: without /v1; suites: by name, as in evaluation.suites; out: an empty or absent
-        folder. Raises ConfigError with all that is wrong with suites and their files."""
+        """Load and check the suites.
+
+        url: without /v1. suites: by name, as in evaluation.suites. out: an empty or absent folder.
+
+        Raises ConfigError with all problems of the suites and their files."""
         if not suites:
             raise ConfigError([f"{url}: names nothing to evaluate; allowed: --suite FILE.yaml"])
         self.url, self.out = url, out
@@ -68,8 +71,10 @@ class ServerEvaluation:
             raise ConfigError(problems)
 
     def run(self, model: str | None, requests: int) -> None:
-        """Evaluate all suites, `requests` requests at a time, write the folder and print a table.
-        Raises RolloutError where the server fails, RewardError where a reward does."""
+        """Evaluate all suites, write the folder and print a table.
+
+        Sends up to `requests` requests at a time. Without `model`, takes the server's first model.
+        Raises RolloutError if the server fails, RewardError if a reward fails."""
         metrics: dict[str, Any] = {"phase": RL, "step": 0}
         model = model or asyncio.run(self._first_model())
         with self._files() as (responses, figures):
@@ -111,7 +116,7 @@ class ServerEvaluation:
     async def _draw(
         self, name: str, suite: SuiteSection, model: str, requests: int
     ) -> list[Sample]:
-        """The responses to each problem, one problem after the other."""
+        """Return the responses to each problem, in the order of the problems."""
         prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
         total = len(prompts) * suite.samples
         with Progress(total, name) as progress:
@@ -151,7 +156,7 @@ class ServerEvaluation:
         }
         if suite.max_response_tokens is not None:
             given["max_tokens"] = suite.max_response_tokens
-        if suite.top_k:  # not in OpenAI's own interface
+        if suite.top_k:  # OpenAI's own API does not have it
             given["top_k"] = suite.top_k
         found = await _call(session, f"{self.url}/v1/chat/completions", given)
         try:
@@ -197,8 +202,9 @@ def _record(sample: Sample, score: Score | None, least: float) -> dict[str, Any]
 
 
 def _load(name: str, suite: SuiteSection) -> list[Prompt]:
-    """The problems as messages: the server has a chat template, or needs none. Raises DataError
-    with the problems of all files."""
+    """Load a suite's problems as messages. The server applies its chat template, if it has one.
+
+    Raises DataError with the faults of all files."""
     found: list[Prompt] = []
     problems: list[str] = []
     for path in suite.prompts:
@@ -210,7 +216,8 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
 
 
 def _text(content: Any) -> str:
-    """The content of a message; null where the model only thought. Raises TypeError."""
+    """Return the content of a message; "" for null (the model wrote only thoughts). Raises
+    TypeError."""
     if not isinstance(content, str | None):
         raise TypeError(f"content = {content!r:.60}: a text is wanted")
     return content or ""
@@ -226,8 +233,9 @@ def _session() -> aiohttp.ClientSession:
 
 
 async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
-    """The answer to a request, which is repeated where the server is busy, failed or away. Raises
-    RolloutError."""
+    """Send a request and return the answer.
+
+    Repeats the request if the server is busy, fails or cannot be reached. Raises RolloutError."""
     wait = _FIRST_WAIT_SECONDS
     for left in reversed(range(_RETRIES)):
         try:

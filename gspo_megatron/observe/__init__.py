@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, samples, progress on the terminal, plots, report."""
+"""Records and reports of a run: metrics, samples, progress on the terminal, plots, report."""

@@ -1,7 +1,7 @@
 """The report of an ablation: variants of one configuration, each run with several seeds.
 
-report.html and plots/variants.png, from the runs' metrics.jsonl alone. The report states its rules:
-when a run counts as collapsed, and when a difference counts as significant.
+Writes report.html and plots/variants.png; reads only the runs' metrics.jsonl. The report states its
+rules: when a run counts as collapsed, and when a difference counts as significant.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gspo_megatron.observe.report import (
     window_means,
 )
 
-COLLAPSED_BELOW = 0.5  # of the best
-LEAST_SEEDS = 3  # for a difference to be called significant
-LEAST_PROMPTS = 30  # of a held-out accuracy, for the same
+COLLAPSED_BELOW = 0.5  # share of the best window's mean reward
+LEAST_SEEDS = 3  # with fewer seeds no difference counts as significant
+LEAST_PROMPTS = 30  # held-out prompts; with fewer no accuracy difference counts as significant
 
 _COLLAPSE_RULE = (
     "A run has collapsed when a reward, loss or gradient norm of its RL steps is not finite, or "
@@ -60,17 +60,17 @@ _ACCURACY_RULE = (
 
 @dataclass(frozen=True)
 class VariantRuns:
-    """One variant and where its runs are."""
+    """One variant of the configuration, with its runs."""
 
     name: str
-    overrides: Sequence[str]  # what it changes in the configuration
-    steps: int  # of RL in a finished run
-    folders: Mapping[int, Path]  # by seed
-    runs: dict[int, Run] = field(default_factory=dict)  # the finished ones, by seed
-    unfinished: dict[int, str] = field(default_factory=dict)  # by seed: how far it got
+    overrides: Sequence[str]  # changes of the configuration
+    steps: int  # number of RL steps in a finished run
+    folders: Mapping[int, Path]  # run folder by seed
+    runs: dict[int, Run] = field(default_factory=dict)  # finished runs by seed
+    unfinished: dict[int, str] = field(default_factory=dict)  # seed -> how far the run got
 
     def load(self) -> None:
-        """Read the finished runs. A shorter run would make the comparison one of lengths.
+        """Read the finished runs. Leave out the others: only runs of equal length are compared.
 
         Raises DataError for a damaged file.
         """
@@ -86,7 +86,7 @@ class VariantRuns:
                 self.runs[seed] = run
 
     def prompts(self) -> int | None:
-        """How many held-out prompts count in the accuracies of its runs, the least of all."""
+        """Return the smallest number of held-out prompts of any run; None if a run has none."""
         counts = [run.series("evaluation/prompts")[1] for run in self.runs.values()]
         last = [int(values[-1]) for values in counts if values and math.isfinite(values[-1])]
         return min(last) if last and len(last) == len(counts) else None
@@ -105,11 +105,11 @@ class Measure(NamedTuple):
 
     name: str
     key: str
-    reduce: Callable[[Sequence[float]], float]  # of at least one value
+    reduce: Callable[[Sequence[float]], float]  # takes at least one value
     write: Callable[[float | None], str]
 
     def of(self, variant: VariantRuns) -> dict[int, float]:
-        """The values of the runs that have the metric, by seed."""
+        """Return the variant's values by seed; runs without the metric are left out."""
         series = {seed: run.series(self.key)[1] for seed, run in variant.runs.items()}
         return {seed: self.reduce(values) for seed, values in series.items() if values}
 
@@ -123,7 +123,7 @@ def _of_finite(reduce: Callable[[list[float]], float]) -> Callable[[Sequence[flo
 
 
 def _running_means(values: Sequence[float]) -> list[float]:
-    """The means of all windows in order; of a run shorter than one, the mean of all of it."""
+    """Return the means of all windows in order. A run shorter than a window gives one mean."""
     return window_means(values, min(window(len(values)), len(values)))
 
 
@@ -158,7 +158,7 @@ _UPDATES = (
 
 
 def collapse(run: Run) -> str | None:
-    """Why a run counts as collapsed, by the rule in the report; None: it does not."""
+    """Return why a run counts as collapsed by the rule in the report, or None if it does not."""
     for key in ("reward/mean", "loss", "grad_norm"):
         for step, value in zip(*run.series(key), strict=True):
             if not math.isfinite(value) and step > 0:
@@ -180,9 +180,9 @@ class Difference(NamedTuple):
     """One variant's measure minus another's."""
 
     mean: float
-    half_width: float | None  # of the 95% interval; None with one seed
+    half_width: float | None  # half of the 95% interval; None with one seed
     seeds: int
-    significant: bool  # by the rule of the report
+    significant: bool  # by the rule in the report
 
     def text(self, measure: Measure) -> str:
         write, unit = (points, " points") if measure is _ACCURACY else (measure.write, "")
@@ -193,8 +193,11 @@ class Difference(NamedTuple):
 
 
 def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Difference | None:
-    """Over the seeds that both have; None where they share none, or a value is not finite."""
-    from scipy import stats  # slow to import, and needed by this report only
+    """Compare two variants over their common seeds.
+
+    Returns None if they have no common seed, or if a value is not finite.
+    """
+    from scipy import stats  # slow to import; only this report needs it
 
     ours, theirs = measure.of(variant), measure.of(other)
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
@@ -210,13 +213,13 @@ def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Di
 
 
 def _enough(*variants: VariantRuns) -> bool:
-    """Whether there are prompts enough to test accuracies."""
+    """Whether the variants have enough held-out prompts to test accuracies."""
     counts = [count for variant in variants if (count := variant.prompts()) is not None]
     return min(counts, default=LEAST_PROMPTS) >= LEAST_PROMPTS
 
 
 def pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRuns]]:
-    """What is compared: every variant to the first one, and NAME+REPLAY to NAME."""
+    """Return the pairs to compare: every variant with the first one, and NAME+REPLAY with NAME."""
     first, by_name = variants[0], {variant.name: variant for variant in variants}
     found = [(variant, first) for variant in variants[1:]]
     for variant in variants:
@@ -227,7 +230,7 @@ def pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRun
 
 
 def _compared(variants: Sequence[VariantRuns]) -> list[Measure]:
-    """The outcome, and what replay is meant to improve, as far as the runs have it."""
+    """Return the measures to compare: the outcome and the mismatch, if the runs have them."""
     outcome = _ACCURACY if any(map(_ACCURACY.of, variants)) else _REWARD
     return [measure for measure in (outcome, _MISMATCH) if any(map(measure.of, variants))]
 
@@ -236,9 +239,9 @@ def _compared(variants: Sequence[VariantRuns]) -> list[Measure]:
 
 
 def write_ablation_report(variants: Sequence[VariantRuns], out: Path) -> tuple[Path, list[str]]:
-    """Write OUT/report.html and OUT/plots; returns the report's path and the findings.
+    """Write OUT/report.html and OUT/plots. Returns the report's path and the findings.
 
-    Raises DataError when no run is finished, or a metrics file is damaged.
+    Raises DataError if no run is finished or a metrics file is damaged.
     """
     for variant in variants:
         variant.load()
@@ -266,7 +269,7 @@ def write_ablation_report(variants: Sequence[VariantRuns], out: Path) -> tuple[P
 
 
 def findings(variants: Sequence[VariantRuns]) -> list[str]:
-    """The main results as sentences: only what the metrics show by the stated rules."""
+    """Return the main results as sentences. They follow from the metrics and the stated rules."""
     found = []
     left_out = [
         f"{v.name}, seed {seed} ({why})" for v in variants for seed, why in v.unfinished.items()
@@ -291,7 +294,7 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
 
 
 def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
-    """What is significant, and what is not tested or not shown to be."""
+    """Return sentences about differences: significant, not significant and not tested ones."""
     said, others, seeds = [], [], 0
     for measure in _compared(variants):
         found = [(one, other, difference(one, other, measure)) for one, other in pairs(variants)]
@@ -321,7 +324,7 @@ def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
 
 
 def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Table:
-    """A row for each variant; measures that no run has are left out."""
+    """Return a table with a row for each variant; measures that no run has are left out."""
     shown = [measure for measure in measures if any(map(measure.of, variants))]
     rows = [
         [v.name, *(mean_and_spread(list(m.of(v).values()), m.write) for m in shown)]

@@ -1,7 +1,7 @@
-"""What a practitioner would want to be warned of after a run, from its metrics, each with advice.
+"""Warnings about a run from its metrics, each with advice.
 
 Every rule has its thresholds here, with the reason. The rules about exploration are silent while
-the task is solved: a policy that is always right has no entropy left, and groups of equal rewards.
+the task is solved: a policy that is always right has no entropy, and its groups have equal rewards.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from gspo_megatron.config.objectives import ObjectiveSection, resolve_objective
 from gspo_megatron.observe.metrics_files import RL, Record, series
 from gspo_megatron.observe.progress import number, percent
 
-WINDOW = 5  # steps whose mean counts: single steps are noisy
-# The demo's norms vary by a factor of 4 from step to step; a row of weights that should not be
-# trained gave norms 60 to 400 times the usual one.
+WINDOW = 5  # rules use the mean over this many steps: single steps are noisy
+# The demo's norms vary by a factor of 4 from step to step. Training a row of weights by mistake
+# gave norms 60 to 400 times the usual one.
 SPIKE = 10.0  # times the running median
-MEDIAN_OF = 20  # steps before a step, of the running median
-# Of the entropy of the first window. The demo's falls to a sixth while it is still learning.
+MEDIAN_OF = 20  # the running median is over this many steps before a step
+# Share of the first window's entropy. The demo's falls to a sixth while it is still learning.
 ENTROPY_LEFT = 0.1
-# Of rollout.max_response_tokens: with a mean so long, many responses are cut off.
+# Share of rollout.max_response_tokens: above this mean length, many responses are cut off.
 LENGTH_OF_CAP = 0.8
 LENGTH_GROWTH = 1.5  # times the first window: long answers from the start are no explosion
-TRUNCATED = 0.25  # share of the responses; the cut ones have no answer
+TRUNCATED = 0.25  # share of the responses; truncated ones have no answer
 TRUNCATED_GROWTH = 2.0
-# So few groups with a gradient make three quarters of the rollout useless ...
+# Share of groups without a gradient: three quarters of the rollout are useless ...
 ZERO_SPREAD = 0.75
-ZERO_SPREAD_STEPS = 10  # ... and so many steps in a row are no accident
+ZERO_SPREAD_STEPS = 10  # ... and this many steps in a row are not chance
 NOISY_STEPS = 0.1  # share of the steps above the clip range; one outlier is not worth a warning
-SLOW_REWARDS = 0.5  # share of a step in which all wait for rewards
+SLOW_REWARDS = 0.5  # share of a step's time spent waiting for rewards
 SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
 
 _STEPS_SHOWN = 5
@@ -57,14 +57,15 @@ class Finding(NamedTuple):
 def advise(
     records: Sequence[Record], config: Config | None = None, phase: str = RL
 ) -> list[Finding]:
-    """The warnings about a run, from its metric records and its configuration, both as in the run
-    folder. A rule is silent where the metrics or the keys that it needs are missing."""
+    """Return the warnings about a run. `records` and `config` are those of its run folder.
+
+    A rule is silent if the metrics or configuration keys that it needs are missing."""
     curves = _Curves(records, config or {}, phase)
     return [finding for rule in _RULES for finding in rule(curves)]
 
 
 def write_steps(steps: Sequence[int]) -> str:
-    """The steps as text: "step 3" or "steps 3, 7 to 9 and 4 more"."""
+    """Write steps as text: "step 3" or "steps 3, 7 to 9 and 4 more"."""
     runs = [
         [step for _, step in run]
         for _, run in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0])
@@ -82,22 +83,22 @@ class _Curves:
         self._records, self._config, self._phase = records, config, phase
 
     def of(self, key: str) -> dict[int, float]:
-        """The finite values of a metric, by step."""
+        """Return the finite values of a metric, by step."""
         steps, values = series(self._records, key, self._phase)
         return {s: v for s, v in zip(steps, values, strict=True) if s > 0 and math.isfinite(v)}
 
     def windows(self, key: str) -> dict[int, float]:
-        """The mean of each window, by its last step; of shorter runs nothing."""
+        """Return the mean of each window, by its last step; empty for less than a window."""
         steps, values = list(self.of(key)), list(self.of(key).values())
         ends = range(WINDOW, len(steps) + 1)
         return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the configuration."""
+        """Return a section of the configuration."""
         return self._config.get(name) or {}
 
     def unsolved(self, steps: Iterable[int]) -> list[int]:
-        """Those of `steps` at which the rewards still leave something to learn."""
+        """Return the `steps` at which the task is not solved yet."""
         enough = SOLVED * self.section("evaluation").get("correct_at", 1.0)
         rewards = self.windows("reward/mean")
         return [step for step in steps if rewards.get(step, -math.inf) < enough]
@@ -109,10 +110,11 @@ def _gradient_spikes(curves: _Curves) -> Iterator[Finding]:
     every: list[float] = []  # sorted
     spikes = []
     for step, norm in norms.items():
-        # Of all steps too: late in a run, when few groups still differ, norms are small.
+        # Also compare with the median of all steps. Late in a run the recent norms are small,
+        # because few groups still have different rewards.
         if len(every) >= WINDOW and norm > SPIKE * max(map(statistics.median, (recent, every))):
             spikes.append(step)
-        if equal.get(step, 0.0) < 1:  # else there is no gradient of the rewards
+        if equal.get(step, 0.0) < 1:  # otherwise the rewards give no gradient
             recent.append(norm)
             insort(every, norm)
     if spikes:
@@ -178,14 +180,14 @@ def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
 def _mismatch(curves: _Curves) -> Iterator[Finding]:
     try:
         section = ObjectiveSection(**curves.section("objective"))
-    except ValueError:  # of another version
+    except ValueError:  # the configuration is from another version
         return
     if section.import_path is not None or not curves.section("objective"):
         return
     recipe = resolve_objective(section)
     bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
     key = "ratio/noise_floor" if recipe.clips_sequences else "mismatch/abs_mean"
-    stale = curves.of("staleness/max")  # responses of earlier weights differ for another reason
+    stale = curves.of("staleness/max")  # responses of older weights differ for another reason
     floors = {step: floor for step, floor in curves.of(key).items() if not stale.get(step)}
     above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
     if above and len(above) >= NOISY_STEPS * len(floors):
@@ -215,7 +217,7 @@ def _slow_rewards(curves: _Curves) -> Iterator[Finding]:
     scoring, whole = curves.windows("perf/reward_seconds"), curves.windows("perf/step_seconds")
     shares = {step: scoring[step] / whole[step] for step in scoring if whole.get(step)}
     slow = [step for step, share in shares.items() if share >= SLOW_REWARDS]
-    # Servers draw while the service scores: there rewards are slow if trainer and servers wait.
+    # vLLM servers generate during scoring: rewards are slow only if trainer and servers are idle.
     for key in ("perf/trainer_idle_share", "perf/engines_idle_share"):
         idle = curves.windows(key)
         slow = [step for step in slow if not idle or idle.get(step, 0.0) >= SLOW_REWARDS]

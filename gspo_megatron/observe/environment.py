@@ -1,4 +1,4 @@
-"""environment.json: versions, processors, commit and Slurm job of a run."""
+"""Writes environment.json: versions, processors, commit and Slurm job of a run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SLURM_VARIABLES = {
 
 
 def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
-    """Versions, processors, commit, world size and Slurm job of this process. `vllm_python`: the
-    interpreter that runs the run's vLLM servers, if it is another one.
+    """Return versions, processors, commit, world size and Slurm job of this process.
 
-    A value is None where there is no GPU, git checkout, Slurm job, or package of that name.
+    `vllm_python` is the interpreter of the vLLM servers, if it differs from this one. A value is
+    None if there is no GPU, git checkout, Slurm job or package with that name.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -63,7 +63,7 @@ def write_environment(run_dir: str | Path, vllm_python: str | None = None) -> Pa
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package in this environment; None where it is not installed."""
+    """Return the version of a package in this environment; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -71,13 +71,13 @@ def installed_version(package: str) -> str | None:
 
 
 def version_in(python: str, package: str) -> str | None:
-    """The version of a package that another interpreter has; None where it has none."""
+    """Return the version of a package in another interpreter; None if it is not installed."""
     program = f"import importlib.metadata as m; print(m.version({package!r}))"
     return output_of(python, "-c", program) or None
 
 
 def _cpu_name() -> str | None:
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    cpuinfo = Path("/proc/cpuinfo")  # Linux only
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1] if found else platform.processor() or None
@@ -102,8 +102,9 @@ def _gpus() -> dict[str, Any] | None:
 
 
 def _torch_can_use_gpus() -> bool:
-    """Whether the torch that is installed was built for GPUs. Its version.py says so; to import all
-    of it takes 1.5 seconds."""
+    """Whether the installed torch was built for GPUs.
+
+    Reads torch's version.py, because importing torch takes 1.5 seconds."""
     if "torch" in sys.modules:
         return True
     torch = importlib.util.find_spec("torch")
@@ -115,9 +116,9 @@ def _torch_can_use_gpus() -> bool:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that `source` belongs to; None when it is an installed copy."""
-    # An installed copy may be in a virtual environment inside another repository, whose commit has
-    # nothing to do with this code: therefore git must track the file itself.
+    """Return the commit of the checkout that holds `source`; None for an installed copy."""
+    # git must track the file itself: an installed copy may be in a virtual environment inside
+    # another repository, whose commit has nothing to do with this code.
     if _git(source, "ls-files", "--error-unmatch", source.name) is None:
         return None
     commit = _git(source, "rev-parse", "HEAD")
@@ -132,7 +133,8 @@ def _git(source: Path, *arguments: str) -> str | None:
 
 
 def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | None:
-    """What a program prints, stripped; None where it is missing, fails or takes too long."""
+    """Return a program's stripped stdout; None if it is missing, fails or times out. `changes`:
+    environment variables to set."""
     try:
         result = subprocess.run(
             command,

@@ -10,17 +10,18 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-_RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory
+_RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory at a time
 
 
 def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95% percentile interval of the mean over problems, when these are drawn again with
-    replacement. It says how far another choice of problems could move the mean. Of one problem it
-    is that problem's figure, twice."""
+    """Return the 95% bootstrap percentile interval of the mean over problems.
+
+    It says how far another choice of problems could move the mean. If there is one problem, or all
+    have the same value, both bounds are this value."""
     values = np.asarray(of_problems, dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():
         return float(values[0]), float(values[0])
-    from scipy import stats  # a fifth of the start of each rank, which most runs never need
+    from scipy import stats  # takes 20% of a rank's start, and most runs never need it
 
     found = stats.bootstrap(
         (values,),
@@ -35,8 +36,9 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share of `count` independent trials: Wilson's score interval, which is
-    not a point where all trials were right, or none. Raises ValueError without trials."""
+    """Return the 95% interval (Wilson's score) of a share of `count` independent trials.
+
+    It has a width even if all trials were right or all wrong. Raises ValueError if count < 1."""
     if count < 1:
         raise ValueError(f"an interval of {count} trials")
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

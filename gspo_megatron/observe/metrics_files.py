@@ -1,8 +1,7 @@
-"""metrics.jsonl, samples.jsonl and evaluation.jsonl of a run folder: written while the run goes on,
-read by reports.
+"""Reads and writes metrics.jsonl, samples.jsonl and evaluation.jsonl of a run folder.
 
-A metric record is a flat JSON object: `step`, an optional `phase` ("rl" when absent), and numbers
-under nested names such as "ratio/sequence/p50". A number that was not finite is null.
+A metric record is a flat JSON object: `step`, an optional `phase` (default "rl"), and numbers under
+nested names such as "ratio/sequence/p50". A number that was not finite is null.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
-PRETRAINING, FINE_TUNING = "pretrain", "sft"  # runs of their own
-# In the order of training: going back to a phase drops those after it. Runs of earlier versions
-# have a warm start before RL.
+PRETRAINING, FINE_TUNING = "pretrain", "sft"  # each is a separate run
+# In the order of training: going back to a phase drops the records of later phases. Runs of earlier
+# versions have a warm start before RL.
 _PHASES = (PRETRAINING, FINE_TUNING, "warm_start", RL)
-# "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4": the part of a run's name that is its seed.
+# Matches the seed in a run's name: "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4".
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 
 Record = dict[str, Any]
@@ -40,9 +39,9 @@ Record = dict[str, Any]
 
 
 def parse_record(line: bytes) -> Record | None:
-    """The JSON object on one line, or None when the line is damaged."""
+    """Return the JSON object on one line, or None if the line is damaged."""
     try:
-        # Other writers may put NaN into JSON; here a number that is not finite is always None.
+        # Other writers may put NaN into JSON; this program always reads it as None.
         record = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
     except (ValueError, RecursionError):  # also invalid UTF-8
         return None
@@ -50,10 +49,10 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def read_json_lines(path: Path) -> list[Record]:
-    """All records of a file with one JSON object a line.
+    """Return all records of a file with one JSON object on each line.
 
-    A last line without its line feed that does not parse is left out: it is being written, or its
-    writer died. Raises DataError naming file:line for any other damaged line.
+    An incomplete last line is left out: it is being written, or its writer died. Raises DataError
+    with file:line for any other damaged line.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -72,10 +71,10 @@ def read_json_lines(path: Path) -> list[Record]:
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:
-    """The metric records of a run in the order they were written.
+    """Return the metric records of a run in the order in which they were written.
 
-    Raises DataError when `run_dir` holds no metrics.jsonl, when a line is damaged (file:line), and
-    when a record has no whole number as its step.
+    Raises DataError if `run_dir` holds no metrics.jsonl, if a line is damaged (file:line), or if
+    the step of a record is not a whole number.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -88,30 +87,30 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def read_samples(run_dir: str | Path) -> list[Record]:
-    """The sample records of a run; none when it kept no samples. Raises DataError (file:line)."""
+    """Return the sample records of a run; empty without a samples file. Raises DataError."""
     path = Path(run_dir) / SAMPLES_FILE
     return read_json_lines(path) if path.is_file() else []
 
 
-NOTHING: Record = {"phase": _PHASES[0], "step": -1}  # a position before all records
+NOTHING: Record = {"phase": _PHASES[0], "step": -1}  # its position is before all records
 
 
 def phase_of(record: Mapping[str, Any]) -> str:
-    """The phase a record belongs to."""
+    """Return the phase of a record."""
     return str(record.get("phase", RL))
 
 
 def position_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """A key that sorts the records of a run by the progress of training."""
+    """Return a key that sorts the records of a run by the progress of training."""
     return (_PHASES.index(phase_of(record)), record["step"])
 
 
 def series(
     records: Iterable[Mapping[str, Any]], key: str, phase: str = RL
 ) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, by step; null is NaN.
+    """Return steps and values of one metric, sorted by step; null becomes NaN.
 
-    Of two records of one step the later counts: a resumed run may have repeated the step.
+    If a step has two records, the later one counts: a resumed run may have repeated the step.
     """
     values: dict[int, float] = {}
     for record in records:
@@ -125,7 +124,7 @@ def series(
 
 
 def steps_done(records: Iterable[Record], phase: str = RL) -> int:
-    """The last step of a phase that was written; 0 when there is none."""
+    """Return the last recorded step of a phase; 0 if there is none."""
     return max((record["step"] for record in records if phase_of(record) == phase), default=0)
 
 
@@ -133,10 +132,10 @@ def steps_done(records: Iterable[Record], phase: str = RL) -> int:
 
 
 class JsonLinesWriter(AbstractContextManager):
-    """Appends JSON objects to a file, each on its own line and given to the system at once.
+    """Appends JSON objects to a file, one on each line, without a buffer.
 
-    Opening a file whose last line was cut short by a crash removes that line and nothing else.
-    Every method that writes raises UserError where the system refuses, as on a full disk.
+    If a crash cut the last line short, opening the file removes that line and nothing else. Every
+    method that writes raises UserError if the system refuses, for example on a full disk.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -147,23 +146,23 @@ class JsonLinesWriter(AbstractContextManager):
             self._open()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record. NaN and infinities, which JSON does not have, are written as null."""
+        """Write one record. NaN and infinities become null, because JSON lacks them."""
         left = memoryview(_encode(jsonable(record)))
         with self._refusals():
-            while left:  # a nearly full disk may take only a part of it
+            while left:  # if the disk is nearly full, write() may take only a part
                 left = left[self._file.write(left) :]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all written records are on the disk."""
         with self._refusals():
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int, phase: str = RL) -> None:
-        """Drop everything written after `step` of `phase`, in order to continue from there.
+        """Drop all records after `step` of `phase`, so that the run can continue from there.
 
-        Records of earlier phases stay, those of later phases go. The file is replaced atomically: a
-        crash leaves either the old file or the new one. Raises DataError (file:line) when the file
-        has a damaged line, and leaves it as it is then.
+        Keeps earlier phases and drops later ones. Replaces the file atomically: after a crash,
+        either the old file or the new one is there. Raises DataError (file:line) and changes
+        nothing if the file has a damaged line.
         """
         position = position_of({"phase": phase, "step": step})
         records = read_json_lines(self.path)
@@ -184,8 +183,7 @@ class JsonLinesWriter(AbstractContextManager):
             self._file.close()
 
     def _open(self) -> None:
-        # Unbuffered: a buffer would try again, when the file is closed, to write what a full disk
-        # has refused.
+        # Unbuffered, because a buffer retries a refused write (full disk) when the file is closed.
         self._file = self.path.open("ab", buffering=0)
 
     @contextlib.contextmanager
@@ -204,7 +202,7 @@ class JsonLinesWriter(AbstractContextManager):
 
 
 class MetricsWriter(JsonLinesWriter):
-    """metrics.jsonl of a run folder: one record a step."""
+    """Writer of a run's metrics.jsonl: one record for each step."""
 
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__(Path(run_dir) / METRICS_FILE)
@@ -212,7 +210,7 @@ class MetricsWriter(JsonLinesWriter):
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics: `step`, optionally `phase`, and numbers by name.
 
-        Numbers may be Python's, numpy's or tensors of one element.
+        Numbers may be Python or numpy numbers, or tensors with one element.
         """
         assert type(metrics.get("step")) is int, "a metric record needs its step"
         assert phase_of(metrics) in _PHASES, metrics["phase"]
@@ -225,8 +223,9 @@ def sample_row(
     parts: Mapping[str, float] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> Record:
-    """A response as samples.jsonl has it, but for the step. parts: of the reward, if it has any;
-    record: further keys."""
+    """Return a response as a row of samples.jsonl, without the step.
+
+    `parts` are the reward's parts, if it has any; `record` holds further keys."""
     return {
         "split": "train",
         "row_id": sample.row_id,
@@ -242,13 +241,14 @@ def sample_row(
 
 
 def written_answer(sample: Sample) -> Any:
-    """A sample's answer, or None for a list or mapping: that may be the tests of a program,
-    megabytes of them, and `row_id` tells where it is."""
+    """Return a sample's answer, or None for a list or mapping.
+
+    Those may be megabytes of program tests; `row_id` says which row they come from."""
     return None if isinstance(sample.answer, (list, dict)) else sample.answer
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with what JSON lacks replaced: arrays of one element by numbers, NaN by None."""
+    """Convert `value` for JSON: arrays with one element become numbers, NaN becomes None."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -257,13 +257,13 @@ def jsonable(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if hasattr(value, "item"):  # numpy scalars and tensors, without importing either library
+    if hasattr(value, "item"):  # numpy scalars and tensors; imports neither library
         return jsonable(value.item())
     raise TypeError(f"cannot be written as JSON: {type(value).__name__}")
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:
-    """One line. Sampled text may hold lone surrogates, which UTF-8 lacks: they become "?"."""
+    """Return the record as one line. Lone surrogates in generated text become "?" in UTF-8."""
     line = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
     return line.encode("utf-8", errors="replace")
 
@@ -287,19 +287,19 @@ class Run:
     """A run folder with its metrics."""
 
     path: Path
-    name: str  # distinct among the runs loaded together
-    group: str  # the name without its seed: the runs of one group differ by their seed only
+    name: str  # unique among the runs that are loaded together
+    group: str  # the name without the seed; runs of one group differ only by their seed
     records: tuple[Record, ...]
 
     def series(self, key: str, phase: str = RL) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric."""
+        """Return steps and values of one metric."""
         return series(self.records, key, phase)
 
 
 def load_runs(run_dirs: Sequence[str | Path]) -> list[Run]:
-    """Read several runs and name them by the parts in which their paths differ.
+    """Read several runs. Their names come from the parts in which their paths differ.
 
-    Raises DataError when a folder holds no run, when a file is damaged, or when one is given twice.
+    Raises DataError if a folder holds no run, if a file is damaged, or if a folder appears twice.
     """
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
@@ -312,8 +312,10 @@ def load_runs(run_dirs: Sequence[str | Path]) -> list[Run]:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names for runs: the name of the folder, with its parent's before a bare seed ("gspo/seed1");
-    where these are not distinct, the parts of the paths that the runs do not share."""
+    """Return a unique name for each run folder.
+
+    This is the folder's name, after its parent's name if it is only a seed ("gspo/seed1"). If these
+    are not unique, take the paths below their common parent."""
     names = [p.name if group_name(p.name) else f"{p.parent.name}/{p.name}" for p in paths]
     if len(set(names)) < len(names):
         common = Path(os.path.commonpath([str(path) for path in paths]))
@@ -322,13 +324,13 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def group_name(name: str) -> str:
-    """A run's name without its seed; parts of a path that were nothing but a seed are dropped."""
+    """Return a run's name without its seed. Parts of a path that are only a seed are dropped."""
     parts = (_SEED.sub("", part) for part in name.split("/"))
     return "/".join(part for part in parts if part)
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by group, in the order in which the groups first appear."""
+    """Return the runs by group, in the order in which the groups first appear."""
     by_group: dict[str, list[Run]] = {}
     for run in runs:
         by_group.setdefault(run.group, []).append(run)

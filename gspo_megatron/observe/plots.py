@@ -1,7 +1,7 @@
-"""Pictures of one run and of several runs together, from metrics.jsonl alone.
+"""Plots of one run and comparison plots of several runs; reads only metrics.jsonl.
 
-First the panels (which metrics are plotted, and how), then the drawing. pyplot is not used: it
-would keep figures in memory and change matplotlib's global state.
+First the panels (which metrics are plotted, and how), then the drawing. This file does not use
+pyplot, which keeps figures in memory and changes matplotlib's global state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RED = "#b3261e"
 _PANEL_WIDTH = 4.2  # inches
 _PANEL_HEIGHT = 2.75
 _DPI = 140
-_SMOOTH_FROM = 40  # curves of fewer points are drawn as they are
+_SMOOTH_FROM = 40  # points; shorter curves are not smoothed
 
 _TICKS = {"color": MUTED, "labelsize": 8, "major.size": 0}
 STYLE: Any = {
@@ -76,9 +76,9 @@ STYLE: Any = {
 class Panel:
     """One small plot.
 
-    A key that ends in "/" stands for every metric below it. Where several runs are compared, only
-    the first key present is drawn. kind "fan" shows the quantiles below its single key, minus one,
-    as bands around the median; "stack" shows its keys as layers, under the line of their `total`.
+    A key that ends in "/" stands for every metric below it. A comparison of runs draws only the
+    first key that is present. Kind "fan" has one key: it shows the quantiles below the key, minus
+    one, as bands around the median. Kind "stack" shows its keys as layers, with `total` as a line.
     """
 
     title: str
@@ -86,7 +86,7 @@ class Panel:
     keys: tuple[str, ...]
     kind: Literal["lines", "fan", "stack"] = "lines"
     total: str = ""
-    floor: str = ""  # a metric whose ± range around zero is noise; drawn as dashed lines
+    floor: str = ""  # key of the noise floor: dashed lines at ± its value
     percent: bool = False
     log: bool = False
     noisy: bool = True  # drawn with a moving average
@@ -97,7 +97,7 @@ class Panel:
 class Page:
     """One picture: panels of one subject and phase."""
 
-    name: str  # of the file, without .png
+    name: str  # file name without .png
     title: str
     panels: tuple[Panel, ...]
     phase: str = RL
@@ -229,7 +229,7 @@ _COMPARED_SUPERVISED = (
     _THROUGHPUT,
     _TIME,
 )
-# What is drawn when runs are compared, by the phase of the runs.
+# The page of a comparison, by the phase of the runs.
 COMPARISONS = {
     RL: Page("comparison", "Comparison", _COMPARED_RL),
     PRETRAINING: Page("comparison", "Comparison: pre-training", _COMPARED_SUPERVISED, PRETRAINING),
@@ -258,10 +258,10 @@ ABLATION = Page(
 
 
 def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Path]:
-    """Write plots/*.png, one picture a subject, into the run's folder or `out_dir`.
+    """Write plots/*.png, one picture for each subject, into `out_dir` or the run's folder.
 
     Returns their paths. Subjects and panels without metrics in this run are left out. Raises
-    DataError when the folder holds no run or a damaged one.
+    DataError if the folder holds no run or a damaged one.
     """
     run = load_runs([run_dir])[0]
     written = []
@@ -287,8 +287,8 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
 def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
     """Write one picture with the panels of `page`, each with the curves of all runs.
 
-    Runs of one group share a colour: their mean is drawn as a strong line, each of them as a faint
-    one. Panels without metrics are left out; returns None when no panel is left.
+    Runs of one group share a colour: a strong line for their mean, a faint line for each run.
+    Panels without metrics are left out. Returns None if no panel is left.
     """
     panels = [p for p in page.panels if any(_present_keys(run, p, page.phase) for run in runs)]
     if not panels:
@@ -310,7 +310,8 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
 
 
 def _present_keys(run: Run, panel: Panel, phase: str) -> list[str]:
-    """The panel's keys for which the run has finite values, with those below a "/" listed."""
+    """Return the panel's keys with finite values in the run. A key with "/" at its end becomes the
+    keys below it."""
     names = {name for record in run.records if phase_of(record) == phase for name in record}
     present: list[str] = []
     for key in panel.keys:
@@ -325,7 +326,7 @@ def _label(key: str) -> str:
 
 
 def _draw_lines(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
-    """Plain curves; returns the label of the vertical axis, as all of these functions."""
+    """Draw one curve for each key. Returns the y label, like the other `_draw` functions."""
     series = {key: run.series(key, phase) for key in _present_keys(run, panel, phase)}
     shown = [value * panel.scale for _, values in series.values() for value in values]
     factor, unit = (1.0, "") if panel.percent or panel.log else small_unit(shown)
@@ -337,10 +338,10 @@ def _draw_lines(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
 
 
 def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
-    """Median with the bands p01 to p99 and min to max, minus one."""
+    """Draw the median and the bands p01 to p99 and min to max, all minus one."""
     names = ("min", "p01", "p50", "p99", "max")
     steps, values = _aligned([run.series(f"{panel.keys[0]}{name}", phase) for name in names])
-    # The fans of a page have one axis, see _share_scale; a single one has a unit of its own.
+    # Two fans on a page share one scale, see _share_scale. A single fan has its own unit.
     lone = not (_has_fan(run, "sequence", phase) and _has_fan(run, "token", phase))
     scale, unit = small_unit((values - 1.0).ravel().tolist()) if lone else (1.0, "")
     lowest, low, median, high, highest = (values - 1.0) * scale
@@ -361,8 +362,9 @@ def _has_fan(run: Run, unit: str, phase: str) -> bool:
 
 
 def _share_scale(all_axes: Sequence[Axes]) -> None:
-    """Give fans one vertical axis, so that a narrow one is seen to be narrow: linear near 0, as far
-    as the narrowest one reaches, and logarithmic beyond."""
+    """Give all fans the same vertical scale, so that their widths can be compared.
+
+    It is linear around 0, as far as the narrowest fan reaches, and logarithmic beyond."""
     widths = [max(map(abs, axes.dataLim.intervaly)) for axes in all_axes]
     widths = [width for width in widths if math.isfinite(width) and width > 0]
     if not widths:
@@ -412,8 +414,9 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
 
 
 def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], np.ndarray]:
-    """The steps of all curves, which are (steps, values), and [num_curves, num_steps] values at
-    them."""
+    """Return the steps that all curves have, and the values there as [num_curves, num_steps].
+
+    A curve is (steps, values)."""
     tables: list[Mapping[int, float]] = [dict(zip(*curve)) for curve in curves]
     steps = sorted(set.intersection(*map(set, tables)))
     return steps, np.array([[table[step] for step in steps] for table in tables])
@@ -423,7 +426,7 @@ def _aligned(curves: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int]
 
 
 def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` small panels; to be called inside `matplotlib.rc_context(STYLE)`."""
+    """Return a figure with `count` small panels. Call it inside `matplotlib.rc_context(STYLE)`."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width = max(1.25, columns) * _PANEL_WIDTH
@@ -442,10 +445,10 @@ def finish_axes(axes: Axes, title: str, ylabel: str, xlabel: str = "step") -> No
 
 
 def _add_legend(axes: Axes) -> None:
-    """Above the panel, where there is more than one label."""
+    """Add a legend above the panel if it has more than one label."""
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 1:
-        columns = 4 if sum(map(len, labels)) <= 40 else 3  # so many fit over a panel
+        columns = 4 if sum(map(len, labels)) <= 40 else 3  # limited by the width of the panel
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(-0.01, 0.985),
@@ -459,8 +462,10 @@ def _add_legend(axes: Axes) -> None:
 
 
 def _set_scale(axes: Axes, panel: Panel, values: Sequence[float]) -> None:
-    """Percent: an axis of shares from 0 to the largest one. Log: a logarithmic axis where the
-    values are positive and span a decade or more."""
+    """Set the vertical axis of a percent or log panel.
+
+    A percent axis begins at 0. A log panel gets a logarithmic axis if the values are positive and
+    span at least a factor of 10."""
     finite = [value for value in values if math.isfinite(value)]
     if panel.percent:
         top = max(finite, default=0.0)
@@ -474,7 +479,7 @@ def _set_scale(axes: Axes, panel: Panel, values: Sequence[float]) -> None:
 
 
 def small_unit(values: Sequence[float]) -> tuple[float, str]:
-    """A factor that brings small values to order one, and the text for it in the axis label."""
+    """Return a factor that brings small values to order one, and its text for the axis label."""
     largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     if largest == 0 or largest >= 0.01:
         return 1.0, ""
@@ -483,9 +488,9 @@ def small_unit(values: Sequence[float]) -> tuple[float, str]:
 
 
 def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """A centred moving average of the finite values over a fifteenth of the curve.
+    """Return a centred moving average of the finite values over a fifteenth of the curve.
 
-    A short curve is returned as it is. NaN where no value within the window is finite.
+    A short curve is returned unchanged. The result is NaN where the window has no finite value.
     """
     data = np.asarray(values, dtype=float)
     if len(values) < _SMOOTH_FROM:
@@ -506,7 +511,7 @@ def _draw_curve(
     label: str,
     noisy: bool = True,
 ) -> None:
-    """A line; a noisy one of many points is drawn faint with its moving average over it.
+    """Draw a line. A long noisy curve is drawn faint, with its moving average on top.
 
     Steps whose value was not finite are marked at the bottom of the panel.
     """

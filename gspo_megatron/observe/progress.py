@@ -1,6 +1,6 @@
-"""Progress of one phase of a run: a live bar on a terminal, plain lines anywhere else.
+"""Shows the progress of one phase of a run: a live bar on a terminal, plain lines elsewhere.
 
-Also how numbers are written for people, here and in the reports.
+Also formats numbers for the display and for the reports.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _logger = logging.getLogger(__name__)
 
 MISSING = "–"
 _SECONDS_BETWEEN_LINES = 2.0
-_SECONDS_BEFORE_DETAILS = 30.0  # without a line: then one tells what a slow step is busy with
-_STEPS_IN_PACE = 16  # the pace is the mean over so many steps
+_SECONDS_BEFORE_DETAILS = 30.0  # after this silence, a line says what the step is doing
+_STEPS_IN_PACE = 16  # the pace is the mean over this many steps
 _REFRESHES_PER_SECOND = 4
-_GONE = (OSError, ValueError, AttributeError)  # what a closed or missing stream raises
+_GONE = (OSError, ValueError, AttributeError)  # errors of a closed or missing stream
 
 
 # --- numbers --------------------------------------------------------------------------------------
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits; an exponent only for the very large and small."""
+    """Write `value` with `digits` significant digits; with an exponent if very large or small."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -57,19 +57,19 @@ def _formatted(template: str, scale: float = 1.0) -> Callable[[float | None], st
     def write(value: float | None) -> str:
         if value is None or not math.isfinite(value):
             return number(value)
-        # "-0.0" of a small number looks like a finding
+        # A small negative number would become "-0.0", which looks like a result.
         return re.sub(r"^-(?=[0.]*%?$)", "", template.format(scale * value))
 
     return write
 
 
-fixed = _formatted("{:.3f}")  # a number of order one; a column of them is aligned
+fixed = _formatted("{:.3f}")  # a number of order one; fixed decimals align a column
 percent = _formatted("{:.1f}%", 100)  # a share between 0 and 1
 points = _formatted("{:.1f}", 100)  # the difference of two shares, in percentage points
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as 0.41 s, 12 s, 3:05, 2:03:05 or 4d 02:03."""
+    """Write seconds as 0.41 s, 12 s, 3:05, 2:03:05 or 4d 02:03."""
     if seconds is None or not math.isfinite(seconds):
         return MISSING
     if seconds < 60:
@@ -83,9 +83,9 @@ def duration(seconds: float | None) -> str:
 
 
 class SafeStream:
-    """Writes to another stream; does nothing when that one is closed, full or gone.
+    """Writes to another stream; does nothing if that stream is closed, full or missing.
 
-    Characters that the stream's encoding lacks are replaced. rich writes from its own thread, where
+    Characters that the stream's encoding lacks are replaced. rich writes from its own thread, so
     the training loop could not catch an exception.
     """
 
@@ -94,7 +94,7 @@ class SafeStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def as_file(self) -> IO[str]:
-        """This stream: it has what rich needs of a file."""
+        """Return this stream, typed as a file. It has the methods that rich needs."""
         return cast("IO[str]", self)
 
     def isatty(self) -> bool:
@@ -103,7 +103,7 @@ class SafeStream:
         return False
 
     def write(self, text: str) -> int:
-        # On a closed pipe or terminal the text is lost; the run goes on.
+        # If the pipe or terminal is closed, the text is lost and the run goes on.
         with contextlib.suppress(*_GONE):
             try:
                 self._stream.write(text)
@@ -124,7 +124,7 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
     ("accuracy", fixed, ("evaluation/accuracy",)),
     ("loss", number, ("loss",)),
     ("grad norm", number, ("grad_norm",)),
-    # The objective clips sequences or tokens, and logs which.
+    # The objective clips sequences or tokens and logs one of the two.
     ("clipped", percent, ("clip/sequence/binding", "clip/token/binding")),
 )
 
@@ -133,9 +133,9 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
 class Progress:
     """Shows the progress of a phase; a context manager.
 
-    `total` counts the steps of the phase, of which `initial_step` were done before (resume).
-    `stream` is stderr unless given. With enabled=False, as on ranks that print nothing, nothing is
-    shown. An error of the stream or the terminal never stops the run.
+    `total` is the number of steps of the phase; a resumed run has done `initial_step` of them.
+    `stream` defaults to stderr. With enabled=False (all ranks but one) nothing is shown. An error
+    of the stream or the terminal never stops the run.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Progress:
     ) -> None:
         self._total, self._title, self._step, self._clock = total, title, initial_step, clock
         self._metrics: dict[str, Any] = {}
-        self._accuracy: dict[str, Any] = {}  # of the last evaluation; not every step has one
+        self._accuracy: dict[str, Any] = {}  # from the last evaluation; not every step has one
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
-        self._line_step, self._line_time = initial_step, -math.inf  # of the last line
-        self._doing, self._doing_time = "", -math.inf  # and when a line told it
+        self._line_step, self._line_time = initial_step, -math.inf  # step and time of last line
+        self._doing, self._doing_time = "", -math.inf  # text of `doing`, time of its last line
         self._enabled = enabled
         self._stream = SafeStream(sys.stderr if stream is None else stream)
         self._live: Live | None = None
@@ -163,7 +163,7 @@ class Progress:
         self._times.append((self._step, self._started))
         redraws = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         if self._enabled and redraws and self._stream.isatty():
-            # This is known to be a terminal; rich must not decide again.
+            # isatty() was true; rich must not decide differently.
             file = self._stream.as_file()
             console = Console(file=file, force_terminal=True, highlight=False)
             self._live = Live(
@@ -181,14 +181,16 @@ class Progress:
         self._step, self._metrics, self._doing = step, {**metrics, **self._accuracy}, ""
         now = self._clock()
         self._times.append((step, now))
-        # A bar is redrawn by the clock, so that fast steps are not slowed down by the terminal.
+        # A bar is redrawn at a fixed rate, so that the terminal does not slow down fast steps.
         is_due = now - self._line_time >= _SECONDS_BETWEEN_LINES or step >= self._total
         if self._live is None and is_due:
             self._attempt(self._write_line)
 
     def doing(self, text: str) -> None:
-        """What the step under way is busy with, as "rewards 12/64"; "": nothing to tell. Part of
-        the bar; where lines are written, one in 30 s without another. May be called often."""
+        """Show what the current step is doing, such as "rewards 12/64"; "" clears it.
+
+        The text is part of the bar. Without a bar, it becomes a line after 30 s without output.
+        This may be called often."""
         self._doing = text
         if self._live is None and text:
             now = self._clock()
@@ -199,7 +201,7 @@ class Progress:
                 self._attempt(lambda: self._write(f"{self._title}  {step}{text}"))
 
     def note(self, text: str) -> None:
-        """Show a line of text that stays, above the bar or between the lines."""
+        """Print a permanent line of text, above the bar or between the lines."""
         show = self._write if self._live is None else self._live.console.print
         self._attempt(partial(show, Text(text)))
 
@@ -215,21 +217,21 @@ class Progress:
         try:
             show()
         except Exception:
-            # The run matters more than its display, whatever is wrong with the terminal.
+            # No error of the display may stop the run.
             _logger.debug("progress is no longer shown", exc_info=True)
             self._enabled = False
 
     def _shown_metrics(self) -> list[tuple[str, str]]:
-        """Names and values of the metrics that this step has, as text."""
+        """Return names and formatted values of the metrics that this step has."""
         shown = []
         for name, write, keys in _SHOWN:
             values = [self._metrics[key] for key in keys if key in self._metrics]
-            if values:  # None stands for a number that was not finite, which must be shown
+            if values:  # None means that the number was not finite, which must be shown
                 shown.append((name, write(math.nan if values[0] is None else float(values[0]))))
         return shown
 
     def _timing(self) -> list[tuple[str, str]]:
-        """Names and values of pace and remaining time, or of the total time when done."""
+        """Return names and values of the pace and the remaining time (at the end: total time)."""
         now = self._clock()
         (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
         steps = last_step - first_step
@@ -245,7 +247,7 @@ class Progress:
 
     def _write_line(self) -> None:
         pairs = [*self._shown_metrics(), *self._timing()]
-        # without steps, as in an evaluation, there is nothing to count
+        # An evaluation has no steps to count.
         count = f"  {self._step:>{len(str(self._total))}}/{self._total}" if self._total else ""
         parts = [f"{self._title}{count}", *(f"{name} {value}".strip() for name, value in pairs)]
         self._write("  ".join(parts))

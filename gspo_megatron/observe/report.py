@@ -1,4 +1,4 @@
-"""report.html: one run in full, or several compared; and the summary at the end of a run."""
+"""Writes report.html for one run or a comparison, and prints the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from gspo_megatron.observe.trackers import flattened
 
 _logger = logging.getLogger(__name__)
 
-SMALLEST_WINDOW = 5  # steps that are averaged, at least: rewards are noisy
-_LONG_RUN = 2 * SMALLEST_WINDOW  # steps; of shorter runs single steps are shown
+SMALLEST_WINDOW = 5  # average at least this many steps: rewards are noisy
+_LONG_RUN = 2 * SMALLEST_WINDOW  # steps; reports show single steps of shorter runs
 _MEANS = (
     f"Of runs of {_LONG_RUN} steps and more, what varies from step to step is shown as means of a "
     f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
@@ -59,11 +59,11 @@ _CONFIG_FILE = "config.resolved.yaml"
 class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    is_text: bool = False  # not numbers: aligned to the left, line breaks are kept
+    is_text: bool = False  # texts, not numbers: aligned to the left, with their line breaks
 
 
 class Picture(NamedTuple):
-    path: Path  # of a PNG
+    path: Path  # a PNG file
     description: str
 
     def base64(self) -> str:
@@ -71,7 +71,7 @@ class Picture(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """Text that is shown when its title is clicked."""
+    """Text that appears when the reader clicks on its title."""
 
     title: str
     text: str
@@ -88,7 +88,7 @@ def render_html(
     sections: Sequence[ReportSection],
     tiles: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """A whole document that needs no other file; `tiles` are names and values shown large."""
+    """Return an HTML document that needs no other file. `tiles`: (name, value), in large print."""
     environment = Environment(
         loader=PackageLoader("gspo_megatron.observe"), autoescape=True, trim_blocks=True
     )
@@ -101,10 +101,10 @@ def render_html(
 
 class _Metric(NamedTuple):
     name: str
-    keys: tuple[str, ...]  # the first one that the run has
+    keys: tuple[str, ...]  # the first key that the run has is used
     best: Callable[..., int] | None  # max or min; None: neither high nor low is better
     write: Callable[[float | None], str]
-    is_noisy: bool = True  # of a long run, means over some steps are shown
+    is_noisy: bool = True  # for long runs, show means over several steps
 
 
 _REWARD = _Metric("reward", ("reward/mean",), max, fixed)
@@ -128,7 +128,7 @@ _RL_METRICS = (
 )
 _SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
-# The columns of a comparison: which value of which metric. A terminal has room for the first few.
+# The columns of a comparison: (value, metric). A terminal has room for the first few.
 _IN_TERMINAL = 4
 _BOTH = ("last", "best")
 _RL_COLUMNS = (
@@ -142,27 +142,27 @@ _SUPERVISED_COLUMNS = (
 
 
 class Summary(NamedTuple):
-    """A metric over a run; None where there is no value, or no value is the best. Of a noisy metric
-    of a long run, the means over `steps` steps: single steps would tell of chance."""
+    """First, last and best value of a metric in a run, or None. For a noisy metric of a long run
+    they are means over `steps` steps."""
 
     metric: _Metric
     first: float | None
     last: float | None
-    best: float | None  # of the finite values
+    best: float | None  # best finite value
     best_step: int | None
     not_finite: int  # number of steps at which the metric was NaN or infinite
-    steps: int = 1  # that are averaged
-    of_steps: int = 0  # with a value
+    steps: int = 1  # number of steps in each mean
+    of_steps: int = 0  # number of steps with a value
 
 
 def main_phase(records: Sequence[Record]) -> str:
-    """The phase that a run is about."""
+    """Return the phase to report: pre-training or fine-tuning if the run has one, else RL."""
     phases = {phase_of(record) for record in records}
     return next((phase for phase in (PRETRAINING, FINE_TUNING) if phase in phases), RL)
 
 
 def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:
-    """The main metrics of a phase, in a fixed order; one entry each, present or not."""
+    """Summarize the main metrics of a phase in a fixed order, including those without values."""
     metrics = _RL_METRICS if phase == RL else _SUPERVISED_METRICS
     return [_summarize(records, metric, phase) for metric in metrics]
 
@@ -184,13 +184,13 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
 
 
 def window(steps: int) -> int:
-    """How many steps are averaged in a run of `steps`: a tenth of them, but at least 5."""
+    """Return how many steps are averaged in a run of `steps`: a tenth of them, but at least 5."""
     return max(SMALLEST_WINDOW, math.ceil(steps / 10))
 
 
 def window_means(values: Sequence[float], size: int) -> list[float]:
-    """The means of the finite values in all windows of `size`, in their order; NaN without any. A
-    window of one value is that value."""
+    """Return the mean of the finite values in each window of `size` values; NaN if there are none.
+    With `size` 1, return the values unchanged."""
     if size == 1:
         return list(values)
     array = np.array(values, dtype=float)
@@ -204,7 +204,7 @@ def window_means(values: Sequence[float], size: int) -> list[float]:
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:
-    """Seconds spent in the steps of all phases; None when the run did not time them."""
+    """Return the seconds spent in the steps of all phases; None if the run did not time them."""
     seconds = [
         value
         for phase in {phase_of(record) for record in records}
@@ -215,7 +215,7 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
 
 
 def correct_at(folders: Sequence[Path]) -> str:
-    """The reward from which on a response is correct in `evaluation/accuracy`, for people."""
+    """Write as text the smallest reward that `evaluation/accuracy` counts as correct."""
     found = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
     return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
 
@@ -241,8 +241,8 @@ def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
 
 
 def _last_interval(records: Sequence[Record]) -> tuple[str, str, float] | None:
-    """The bounds of the last held-out accuracy, and over how many prompts; None in runs of versions
-    that did not write them down."""
+    """Return the interval of the last held-out accuracy and its number of prompts; None for runs of
+    earlier versions, which did not record them."""
     names = ("evaluation/accuracy_low", "evaluation/accuracy_high", "evaluation/prompts")
     curves = [series(records, name)[1] for name in names]
     if not all(curves):
@@ -278,11 +278,11 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
 def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     """Write OUT/report.html, a single file with its pictures inside, and return its path.
 
-    One run is shown in full, with its pictures also in OUT/plots. Several runs are compared; those
-    whose names differ only by their seed are shown as mean and standard deviation.
+    One run is shown in full, with its pictures also in OUT/plots. Several runs are compared. Runs
+    whose names differ only by the seed are shown as mean and standard deviation.
 
-    Raises DataError for a folder without a run or with a damaged one, UserError when `out_dir`
-    cannot be written.
+    Raises DataError if a folder holds no run or a damaged one, UserError if `out_dir` cannot be
+    written.
     """
     assert run_dirs, "a report of no run"
     runs = load_runs(run_dirs)
@@ -300,8 +300,8 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
 def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool = True) -> None:
     """Write the run's plots and report, then print its summary and the paths.
 
-    `stream` is stdout unless given; with plots=False only the summary is printed. A plot or report
-    that fails does not make a finished run fail: the error is printed instead.
+    `stream` defaults to stdout. With plots=False only the summary is printed. If a plot or the
+    report fails, print the error; the finished run does not fail.
     """
     run_dir, console = Path(run_dir), _console(stream)
     lines = [f"run     {run_dir}"]
@@ -317,12 +317,12 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
     print_suites(run_dir, console)
     _print_warnings(console, load_runs([run_dir]))
     for line in lines:
-        # A path that the console breaks into lines could not be copied.
+        # soft_wrap: a user cannot copy a path that is broken into lines.
         console.print(line, soft_wrap=True, markup=False)
 
 
 def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
-    """Print the main figures: those of one run, or a line for each of several."""
+    """Print the main metrics: a table for one run, or one line for each of several runs."""
     console = _console(stream)
     if len(run_dirs) == 1:
         console.print(_terminal_table(run_dirs[0]))
@@ -348,7 +348,7 @@ def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) 
 
 
 def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
-    """Print the settings that differ between the runs, if any do, and the warnings about them."""
+    """Print the settings that differ between the runs, and the warnings about the runs."""
     runs, console = load_runs(run_dirs), _console(stream)
     settings = _differing_settings(runs)
     if settings.rows:
@@ -360,8 +360,7 @@ def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = Non
 
 
 def _print_settings(console: Console, settings: Table) -> None:
-    """Prints a table, or, where that is wider than the console, a block of lines for each key:
-    columns of a few letters cannot be read."""
+    """Print a table. If it is wider than the console, print a block of lines for each key."""
     table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in settings.head:
         table.add_column(name, no_wrap=True)
@@ -383,15 +382,15 @@ def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
 
 
 def _console(stream: TextIO | None) -> Console:
-    """Prints to `stream`, or to stdout."""
+    """Return a console that prints to `stream`, or to stdout."""
     safe = SafeStream(sys.stdout if stream is None else stream)
-    # no markup: a run may be called "a[red]"
+    # No markup, because a run may be called "a[red]".
     options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
     return Console(file=safe.as_file(), **options)
 
 
 def _report_one(run: Run, out: Path) -> str:
-    # not at the top: a run without plots does not wait for matplotlib
+    # Imported here, so that a run without plots does not wait for matplotlib.
     from gspo_megatron.observe.plots import plot_run
     from gspo_megatron.observe.timing_plots import plot_timeline
 
@@ -419,7 +418,7 @@ def _report_one(run: Run, out: Path) -> str:
 
 
 def _headline(entry: Summary, run: Run) -> str:
-    """What a tile shows, and over how many steps or prompts."""
+    """Return the caption of a tile: the metric, and the number of steps or prompts."""
     name = f"{_name(entry.metric, [run.path])}, first to last"
     if entry.steps > 1:
         return f"{name} {entry.steps} of {entry.of_steps} steps"
@@ -450,7 +449,7 @@ def _report_several(runs: Sequence[Run]) -> str:
 
 
 def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[ReportSection]:
-    """Runs of one phase; `suffix` names the phase in the headings, `path` is for the picture."""
+    """Compare runs of one phase. `suffix` goes into the headings; the plot is saved to `path`."""
     from gspo_megatron.observe.plots import COMPARISONS, plot_comparison
 
     by_group, sections = groups(runs), []
@@ -461,7 +460,7 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
     names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
 
     def cells(members: Sequence[Run]) -> list[str]:
-        """Mean and spread over some runs; the value of a single one."""
+        """Return mean and spread over the runs for each column; the value if there is one run."""
         return [
             mean_and_spread(
                 [getattr(_summarize(run.records, m, phase), kind) for run in members], m.write
@@ -482,7 +481,7 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
 
 
 def mean_and_spread(values: Sequence[float | None], write: Callable[[float | None], str]) -> str:
-    """Mean and sample standard deviation; a value that some runs lack is not averaged."""
+    """Write mean and sample standard deviation. If some runs have no value, write no mean."""
     present = [value for value in values if value is not None]
     if not present:
         return MISSING
@@ -494,7 +493,7 @@ def mean_and_spread(values: Sequence[float | None], write: Callable[[float | Non
 
 
 def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
-    """Each with the name of its run."""
+    """Return the findings about all runs, each with the name of its run."""
     return [
         (run.name, finding)
         for run in runs
@@ -503,7 +502,7 @@ def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
 
 
 def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
-    """What a practitioner would want to know of these runs; nothing where all is well."""
+    """Return a section with the warnings about the runs; an empty list without warnings."""
     rows = [
         [name, found.metric, write_steps(found.steps), found.text, found.advice]
         for name, found in _warnings(runs)
@@ -513,8 +512,8 @@ def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
 
 
 def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a run's configuration; none if it kept no configuration. Raises DataError for
-    a file that is none."""
+    """Return the sections of a run's configuration; empty if the run folder has none. Raises
+    DataError if the file is not a configuration."""
     path = folder / _CONFIG_FILE
     if not path.is_file():
         return {}
@@ -528,8 +527,8 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _differing_settings(runs: Sequence[Run]) -> Table:
-    """The keys of the configuration, but logging, that the runs that kept one do not share. Runs of
-    different stages differ in most keys: only those that all of them have are compared."""
+    """Return the configuration keys whose values differ, without `logging` and without runs that
+    have no configuration. If the stages of the runs differ, compare only their common keys."""
     configs: dict[str, dict[str, str]] = {}
     for run in runs:
         if sections := _config_of(run.path):
@@ -550,14 +549,14 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
 
 
 def _stages_differ(runs: Sequence[Run]) -> list[str]:
-    """What is said above the settings of runs of different stages; else nothing."""
+    """Return a note above the settings if the runs are of different stages; else an empty list."""
     stages = dict.fromkeys(main_phase(run.records) for run in runs)
     told = f"The stages differ ({', '.join(stages)}): only keys that all runs have are compared."
     return [told] if len(stages) > 1 else []
 
 
 def _sample_table(samples: Sequence[Record]) -> Table:
-    """The first and the last responses that were kept, by step."""
+    """Return a table of the first and the last recorded responses."""
     half = _SAMPLES_SHOWN // 2
     shown = samples if len(samples) <= _SAMPLES_SHOWN else [*samples[:half], *samples[-half:]]
     rows = []
@@ -573,7 +572,7 @@ def _sample_table(samples: Sequence[Record]) -> Table:
 
 
 def conversation(sample: Mapping[str, Any]) -> str:
-    """The turns of an episode for people: who says what, and what a turn of the policy is worth."""
+    """Write the turns of an episode as text: speaker, text, tool calls and reward of each turn."""
     lines, branch = [], 0
     for turn in sample["turns"]:
         if turn.get("branch", 0) != branch:
@@ -581,7 +580,7 @@ def conversation(sample: Mapping[str, Any]) -> str:
             lines.append("— the history as it was rewritten —")
         worth = "" if turn.get("reward") is None else f" [reward {turn['reward']:g}]"
         calls = f" {turn['tool_calls']}" if "tool_calls" in turn else ""
-        # further lines are indented: what looks like a turn in a text is none
+        # Further lines are indented, so that no text inside a turn looks like a turn.
         text = turn["text"].replace("\n", "\n    ")
         lines.append(f"{turn['role']}: {text}{calls}{worth}")
     if sample.get("error"):
@@ -590,7 +589,7 @@ def conversation(sample: Mapping[str, Any]) -> str:
 
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:
-    """Configuration and environment as the run wrote them."""
+    """Return the run's configuration and environment files as foldable texts."""
     files = (("Configuration", _CONFIG_FILE), ("Environment", "environment.json"))
     return [
         Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))

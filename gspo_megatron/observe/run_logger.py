@@ -1,4 +1,4 @@
-"""The run folder: metrics, samples and reports, written by the main rank only."""
+"""Writes metrics, samples and reports into the run folder. Only the main rank writes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from gspo_megatron.observe.trackers import open_trackers
 
 
 class RunLogger:
-    """Metrics, samples, trackers and the progress display; does nothing on the other ranks."""
+    """Writes metrics, samples, trackers and the progress display; only on the main rank."""
 
     def __init__(
         self, config: AnyConfig, is_main: bool, resumed_at: tuple[str, int] | None = None
     ) -> None:
-        """`resumed_at`: phase and step at which the run resumes; later records are dropped. Without
-        it the folder must hold no earlier run: see `move_earlier_run`.
+        """Open the files. `resumed_at` is the phase and step at which the run resumes.
 
-        Raises UserError where the folder or its files cannot be made, or the metrics of the resumed
-        run are damaged.
+        A resumed run drops later records. Without `resumed_at` the folder must hold no earlier run:
+        see `move_earlier_run`. Raises UserError if the folder or its files cannot be created, or if
+        the metrics of the resumed run are damaged.
         """
         self.is_main = is_main
         self.folder = Path(str(config.logging.dir))
@@ -62,33 +62,33 @@ class RunLogger:
             self._evaluation.truncate_after(step, phase)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
-        rollout = getattr(config, "rollout", None)  # a fine-tuning or pre-training run has none
+        rollout = getattr(config, "rollout", None)  # fine-tuning and pre-training have no rollout
         has_servers = rollout is not None and rollout.engine == "vllm"
         write_environment(self.folder, rollout.vllm.python if has_servers else None)
         self.write_config(config)
 
     def write_config(self, config: AnyConfig, unread: Mapping[str, str] | None = None) -> None:
-        """Write config.resolved.yaml. unread: keys that nothing reads in this run, and why."""
+        """Write config.resolved.yaml. `unread`: keys without effect in this run, with reasons."""
         if self.is_main:
             text = to_shown_yaml(config, unread or {})
             write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
-        """A progress display of one phase, of which `done` steps were finished earlier."""
+        """Return a progress display of one phase; `done` of its steps were finished earlier."""
         self._progress = Progress(total, title, enabled=self.is_main, initial_step=done)
         return self._progress
 
     def note(self, text: str) -> None:
-        """Show a line of text that stays."""
+        """Print a permanent line of text, also while the progress bar is shown."""
         if self._progress is not None:
             self._progress.note(text)
         elif self.is_main:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Wait until everything written so far is on the disk: a checkpoint must not be newer.
+        """Wait until all records are on the disk: a checkpoint must not be newer than they are.
 
-        Raises UserError on the main rank where the disk refuses it; the launcher stops the others.
+        Raises UserError on the main rank if the disk refuses; the launcher stops the other ranks.
         """
         if self.is_main:
             self._metrics.sync()
@@ -118,7 +118,7 @@ class RunLogger:
         if not self.is_main:
             return
         self.close()
-        # not at the top: no rank but this one needs it
+        # Imported here, because only the main rank needs it.
         from gspo_megatron.observe.report import finish_run
 
         finish_run(self.folder, plots=self.plots)

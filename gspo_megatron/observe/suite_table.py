@@ -1,4 +1,4 @@
-"""The figures of a run's suites for people: a table for the terminal, and lines."""
+"""Shows the figures of a run's suites: a table for the terminal, and single lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cu
 
 
 def figures_of_suites(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Figures by suite, from metrics evaluation/SUITE/FIGURE."""
+    """Return the figures by suite, from the metrics evaluation/SUITE/FIGURE."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         head, _, rest = key.partition("/")
@@ -39,8 +39,9 @@ def only_suites(records: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
-    """Print the newest figures of each suite of a run, if it has any; to stdout without a console.
-    Raises DataError."""
+    """Print the newest figures of each suite of a run, if there are any.
+
+    `console` defaults to stdout. Raises DataError like `read_metrics`."""
     figures: dict[str, dict[str, float]] = {}
     for record in read_metrics(run_dir):
         figures |= figures_of_suites(record)
@@ -48,7 +49,7 @@ def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
-        is_name = name == "suite"  # a long one is broken: figures are wanted whole
+        is_name = name == "suite"  # only long suite names may wrap, not figures
         table.add_column(
             name, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
         )
@@ -80,14 +81,15 @@ def _row(figures: Mapping[str, float]) -> list[str]:
 
 
 def interval_text(figures: Mapping[str, float], between: str) -> str | None:
-    """The 95% interval of a suite's mean; None where all problems have the same mean reward. Then
-    every draw of problems has it too: an interval without width, which would claim certainty."""
+    """Return the 95% interval of a suite's mean; None if all problems have the same mean reward.
+
+    The bootstrap interval would then have no width, which would suggest certainty."""
     low, high = figures["ci_low"], figures["ci_high"]
     return f"{low:.3f}{between}{high:.3f}" if low < high else None
 
 
 def suite_text(figures: Mapping[str, float]) -> str:
-    """The figures of a suite on one line, for people."""
+    """Return the figures of a suite as one line of text."""
     most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
     interval = interval_text(figures, " to ")
     found = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
@@ -101,10 +103,10 @@ def suite_text(figures: Mapping[str, float]) -> str:
 
 
 def failed_text(figures: Mapping[str, float]) -> str:
-    """How many calls of a suite's reward failed, and what became of their problems."""
+    """Say how many calls of a suite's reward failed, and how their problems were counted."""
     calls = int(figures["failed"])
     told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
-    if "left_out" not in figures:  # of an earlier version
+    if "left_out" not in figures:  # recorded by an earlier version
         return told
     left_out = int(figures["left_out"])
     if not left_out:

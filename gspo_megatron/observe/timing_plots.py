@@ -1,4 +1,4 @@
-"""The timeline of a run with servers: where the time goes."""
+"""Plots the timeline of a run with vLLM servers: what trainer and servers do at each time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gspo_megatron.observe.plots import (
 )
 
 _SHOWN_STEPS = 12
-# What a step does, in its order, and the metric with its seconds.
+# The phases of a step in their order, each with the metric of its duration.
 _PHASES = {
     "waits for responses": "perf/rollout_seconds",
     "old log-probs": "perf/logprob_seconds",
@@ -40,7 +40,7 @@ _COLORS = {
 
 
 class Span(NamedTuple):
-    """What one side did, in seconds since the first step shown."""
+    """One bar of the timeline: what trainer or servers did. Seconds since the first step shown."""
 
     who: str
     what: str
@@ -49,12 +49,13 @@ class Span(NamedTuple):
 
 
 def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
-    """The last steps of a run with servers, and when each began; nothing for other runs.
+    """Return the spans and the start times of the last steps; both are empty without servers.
 
-    A step is drawn as its phases end to end; what is between them follows at its end. Evaluations
-    and checkpoints are between steps and are left out, as in perf/step_seconds. The servers draw
-    while the trainer waits for responses. What engine/busy_share tells beyond that was drawn ahead,
-    and is shown from then on: its length is measured, its place is not.
+    The phases of a step are shown end to end; time between phases is added at the end of the step.
+    Evaluations and checkpoints are left out, as in perf/step_seconds. The servers generate while
+    the trainer waits for responses. If engine/busy_share says that they were busy for longer, the
+    rest was generated ahead. It is shown directly after: its length is measured, its position is
+    not.
     """
     by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
     spans: list[Span] = []
@@ -84,7 +85,7 @@ def _seconds(record: Mapping[str, Any]) -> float:
 
 
 def plot_timeline(run: Run, path: Path) -> Path | None:
-    """Draw `timeline`; None where there is nothing to draw."""
+    """Draw the timeline of a run into `path`. Returns None if there is nothing to draw."""
     spans, starts = timeline(run)
     if not spans:
         return None

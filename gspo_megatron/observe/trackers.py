@@ -1,8 +1,8 @@
 """Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
-Trackers hold copies of metrics.jsonl. One that fails during a run is dropped with a warning. Steps
-that a resumed run repeats are not sent again: a tracker keeps their first metrics. A resumed run
-sends each tracker the kept records that it lacks: all of them where the tracker is new.
+Trackers hold copies of metrics.jsonl. A tracker that fails during a run is dropped with a warning.
+If a resumed run repeats a step, the step is not sent again: a tracker keeps the first metrics. A
+resumed run sends each tracker the records that it lacks; a new tracker gets all records.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from gspo_megatron.observe.metrics_files import (
     read_metrics,
 )
 
-# In the run folder: a line for each tracker, with phase and step of the last record that it has.
+# In the run folder. One line for each tracker: phase and step of the last record sent to it.
 SENT_FILE = "trackers.json"
-_AT_ONCE = 100  # parameters that MLflow takes in one request
-_LONGEST_PARAMETER = 500  # characters; MLflow's limit in all versions that are supported
+_AT_ONCE = 100  # MLflow's limit of parameters in one request
+_LONGEST_PARAMETER = 500  # characters; MLflow's limit in all supported versions
 
 _logger = logging.getLogger(__name__)
 
 
 class Tracker(NamedTuple):
-    """How a service or file that shows the metrics of a run is sent a step, and closed."""
+    """The functions that send a step to one tracker and close it."""
 
     log: Callable[[int, Mapping[str, Any]], object]
     close: Callable[[], object]
 
 
 def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """Event files under RUN/tensorboard."""
+    """Open event files under RUN/tensorboard."""
     module = _require("torch.utils.tensorboard", "tensorboard")
     writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
 
@@ -61,7 +61,7 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """A Weights & Biases run; a resumed run goes on in the same one."""
+    """Open a Weights & Biases run. A resumed run continues the same one."""
     wandb = _require("wandb", "wandb")
     remembered = run_dir / "wandb_run_id"
     run_id = remembered.read_text().strip() if remembered.exists() else None
@@ -69,7 +69,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
     )
     remembered.write_text(f"{run.id}\n")
-    # wandb's internal step must grow with every call; "step" is the step of the run.
+    # wandb's own step must grow with every call, so the run's step is a metric called "step".
     run.define_metric("*", step_metric="step")
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """An MLflow run; a resumed run goes on in the same one."""
+    """Open an MLflow run. A resumed run continues the same one."""
     mlflow = _require("mlflow", "mlflow")
     entities = importlib.import_module("mlflow.entities")
     remembered = run_dir / "mlflow_run_id"
@@ -89,7 +89,7 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         client.update_run(run_id, status="RUNNING")
     else:
         run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
-        mlflow.end_run("RUNNING")  # logging goes through the client: no global run stays open
+        mlflow.end_run("RUNNING")  # close the global run: logging goes through the client
         pairs = flattened(config).items()
         params = [entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in pairs]
         for start in range(0, len(params), _AT_ONCE):
@@ -105,7 +105,7 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The keys of a configuration with their sections before them, as "rollout.group_size"."""
+    """Return a configuration as a flat dict, with keys such as "rollout.group_size"."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -116,7 +116,7 @@ def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}
-_TRACES = {  # what each leaves in the run folder when it is opened
+_TRACES = {  # the file or folder that each tracker creates in the run folder when it opens
     "tensorboard": "tensorboard",
     "wandb": "wandb_run_id",
     "mlflow": "mlflow_run_id",
@@ -129,7 +129,7 @@ _ADVICE = {
 
 
 class TrackerSet:
-    """Several trackers as one; a tracker that raises is dropped and the others stay."""
+    """Several trackers as one. A tracker that raises is dropped; the others go on."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class TrackerSet:
         run_dir: Path | None = None,
         sent: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`sent`: phase and step of the last record that each tracker has from an earlier start;
-        SENT_FILE in `run_dir` keeps them."""
+        """Take open trackers. `sent` has phase and step of the last record that each tracker got in
+        earlier starts. SENT_FILE in `run_dir` stores it for the next start."""
         self._trackers = dict(trackers)
         self._run_dir = run_dir
         self._sent = {name: dict(record) for name, record in (sent or {}).items()}
@@ -149,7 +149,7 @@ class TrackerSet:
         self.note()
 
     def catch_up(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Send every tracker those of the records of earlier starts that it lacks."""
+        """Send each tracker the records of earlier starts that it lacks."""
         for record in sorted(records, key=position_of):
             self._send(record)
         self.note()
@@ -177,8 +177,9 @@ class TrackerSet:
                 self._sent[name] = {"phase": phase_of(record), "step": step}
 
     def note(self) -> None:
-        """Keep what was sent for the next start; written after it, so that a run that is killed in
-        between sends a step twice rather than never."""
+        """Write SENT_FILE for the next start.
+
+        This comes after sending: a run that is killed in between sends a step twice, not never."""
         if self._run_dir is None or not self._sent:
             return
         lines = [json.dumps({"tracker": name, **last}) for name, last in self._sent.items()]
@@ -192,12 +193,13 @@ class TrackerSet:
 def open_trackers(
     names: Sequence[str], run_dir: Path, config: Mapping[str, Any] | None = None
 ) -> TrackerSet:
-    """Open the named trackers ("tensorboard", "wandb", "mlflow"); to be called before a resumed
-    run truncates metrics.jsonl. Records that stay there are sent by `catch_up`.
+    """Open the named trackers ("tensorboard", "wandb", "mlflow").
 
-    `config` is the run's configuration as plain data. Raises UserError for an unknown name, for one
-    whose package is not installed, and for one that a new run cannot open; a resumed run goes on
-    without that one, with a warning. Raises DataError where metrics.jsonl is damaged.
+    Call this before a resumed run truncates metrics.jsonl; afterwards `catch_up` sends the records
+    that are left. `config` is the run's configuration as plain data. Raises UserError for an
+    unknown name and for a missing package. If a tracker cannot be opened, a new run raises
+    UserError; a resumed run warns and goes on without it. Raises DataError if metrics.jsonl is
+    damaged.
     """
     unknown = [name for name in names if name not in _TRACKERS]
     if unknown:
@@ -208,12 +210,12 @@ def open_trackers(
     opened = {name: _open(name, run_dir, config or {}) for name in names}
     trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
     found = TrackerSet(trackers, run_dir, sent)
-    found.note()  # also of a tracker that fails before it has a record
+    found.note()  # so that SENT_FILE also names a tracker that fails before its first record
     return found
 
 
 def require_packages(names: Sequence[str]) -> None:
-    """Raise UserError, with a line for each, where packages of trackers cannot be imported."""
+    """Raise UserError with a line for each tracker whose package cannot be imported."""
     problems: list[str] = []
     for name in names:
         with gathered_in(problems):
@@ -239,11 +241,11 @@ def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None
 
 
 def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, Any]]:
-    """The last record that each tracker has from earlier starts; to be called before the trackers
-    are opened. Raises DataError where metrics.jsonl is needed for it and damaged.
+    """Return the last record that each tracker got in earlier starts.
 
-    Where SENT_FILE is damaged, all of metrics.jsonl counts as sent. So it does where an earlier
-    version, which had no such file, has opened the tracker.
+    Call this before the trackers are opened. All of metrics.jsonl counts as sent if SENT_FILE is
+    damaged, or if an earlier version without this file opened the tracker. Raises DataError if
+    metrics.jsonl is needed and damaged.
     """
     path = run_dir / SENT_FILE
     if path.exists():
@@ -252,7 +254,7 @@ def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, 
             for line in lines:
                 if not isinstance(line["step"], int):
                     raise ValueError(line["step"])
-                position_of(line)  # raises for what is no position
+                position_of(line)  # raises if the phase is unknown
             if lines:
                 return dict.fromkeys(names, NOTHING) | {line["tracker"]: line for line in lines}
         have_all = list(names)
@@ -264,7 +266,7 @@ def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, 
 
 
 def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a record; outside RL their names begin with the phase."""
+    """Return the finite numbers of a record; outside RL their names begin with the phase."""
     phase = phase_of(metrics)
     prefix = "" if phase == RL else f"{phase}/"
     return {

@@ -13,15 +13,15 @@ from torch import Tensor
 from gspo_megatron.errors import DataError, UserError, error_of
 
 T = TypeVar("T")
-_LINES_SHOWN = 16  # of the problems of all ranks
+_LINES_SHOWN = 16  # of the list of all ranks' problems
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0; every rank returns its result, or raises its UserError. The class is the
-    same on all ranks: they have to agree on what follows, such as saving the run.
+    """Call `work` on rank 0. Every rank returns its result or raises its UserError. The error's
+    class is the same on all ranks, because they must agree on what follows, such as saving the run.
 
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
-    is raised on rank 0 alone, and the launcher ends the others, which wait here.
+    is raised on rank 0 alone. The other ranks wait here until the launcher ends them.
     """
     result: Any = None
     error: UserError | None = None
@@ -45,7 +45,7 @@ def on_main(work: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """The values of all ranks, by rank."""
+    """Return the values of all ranks, by rank."""
     if dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -54,7 +54,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def gather_objects(value: T) -> list[T] | None:
-    """The values of all ranks, by rank, on rank 0; None on the others."""
+    """Return the values of all ranks, by rank, on rank 0, and None on the other ranks."""
     if dist.get_world_size() == 1:
         return [value]
     is_main = dist.get_rank() == 0
@@ -64,7 +64,7 @@ def gather_objects(value: T) -> list[T] | None:
 
 
 def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
-    """[ranks, numbers] float64: those of all ranks, by rank."""
+    """Return the numbers of all ranks, by rank: [ranks, numbers] float64."""
     own = torch.tensor([numbers], dtype=torch.float64, device=torch.cuda.current_device())
     if dist.get_world_size() == 1:
         return own
@@ -74,7 +74,7 @@ def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Which of the flags is set on any rank."""
+    """Return for each flag whether it is set on any rank."""
     if dist.get_world_size() == 1:
         return list(flags)
     device = torch.device(torch.cuda.current_device())
@@ -88,8 +88,8 @@ def all_reduce_by_name(
     operation: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup,
 ) -> dict[tuple[str, str], Tensor]:
-    """The values (by kind and name) reduced by one collective. All of one dtype; every rank of the
-    group has the same names and shapes."""
+    """Reduce the values (by kind and name) by one collective. All values have the same dtype. Every
+    rank of the group has the same names and shapes."""
     ordered = dict(sorted(values.items()))
     if group.size() == 1 or not ordered:
         return ordered
@@ -100,7 +100,7 @@ def all_reduce_by_name(
 
 
 def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The [..., n] of all ranks of a group, by rank; n may differ from rank to rank."""
+    """Return the `values` [..., n] of all ranks of a group, by rank. n may differ between ranks."""
     if group.size() == 1:
         return [values]
     counts = torch.zeros(group.size(), dtype=torch.long, device=values.device)
@@ -115,7 +115,8 @@ def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]
 
 @contextmanager
 def raised_everywhere() -> Generator[None]:
-    """A DataError inside, on any rank, is raised at the end on all ranks; a collective."""
+    """Raise DataError on all ranks, at the end of the context, if any rank raised one inside. It is
+    a collective."""
     error = None
     try:
         yield
@@ -125,7 +126,7 @@ def raised_everywhere() -> Generator[None]:
 
 
 def raise_everywhere(error: str | None) -> None:
-    """Raise DataError on all ranks where `error` is set on any of them; a collective."""
+    """Raise DataError on all ranks if `error` is set on any of them. It is a collective."""
     found = all_gather_objects(error)
     lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
     more = len(lines) - _LINES_SHOWN

@@ -13,14 +13,14 @@ from gspo_megatron.errors import UserError
 
 
 def local_rank() -> int:
-    """This process's number on its node: torchrun's LOCAL_RANK, else Slurm's, else 0."""
+    """Return this process's number on its node: torchrun's LOCAL_RANK, else Slurm's, else 0."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
 
 
 def select_device() -> torch.device:
-    """The CUDA device of this process, or the CPU where there is none.
+    """Return the CUDA device of this process, or the CPU if there is none.
 
-    Raises UserError where two ranks of the host would share a device.
+    Raises UserError if two ranks of the host would share a device.
     """
     if torch.cuda.is_available():
         # Megatron-Core's sequence parallelism needs kernels to start in the order of their launch.
@@ -33,8 +33,8 @@ def select_device() -> torch.device:
 
 
 def _own_gpu() -> int:
-    """The number of this rank's GPU among those that the process sees: the local rank; 0 where each
-    task sees only its own GPU, as with srun --gpus-per-task=1."""
+    """Return the number of this rank's GPU among the GPUs that the process sees. It is the local
+    rank, or 0 if each task sees only its own GPU, as with srun --gpus-per-task=1."""
     rank, count = local_rank(), torch.cuda.device_count()
     if rank < count:
         return rank
@@ -48,7 +48,7 @@ def _own_gpu() -> int:
 
 
 def built_for_cuda() -> tuple[int, int] | None:
-    """The version of CUDA that torch was built for; None where it was built without."""
+    """Return the version of CUDA that torch was built for, or None if it was built without CUDA."""
     if torch.version.cuda is None:
         return None
     major, minor, *_ = torch.version.cuda.split(".")
@@ -56,13 +56,14 @@ def built_for_cuda() -> tuple[int, int] | None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """NCCL between GPUs, gloo between CPUs."""
+    """Return the backend of torch.distributed: NCCL between GPUs, gloo between CPUs."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def set_seeds(seed: int) -> None:
-    """Seed all generators of the process, with the same seed on every rank. Draws that must differ
-    by rank or sample are seeded by (seed, index) instead, so they do not depend on the layout."""
+    """Seed all generators of the process, with the same seed on every rank. Random numbers that
+    must differ by rank or sample are seeded by (seed, index) instead, so they do not depend on the
+    layout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -71,14 +72,15 @@ def set_seeds(seed: int) -> None:
 
 
 def count_values(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] int64: how often each of 0 to size - 1 is in `values` [n]. torch.bincount looks for
-    the largest value first, and makes the host wait for a GPU."""
+    """Count how often each of 0 to size - 1 is in `values` [n]. Returns [size] int64.
+
+    torch.bincount would look for the largest value first, and make the host wait for a GPU."""
     counts = torch.zeros(size, dtype=torch.long, device=values.device)
     return counts.scatter_add_(0, values.long(), counts.new_ones(()).expand(len(values)))
 
 
 def peak_memory_bytes() -> int:
-    """Largest device memory of this process so far; its resident memory on a CPU."""
+    """Return the largest device memory of this process so far; on a CPU, its resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,7 +21,7 @@ from gspo_megatron.platform.rendezvous import join_store
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands in the layout."""
+    """The rank of this process, the number of ranks, and the device of this process."""
 
     rank: int
     world_size: int
@@ -33,40 +33,41 @@ class Ranks:
 
 
 def model_replica() -> tuple[dist.ProcessGroup, int]:
-    """The ranks that share one copy of the model and one batch (TP x PP), and the rank that decides
-    for them: the first TP rank of the last stage."""
+    """Return the ranks that share one copy of the model and one batch (TP x PP), and the rank that
+    decides for them: the first TP rank of the last pipeline stage."""
     group = parallel_state.get_model_parallel_group()
     tp = parallel_state.get_tensor_model_parallel_world_size()
     return group, dist.get_process_group_ranks(group)[-tp]
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model and different sequences, or different parts of
-    the same sequences: data parallelism and context parallelism together."""
+    """Return the group of data and context parallelism together. Its ranks hold the same part of
+    the model and different sequences, or different parts of the same sequences."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-_PATIENCE_MINUTES = 30.0  # of a collective, as in torch and Megatron-Core
+_PATIENCE_MINUTES = 30.0  # the time-out of a collective, as in torch and Megatron-Core
 _FOR_EVER_MINUTES = 30.0 * 24 * 60
 
 
 def patience_minutes(hang_timeout_seconds: float) -> float:
-    """The time-out of collectives: longer than that of the heartbeat (observe.heartbeat), which
-    names the rank that hangs. A heartbeat of 0 seconds never ends a run, so neither do these."""
+    """Return the time-out of collectives. It is longer than that of the heartbeat
+    (process.heartbeat), because the heartbeat names the rank that hangs. With a heartbeat of 0
+    seconds, neither of the two ends a run."""
     if not hang_timeout_seconds:
         return _FOR_EVER_MINUTES
     return max(_PATIENCE_MINUTES, 1.5 * hang_timeout_seconds / 60)
 
 
 def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
-    """Join torch.distributed by the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
-    torchrun and our launcher set them; without them this process is the only rank."""
+    """Join torch.distributed by the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which
+    torchrun and our launcher set. Without them this process is the only rank."""
     device = select_device()
     if not dist.is_initialized():
         os.environ.setdefault("RANK", "0")
         os.environ.setdefault("WORLD_SIZE", "1")
         is_alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
-        # A single process needs no port: two runs on one machine cannot collide.
+        # A single process needs no port, so two runs on one machine cannot collide.
         patience = datetime.timedelta(minutes=timeout_minutes)
         dist.init_process_group(
             backend=collective_backend(device),
@@ -94,19 +95,19 @@ def set_up_model_parallel(
 def tear_down_model_parallel() -> None:
     """Destroy Megatron's groups, so that the same processes can build another layout."""
     parallel_state.destroy_model_parallel()
-    # Megatron-Core's cache of rotary angles has the module as its key. It would keep up to 32 dead
-    # models alive, with their process groups and the threads of these.
+    # Megatron-Core's cache of rotary angles has the module as its key. It would keep up to 32 old
+    # models in memory, with their process groups and the threads of these groups.
     RotaryEmbedding.forward.cache_clear()
     forget_router_losses()
     gc.collect()
 
 
 def stop_processes() -> None:
-    """Leave torch.distributed; harmless when it never started.
+    """Leave torch.distributed. Does nothing if it never started.
 
-    While an error is being raised, NCCL's groups of several ranks stay. Destroying a group needs
-    all of its ranks, and those that wait for this rank in another collective never come: the error
-    would never be printed. The end of the process aborts the groups.
+    While an error is being raised, NCCL's groups of several ranks are not destroyed. Destroying a
+    group needs all of its ranks, but some may wait for this rank in another collective. Then the
+    error would never be printed. The end of the process aborts the groups.
     """
     if parallel_state.is_initialized():
         tear_down_model_parallel()

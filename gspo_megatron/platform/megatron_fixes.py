@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 def install() -> None:
-    """Apply all of them; once, before a model is built."""
+    """Apply all fixes. Called once, before a model is built."""
     _count_no_tokens_as_one()
     TopKRouter.apply_z_loss = _apply_z_loss
     _carry_context_into_recompute()
@@ -29,20 +29,21 @@ def install() -> None:
     _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
     _build_delta_nets_without_kernels()
-    # 0.16 imports mocks if Transformer Engine is missing, believes that it is installed, and then
-    # uses a mock in isinstance().
+    # If Transformer Engine is missing, 0.16 imports mocks, takes it for installed, and then uses a
+    # mock in isinstance().
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    # With moe_router_dtype 0.16 reads a name that it defines only with Transformer Engine; None
-    # means that it is not installed.
+    # With moe_router_dtype, 0.16 reads a name that it defines only with Transformer Engine. None
+    # means that Transformer Engine is not installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _count_no_tokens_as_one() -> None:
-    """A micro-batch with only padding has 0 tokens by the padding mask, and the aux loss divides by
-    the squared number: 0 / 0 would make every gradient NaN. Data-parallel ranks with fewer
-    sequences than micro-batches run such micro-batches to take part in the collectives."""
+    """Count at least one token in a micro-batch. A micro-batch with only padding has 0 tokens by
+    the padding mask. The aux loss divides by the squared number, and 0 / 0 would make every
+    gradient NaN. Data-parallel ranks with fewer sequences than micro-batches run such micro-batches
+    to take part in the collectives."""
     native = router.get_tokens_per_expert_and_token_count
 
     @functools.wraps(native)
@@ -56,9 +57,9 @@ def _count_no_tokens_as_one() -> None:
 def _apply_z_loss(
     self: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Stock takes the mean of the z loss over the real tokens of each shard (TP under sequence
-    parallelism, CP), and then the mean of these means. With padding the shards have different
-    numbers of real tokens, and this is not the mean over all tokens."""
+    """Add the z loss as its mean over all real tokens. Stock takes the mean over the real tokens of
+    each shard (TP under sequence parallelism, CP), and then the mean of these means. With padding
+    the shards have different numbers of real tokens, so that is not the mean over all tokens."""
     coefficient = self.config.moe_z_loss_coeff
     if coefficient is None or not self.training or not torch.is_grad_enabled():
         return logits
@@ -74,9 +75,11 @@ def _apply_z_loss(
 
 
 def _carry_context_into_recompute() -> None:
-    """A checkpointed function runs again in the backward pass, between other micro-batches, and for
-    GPUs in another thread. Its context variables are then not those of its forward pass, and
-    routing.hooks would not know which micro-batch's experts to replay. (Megatron-Core's own
+    """Run recomputation with the context variables of the forward pass.
+
+    A checkpointed function runs again in the backward pass, between other micro-batches, and for
+    GPUs in another thread. In stock its context variables are then not those of its forward pass,
+    and routing.hooks would not know which micro-batch's experts to replay. (Megatron-Core's own
     RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core recomputes by
     Transformer Engine, which has the same defect."""
     native = CheckpointFunction.forward
@@ -103,13 +106,13 @@ def _carry_context_into_recompute() -> None:
 
 
 def _in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the context variables of this moment, whenever it is called."""
+    """Return the function bound to the present context variables, whenever it is called."""
     return functools.partial(contextvars.copy_context().run, function)
 
 
 def _count_real_tokens_of_experts() -> None:
-    """A router with expert biases counts the real tokens of each expert. Stock combines the padding
-    mask [tokens] with the routing map [tokens, experts], whose shapes do not broadcast."""
+    """Let a router with expert biases count the real tokens of each expert. Stock combines the
+    padding mask [tokens] with the routing map [tokens, experts]. These shapes do not broadcast."""
     native = TopKRouter._apply_expert_bias
 
     @functools.wraps(native)
@@ -124,9 +127,9 @@ def _count_real_tokens_of_experts() -> None:
 
 
 def _count_tokens_of_experts_exactly() -> None:
-    """A router keeps its counts (tokens of each expert, steps) and its bias as float32 buffers.
-    Float16Module turns them into bfloat16, in which a count stops growing at 256 ones, and the
-    biases then move the wrong way. Here they keep their precision, whatever the weights become."""
+    """Let a router's buffers keep their precision, whatever the weights become. A router stores its
+    counts (tokens of each expert, steps) and its bias in float32. Float16Module turns them into
+    bfloat16, in which a count stops growing at 256 ones. The biases then move the wrong way."""
     native_init, native_apply = TopKRouter.__init__, TopKRouter._apply
 
     @functools.wraps(native_init)
@@ -149,8 +152,9 @@ def _count_tokens_of_experts_exactly() -> None:
 
 
 def _split_empty_extra_state() -> None:
-    """Recipes without state (blockwise, MXFP8) have an empty extra state since Transformer Engine
-    2.16. In sharded_state_dict 0.16 looks for each expert's part in it, and fails."""
+    """Let grouped linear layers split an empty extra state. Recipes without state (blockwise,
+    MXFP8) have one since Transformer Engine 2.16. sharded_state_dict of 0.16 looks for each
+    expert's part in it, and fails."""
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)
     if not hasattr(grouped, "_split_extra_state"):
         return
@@ -167,7 +171,7 @@ def _split_empty_extra_state() -> None:
 
 def forget_router_losses() -> None:
     """Empty the process-wide record of the routers' losses. It has as many entries as the first
-    model had layers, and a second model with more would not fit."""
+    model had layers, so a second model with more layers would not fit."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # since 0.19
         moe_utils.get_moe_metrics_tracker().metrics.clear()
     else:
@@ -175,21 +179,21 @@ def forget_router_losses() -> None:
 
 
 def _delta_nets() -> Any:
-    """The module whose names GatedDeltaNet reads: since 0.19 in a package."""
+    """Return the module whose names GatedDeltaNet reads. Since 0.19 it is inside a package."""
     importlib.import_module("megatron.core.ssm.gated_delta_net")
     package = "megatron.core.ssm.gated_delta_net"
     return sys.modules.get(f"{package}.common", sys.modules[package])
 
 
 def _build_delta_nets_without_kernels() -> None:
-    """GatedDeltaNet refuses to be built without the package fla, although its parameters need none
-    of it; models.delta_net computes without."""
+    """Let GatedDeltaNet be built without the package fla. Stock refuses that, although its
+    parameters do not need fla; models.delta_net computes without it."""
     _delta_nets().HAVE_FLA = True
 
 
 def has_delta_rule_kernels(states: torch.Tensor, config: Any) -> bool:
-    """Whether stock GatedDeltaNet can compute packed sequences of `states` by itself: with fla's
-    kernels, which run on GPUs, and since 0.19."""
+    """Whether stock GatedDeltaNet can compute packed sequences of `states` by itself. That needs
+    fla's kernels, which run on GPUs, and Megatron-Core 0.19."""
     module = _delta_nets()
     packs = module.__name__.endswith(".common")
     has_kernels = module.chunk_gated_delta_rule is not None and states.is_cuda

@@ -1,9 +1,10 @@
-"""One rank of any layout in a single process: shapes and bytes, without memory or other ranks.
+"""Runs one rank of any layout in a single process, for its shapes and bytes. This takes no memory
+for the model, and no other ranks.
 
-The unchanged package builds and runs a rank's part of the model on torch's meta device, over fake
-process groups. Two things need more than shapes: values that decide shapes (the number of tokens
-of each expert: here the same for all), and attention, whose reference formula would keep tensors
-that no fused kernel keeps.
+The unchanged package builds and runs the rank's part of the model on torch's meta device, over fake
+process groups. Two things need more than shapes. Some values decide shapes: the number of tokens of
+each expert, which is here the same for all. And the reference formula of attention would keep
+tensors that no fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ META = torch.device("meta")
 
 @contextlib.contextmanager
 def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
-    """Inside, this process is `rank` of `world_size` for torch.distributed, and Megatron-Core
-    allocates on the meta device. Yields a record of collectives and memory. torch.distributed must
-    not be initialised.
+    """Make this process `rank` of `world_size` for torch.distributed while the context lasts.
+    Megatron-Core then allocates on the meta device. Yields a record of collectives and memory.
+    torch.distributed must not be initialised.
     """
     # registers the backend `fake`
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -47,23 +48,23 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
     native_gather = mappings._gather_along_first_dim
 
     def gather(values: Tensor, group: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Only counts of tokens are real tensors, and they are the same on every rank."""
+        """Repeat real tensors: they are counts of tokens, which are the same on every rank."""
         if values.is_meta:
             return native_gather(values, group, *args, **kwargs)
         return torch.cat([values] * group.size())
 
     def gather_objects(objects: list[Any], own: Any, *_args: Any, **_kwargs: Any) -> None:
-        """The optimizer's construction compares objects of all ranks."""
+        """Repeat this rank's object. A new optimizer compares the objects of all ranks."""
         objects[:] = [own] * len(objects)
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:
-        """Routers add their losses to a process-wide record of the first model's size, which must
-        not be created for a fake rank. 0.19 calls `record` of the result."""
+        """Record nothing. Routers add their losses to a process-wide record of the first model's
+        size, which must not be created for a fake rank. 0.19 calls `record` of the result."""
         return SimpleNamespace(record=no_record)
 
     record = "save_to_aux_losses_tracker"
     record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
-    # each init_process_group makes torch put the rank before every line of a traceback once more
+    # Each init_process_group makes torch put the rank once more before every line of a traceback.
     with patch.object(sys, "excepthook", sys.excepthook):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -82,8 +83,8 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries. (This runs at every operation, and
-    torch's pytree takes ten times as long.)"""
+    """Yield the tensors in nested lists, tuples and dictionaries. (This runs at every operation,
+    and torch's pytree takes ten times as long.)"""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -93,7 +94,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-# Tensor, tuple or list; and size, stride and dtype of the tensors, each of its own memory
+# The type of the result (Tensor, tuple or list), and the size, stride and dtype of each tensor.
+# Each tensor has memory of its own.
 _Result = tuple[type, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]]
 
 
@@ -107,12 +109,12 @@ def _make(result: _Result) -> Any:
 
 
 class MetaResults:
-    """Runs operations on meta tensors, and caches them by the shapes and values of their inputs:
-    torch computes the shape of most results in Python, in up to a millisecond, and a dry run does
-    the same few hundred operations on the same shapes in every layer.
+    """Runs operations on meta tensors, and caches them by the shapes and values of their inputs.
+    torch computes the shape of most results in Python, which takes up to a millisecond. A dry run
+    does the same few hundred operations on the same shapes in every layer.
 
-    Cached are only operations that write nothing, that take only meta tensors, and whose results
-    are new, dense meta tensors.
+    An operation is cached only if it writes nothing, takes only meta tensors, and returns new,
+    dense meta tensors.
     """
 
     def __init__(self) -> None:
@@ -121,7 +123,7 @@ class MetaResults:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in self._pure:
-            # By its schema. Some return a view although it denies this: see `_remembered`.
+            # Some operations return a view although their schema denies this: see `_remembered`.
             schema = func._schema
             returns_new = all(each.alias_info is None for each in schema.returns)
             self._pure[func] = returns_new and not schema.is_mutable
@@ -137,7 +139,7 @@ class MetaResults:
 
 
 def _description(value: Any) -> Hashable:
-    """A key of the cache. 1, 1.0 and True are equal in Python, so the type is part of the key."""
+    """Return a key for the cache. It has the type, because 1, 1.0 and True are equal in Python."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
@@ -146,7 +148,7 @@ def _description(value: Any) -> Hashable:
 
 
 def _remembered(result: Any, inputs: Any) -> _Result | None:
-    """None: this operation cannot be cached."""
+    """Return the description of a result for the cache, or None if it cannot be cached."""
     tensors = tuple(tensors_in(result))
     kind = Tensor if isinstance(result, Tensor) else type(result)
     if kind not in (Tensor, tuple, list) or not tensors:
@@ -182,9 +184,9 @@ _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_
 
 
 class Trace(TorchDispatchMode):
-    """Records the collectives inside, and the bytes of the meta tensors created inside."""
+    """Records the collectives and the bytes of new meta tensors while the context lasts."""
 
-    results: ClassVar = MetaResults()  # the same for every rank
+    results: ClassVar = MetaResults()  # one cache, because results are the same for every rank
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,12 +209,12 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch wraps the method and loads its compiler: a second, and microseconds at every
-        operation."""
+        """Return False, or torch would wrap the method and load its compiler. That takes a second,
+        and microseconds at every operation."""
         return False
 
     def start_peak(self) -> int:
-        """Forget the peak so far; returns the present bytes."""
+        """Set the peak to the present bytes, and return them."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
@@ -249,12 +251,12 @@ class EqualLoad(TorchFunctionMode):
     """Gives real values to the numbers that Megatron-Core reads from tensors: every expert gets the
     same number of tokens.
 
-    Counts of tokens are real (small) tensors; in an operation with meta tensors they become meta
+    Counts of tokens are small real tensors. In an operation with meta tensors they become meta
     tensors.
     """
 
     def __init__(self, share: float) -> None:
-        """share: of the experts that a token goes to, k / experts."""
+        """share: the share of the experts to which a token goes, k / experts."""
         super().__init__()
         self.share = share
 
@@ -265,7 +267,7 @@ class EqualLoad(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            return _GroupedProduct.apply(args[0], args[1])  # torch's knows bf16 alone on meta
+            return _GroupedProduct.apply(args[0], args[1])  # torch's supports only bf16 on meta
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -288,7 +290,7 @@ class EqualLoad(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _backward(self, tensors: Any, grad_tensors: Any, *_args: Any, **_kwargs: Any) -> None:
-        """autograd's backward, but inside this mode, which recomputation needs."""
+        """Run autograd's backward pass inside this mode, which recomputation needs."""
         graph = torch.autograd.graph
         tensors, gradients = (
             (values,) if isinstance(values, Tensor) else tuple(values)
@@ -300,7 +302,7 @@ class EqualLoad(TorchFunctionMode):
             )
 
     def _counts(self, tokens_to_experts: Tensor) -> Tensor:
-        """[tokens, experts] bool -> [experts], real."""
+        """Return real counts [experts] for a routing map [tokens, experts] bool."""
         tokens, experts = tokens_to_experts.shape
         total = round(tokens * experts * self.share)
         return torch.tensor([total // experts + (i < total % experts) for i in range(experts)])
@@ -315,7 +317,7 @@ def _to_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Selected(torch.autograd.Function):
-    """masked_select with a given number of results; keeps the mask for the backward pass."""
+    """masked_select with a fixed number of results. Keeps the mask for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -330,7 +332,8 @@ class _Selected(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows [rows, in] by group x weights [groups, in, out]; keeps both for the backward pass."""
+    """Multiplies rows [rows, in], by group, with weights [groups, in, out]. Keeps both for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
@@ -345,7 +348,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: inputs, output, and the log-sum-exp of each row."""
+    """Attention that keeps what a fused kernel keeps: inputs, output, log-sum-exp of each row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

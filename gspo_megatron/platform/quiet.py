@@ -1,5 +1,5 @@
-"""Quiet imports: Megatron-Core and torch warn about each optional accelerator that is absent, once
-a rank. This would hide the first line that matters; `doctor` lists what is absent."""
+"""Quiet imports. On every rank, Megatron-Core and torch warn about each optional accelerator that
+is absent. These warnings would hide the first line that matters. `doctor` lists what is absent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOISE = (
 
 @contextlib.contextmanager
 def quiet_imports() -> Generator[None]:
-    """Ignore every warning while Megatron-Core is imported, afterwards only the known ones."""
+    """Ignore all warnings while Megatron-Core is imported. Afterwards ignore only known ones."""
     for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -21,16 +21,16 @@ from gspo_megatron.platform.devices import count_values
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-# Bins of the log ratio, logarithmic from 1e-9 to 40 on both sides, and one bin for what is smaller:
-# 64 a decade keep a quantile within 3.7% of the deviation from 1 that it describes. Counts add up
-# exactly over ranks.
+# Bins of the log ratio: logarithmic from 1e-9 to 40 on both sides of 0, and one bin for smaller
+# values. 64 bins a decade keep a quantile within 3.7% of the deviation from 1 that it describes.
+# Counts add up exactly over ranks.
 _SIZES = 10.0 ** torch.arange(-9.0, 1.602, 1 / 64, dtype=torch.float64)
 _EDGES = torch.cat([-_SIZES.flip(0), _SIZES])
 _MIDDLES = 10 ** (0.5 / 64) * torch.cat([-_SIZES.flip(0), _SIZES.new_zeros(1), _SIZES])
 
 
 def mean_pair(values: Tensor) -> Tensor:
-    """[sum, count] float64."""
+    """Return [sum, count] in float64."""
     total = values.double().sum()
     return torch.stack([total, total.new_tensor(float(len(values)))])
 
@@ -48,20 +48,20 @@ class StepMetrics:
         self._token_extremes: dict[str, Tensor] = {}
 
     def add_means(self, means: Mapping[str, Tensor]) -> None:
-        """Pairs [numerator, denominator]; contributions of one name add up."""
+        """Add pairs [numerator, denominator]. Contributions of one name add up."""
         for name, pair in means.items():
             known = self._means.get(name)
             self._means[name] = pair.double() if known is None else known + pair
 
     def add_maximum(self, name: str, value: Tensor) -> None:
-        """A scalar of which the largest over the step and all ranks is wanted."""
+        """Add a scalar. Its metric is the largest one over the step and all ranks."""
         known = self._maxima.get(name)
         value = value.double()
         self._maxima[name] = value if known is None else torch.maximum(known, value)
 
     def add_values(self, values: Mapping[str, Tensor]) -> None:
-        """One-dimensional values whose quantiles are wanted: `.../sequence` are kept one by one,
-        all others (one a token) as a sketch."""
+        """Add one-dimensional values. Their metrics are quantiles. Values of `.../sequence` are
+        stored one by one; all others (one a token) are counted in a sketch."""
         for name, value in values.items():
             if name.endswith("/sequence"):
                 self._sequence_values.setdefault(name, []).append(value)
@@ -77,15 +77,15 @@ class StepMetrics:
         )
         if ratios.numel() == 0:
             return
-        # a NaN ends the run at the gradient norm; here it must not hide behind an error of the bins
+        # A NaN ends the run at the gradient norm. An error of the bins must not come before that.
         logs = ratios.double().log().nan_to_num(nan=0.0)
         bins = torch.bucketize(logs, self._edges)
         sketch += count_values(bins, len(sketch))
         torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Combine over `group`. Raises UserError, on every rank of it, where the ranks have not
-        collected the same names: a custom objective's may depend on its inputs."""
+        """Combine the contributions over `group`. Raises UserError on all its ranks if they have
+        not collected the same names. A custom objective's names may depend on its inputs."""
         self._check_names(group)
         sums = all_reduce_by_name(
             {("mean", name): pair for name, pair in self._means.items()}
@@ -120,7 +120,8 @@ class StepMetrics:
         return metrics
 
     def _check_names(self, group: dist.ProcessGroup) -> None:
-        """Otherwise numbers of different metrics would be added up, or a collective would hang."""
+        """Raise UserError if the ranks have different names. Otherwise numbers of different metrics
+        would be added up, or a collective would hang."""
         if group.size() == 1:
             return
         values = {*self._sequence_values, *self._token_sketches}
@@ -148,7 +149,7 @@ class StepMetrics:
 
 
 def _token_quantiles(sketch: Tensor, extremes: Tensor) -> dict[str, float]:
-    """The quantiles of a metric by label; none without tokens."""
+    """Return the quantiles of a metric by label. Without tokens there are none."""
     total = float(sketch.sum())
     if total == 0:
         return {}
@@ -165,10 +166,12 @@ def _token_quantiles(sketch: Tensor, extremes: Tensor) -> dict[str, float]:
 def mismatch_metrics(
     trained_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """How far the trainer's log-probs are from the rollout engine's, both [tokens], same weights.
+    """Measure the difference between the trainer's log-probs and those of the rollout engine, both
+    [tokens], with the same weights.
 
-    D = log pi_train - log pi_rollout over masked tokens: mean |D|, k1 = mean(-D), k3 = mean(e^D - 1
-    - D), share with |D| > ln 2; and the largest |D| (a scalar, 0 without tokens).
+    D = log pi_train - log pi_rollout over masked tokens. Returns pairs [sum, count] for mean |D|,
+    k1 = mean(-D), k3 = mean(e^D - 1 - D) and the share with |D| > ln 2, and the largest |D| (a
+    scalar, 0 without tokens).
     """
     difference = (trained_logprobs.double() - rollout_logprobs.double())[mask > 0]
     count = difference.new_full((), difference.numel())  # float64, on the device
@@ -189,7 +192,7 @@ def mismatch_metrics(
 def share_with_all_stages(
     metrics: dict[str, float] | None, group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """The last pipeline stage's metrics, on every stage: one message a step."""
+    """Send the last pipeline stage's metrics to every stage, in one message a step."""
     if group.size() == 1:
         assert metrics is not None
         return metrics

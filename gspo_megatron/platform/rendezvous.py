@@ -1,7 +1,7 @@
 """How the ranks of a run find each other: torch's store, and the network interface of gloo.
 
-Whoever reaches the store, or a rank's port, can take part in a run: neither asks for a password. So
-they listen on the one address that the ranks use, and never on all interfaces.
+The store and the ports of the ranks ask for no password: a program that reaches one of them can
+take part in the run. So they listen only on the address that the ranks use, not on all interfaces.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gspo_megatron.errors import UserError
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _logger = logging.getLogger(__name__)
-_NAME_SECONDS = 60.0  # for a name that appears when its host has started
+_NAME_SECONDS = 60.0  # to wait for a host's name, which may appear only when the host has started
 
 
 def join_store(timeout: datetime.timedelta) -> dist.Store:
-    """The store of all ranks of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, once they are there.
-    It is on rank 0, or with torchrun in its agent. Raises UserError where MASTER_ADDR or
-    MASTER_PORT cannot be used."""
+    """Join the store of the ranks, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns once
+    all ranks are there. The store is on rank 0, or with torchrun in its agent. Raises UserError if
+    MASTER_ADDR or MASTER_PORT cannot be used."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _wait_for_name(host)
@@ -54,7 +54,7 @@ def join_store(timeout: datetime.timedelta) -> dist.Store:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """The launcher's, which has listened from the beginning, or a new one."""
+    """Return the launcher's socket, which has listened from the beginning, or a new one."""
     given = os.environ.pop(STORE_DESCRIPTOR, None)
     if given is not None:
         os.set_inheritable(int(given), False)
@@ -84,8 +84,8 @@ def _wait_for_name(host: str) -> None:
 
 
 def choose_interface(master: str) -> None:
-    """Let gloo use the interface of the way to the first host, unless the user has named one. By
-    itself it takes the address of this host's own name, which may be 127.0.1.1."""
+    """Let gloo use the network interface that leads to the first host, unless the user has named
+    one. By default gloo takes the address of this host's own name, which may be 127.0.1.1."""
     if os.environ.get(_INTERFACE):
         return
     try:
@@ -93,7 +93,7 @@ def choose_interface(master: str) -> None:
     except UserError:
         if not addresses_of(master):
             raise
-        return  # nothing tells the way to the others: gloo may find it by itself
+        return  # the interface is unknown here, but gloo may find it by itself
     for name, found in psutil.net_if_addrs().items():
         addresses = [each.address.partition("%")[0] for each in found if each.family in _FAMILIES]
         if own in addresses or (is_loopback(own) and any(map(is_loopback, addresses))):

@@ -1,5 +1,5 @@
-"""How a run ends early: a signal, or a Slurm job whose time is over, asks for a checkpoint and an
-orderly end; a hang ends the run at once.
+"""How a run ends early. A signal, or a Slurm job whose time runs out, requests a checkpoint and an
+orderly end. A hang ends the run at once.
 
 A scheduler sends SIGTERM or SIGUSR1 some time before it ends a job. The ranks notice the signal at
 different moments, so they agree on when to stop: at the end of a step, or after its rollouts.
@@ -30,14 +30,14 @@ from gspo_megatron.process.heartbeat import Heartbeat
 from gspo_megatron.process.signals import saved_at_interrupt
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_LONGEST_WAIT = 60.0  # seconds between two looks at the time left
+_LONGEST_WAIT = 60.0  # seconds between two checks of the time left
 _SQUEUE_TIMEOUT_SECONDS = 30
 _TIME = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")  # days-hours:minutes:seconds
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The job of this process."""
+    """The Slurm job of this process."""
 
     number: str
     restarts: int  # how often Slurm has put it back into the queue
@@ -45,7 +45,7 @@ class SlurmJob:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> SlurmJob | None:
-        """The job of the environment's variables; None outside a job."""
+        """Read the job from the environment's variables. Returns None outside a job."""
         number = environ.get("SLURM_JOB_ID")
         if not number:
             return None
@@ -54,11 +54,11 @@ class SlurmJob:
         return cls(number, restarts, float(end) if end.isdecimal() else None)
 
     def seconds_left(self) -> float | None:
-        """Seconds until the job's time limit, which may change while it runs; None without a limit,
-        or where neither squeue nor the environment has it."""
+        """Return the seconds until the job's time limit, which may change while it runs. Returns
+        None without a limit, or if neither squeue nor the environment has it."""
         command = ("squeue", "--noheader", "--jobs", self.number, "--format", "%L")
         printed = output_of(*command, seconds=_SQUEUE_TIMEOUT_SECONDS, SQUEUE_FORMAT="%L")
-        if printed is None:  # none in a container; a controller is away
+        if printed is None:  # no squeue in a container, or the controller does not answer
             return None if self.end is None else self.end - time.time()
         return parse_time_left(printed)
 
@@ -67,7 +67,7 @@ class SlurmJob:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Seconds of squeue's `days-hours:minutes:seconds`; None for UNLIMITED and the like."""
+    """Convert squeue's `days-hours:minutes:seconds` to seconds; None for UNLIMITED and the like."""
     found = _TIME.fullmatch(text)
     if found is None:
         return None
@@ -80,9 +80,9 @@ class StopRun(Exception):  # noqa: N818 (no error: the orderly end of a run that
 
 
 class StopSignals:
-    """Inside the context, the signals set `is_requested` instead of ending the process.
+    """Lets signals set `is_requested`, while the context lasts, instead of ending the process.
 
-    With enabled=False they do what they did before: a run that saves nothing ends at once.
+    With enabled=False the signals keep their usual effect: a run that saves nothing ends at once.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -94,13 +94,13 @@ class StopSignals:
         self._last_boundary: float | None = None
 
     def request(self) -> None:
-        """Ask for the stop."""
+        """Request the stop."""
         self.is_requested = True
 
     @contextlib.contextmanager
     def at_interrupt(self, *, tells: bool) -> Generator[None]:
-        """Inside, Ctrl-C requests the stop too. Not before: until the run has begun to train there
-        is nothing to save. `tells`: whether this process prints that."""
+        """Let Ctrl-C request the stop too, while the context lasts. Before the run has begun to
+        train there is nothing to save. `tells`: whether this process prints a line about it."""
         if not self._enabled:
             yield
             return
@@ -108,8 +108,8 @@ class StopSignals:
             yield
 
     def boundary(self) -> None:
-        """The end of a step, before the step is saved. A stop that is requested at any time takes
-        at most the time between two of these calls."""
+        """Mark the end of a step, before the step is saved. A stop that is requested at any time
+        takes at most the time between two of these calls."""
         now = time.monotonic()
         if self._last_boundary is not None:
             self.longest_step = max(self.longest_step, now - self._last_boundary)
@@ -129,11 +129,11 @@ class StopSignals:
 
 
 class TimeWatch:
-    """Inside the context, requests a stop in time for the run to be saved before its job ends.
+    """Requests a stop early enough that the run is saved before its Slurm job ends.
 
-    A thread looks at the time left. It requests the stop once the time is below `margin` seconds
-    plus the longest step so far (with its evaluation and checkpoint): a stop may take that long.
-    Without a `job` it does nothing.
+    While the context lasts, a thread checks the time left. It requests the stop once the time is
+    below `margin` seconds plus the longest step so far (with its evaluation and checkpoint),
+    because a stop may take that long. Without a `job` it does nothing.
     """
 
     def __init__(self, stop: StopSignals, margin: float, job: SlurmJob | None) -> None:
@@ -166,8 +166,8 @@ class TimeWatch:
 def watched(
     config: AnyConfig, models: Sequence[torch.nn.Module], ranks: Ranks, stop: StopSignals
 ) -> Generator[None]:
-    """Train inside the context, which every rank enters: a hang ends the run, and Ctrl-C or the end
-    of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
+    """Watch the training inside the context, which every rank enters. A hang ends the run. Ctrl-C
+    or the end of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
     job = SlurmJob.of(os.environ)
     if job is not None and ranks.is_main:
         print(f"{job}", file=sys.stderr, flush=True)

@@ -6,13 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
-# Microseconds of processor time in a period, and those of the period: cgroups version 2, version 1
+# Files of the quota and the period, for cgroups version 2 and 1. The quota is the processor time in
+# one period; both are in microseconds.
 _QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores for the threads of this process: those that it may run on, or what the quota of its
-    container gives it if that is less. Libraries of threads do not know of quotas."""
+    """Return the number of cores for the threads of this process: the cores that it may run on, or
+    the quota of its container if that is less. Libraries that start threads ignore the quota."""
     on_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     for names in _QUOTA_FILES:

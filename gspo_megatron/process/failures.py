@@ -25,10 +25,10 @@ USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
-LOST_PEER = 76  # another rank is gone, and nothing else is wrong with this one: EX_PROTOCOL
-STOPPED = 75  # told to stop, and saved: EX_TEMPFAIL, at which a batch script tries again
+LOST_PEER = 76  # EX_PROTOCOL: another rank is gone, and nothing else is wrong with this one
+STOPPED = 75  # EX_TEMPFAIL: the run was stopped and saved; a batch script starts it again
 
-# The user may not read or write a file: a traceback would explain nothing.
+# Errors for a file that the user may not read or write. A traceback would explain nothing.
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Messages of gloo, c10d's TCPStore and NCCL when another rank is gone.
 _LOST_CONNECTION = re.compile(
@@ -49,8 +49,9 @@ class Failure(NamedTuple):
 
 
 def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
-    """Run a command. Returns its exit code, or that of an error, which is printed, of an interrupt
-    (prints `interrupted`), or of a reader that closed the pipe."""
+    """Run a command and return its exit code. After an error, call `tell_failure` and return its
+    code. After an interrupt, print `interrupted` and return INTERRUPTED. If the reader of stdout
+    has closed the pipe, return UNREAD."""
     try:
         code = command()
     except KeyboardInterrupt:
@@ -69,7 +70,7 @@ def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> 
 
 
 def tell_failure(error: Exception) -> int:
-    """Print an error, or give it to the launcher of this rank; returns the exit code."""
+    """Print an error, or give it to the launcher of this rank. Returns the exit code."""
     is_forbidden = isinstance(error, OSError) and error.errno in _FORBIDDEN
     if isinstance(error, UserError):
         failure = Failure(True, str(error), str(error))
@@ -93,7 +94,7 @@ def tell_failure(error: Exception) -> int:
 
 
 def parse_failure(text: str) -> Failure | None:
-    """What `tell_failure` wrote; None where the rank died before it had written it all."""
+    """Return what `tell_failure` wrote, or None if the rank died before it had written it all."""
     try:
         return Failure(**json.loads(text))
     except (ValueError, TypeError):
@@ -109,7 +110,7 @@ def is_lost_connection(output: str) -> bool:
 
 
 def make_streams_safe() -> None:
-    """Let no print raise because stdout or stderr is closed or lacks a character. To be called
+    """Make print() safe when stdout or stderr is closed or cannot encode a character. Call this
     before files are opened, because a file would get the number of a closed stream."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -120,8 +121,8 @@ def make_streams_safe() -> None:
 
 
 def _drop_unread_output() -> bool:
-    """Whether stdout is a pipe without a reader, as in `check a.yaml | head -1`; the rest of the
-    output is then dropped."""
+    """Return whether stdout is a pipe without a reader, as in `check a.yaml | head -1`. If so, drop
+    the rest of the output."""
     try:
         descriptor = sys.stdout.fileno()
     except OSError:

@@ -1,11 +1,12 @@
-"""Ends a run in which nothing moves any more, and tells where every rank was standing.
+"""Ends a run that hangs, and shows the stacks of every rank.
 
-A collective that one rank does not join waits for a time-out that names no rank. Here a thread of
-each rank notices the silence, writes the stacks of all threads, and ends the process.
+If one rank does not join a collective, the others wait for a time-out that names no rank. Here a
+thread of each rank notices that nothing happens, writes the stacks of all threads, and ends the
+process.
 
-Heartbeats are forward passes, and pieces of long work without forward passes: tensors written or
-read, responses scored. A rank that waits for others has none. Before it ends the run, it looks at a
-shared file to see whether another rank still moves.
+A heartbeat is a forward pass, or a piece of long work without forward passes: a tensor written or
+read, a response scored. A rank that waits for others has no heartbeats. Before it ends the run, it
+looks at a shared file to see whether another rank still has heartbeats.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
 HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
 
 _FIRST = "first"  # in HANGS: made by the first rank that ends the run
-_MOVING = ".moving"  # in the run folder: touched again and again by ranks that move
-_TICKS = 20  # looks at the clock within the time-out
+_MOVING = ".moving"  # in the run folder: touched repeatedly by ranks with heartbeats
+_TICKS = 20  # checks of the clock within the time-out
 _LONGEST_TICK = 5.0
-# A rank that moves touches the file four times within the time-out. Ranks that wait begin to look
-# at the file half way through the time-out, and must not miss it.
+# A rank with heartbeats touches the file four times within the time-out. Ranks that wait begin to
+# look at the file half way through the time-out, and must not miss a touch.
 _TOUCHES = 4
 
 
@@ -37,10 +38,11 @@ _listeners: list[Callable[[], None]] = []
 
 
 def heartbeat() -> None:
-    """This process has finished a piece of work: a tensor written or read, a response scored.
+    """Report that this process has finished a piece of work without forward passes: a tensor
+    written or read, a response scored.
 
-    For work without forward passes; from any thread, at almost no cost. Each piece must take less
-    than half of training.hang_timeout_seconds.
+    Any thread may call it, at almost no cost. Each piece must take less than half of
+    training.hang_timeout_seconds.
     """
     for listener in tuple(_listeners):
         listener()
@@ -48,7 +50,7 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[], None]) -> Generator[None]:
-    """Inside the context, `listener` is called at each heartbeat."""
+    """Call `listener` at each heartbeat while the context lasts."""
     _listeners.append(listener)
     try:
         yield
@@ -57,8 +59,8 @@ def heard_by(listener: Callable[[], None]) -> Generator[None]:
 
 
 class Heartbeat:
-    """Inside the context, the process ends with HUNG once no rank has called `beat` or
-    `heartbeat` for `timeout` seconds; 0: it never does.
+    """Ends the process with HUNG, while the context lasts, once no rank has called `beat` or
+    `heartbeat` for `timeout` seconds. With timeout 0 it never does.
 
     `folder` is the run folder, which all ranks see.
     """
@@ -88,22 +90,22 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
 
     def forget_earlier(self) -> None:
-        """Remove the files of an earlier start; on the main rank, before the others enter."""
+        """Remove the files of an earlier start. Called on the main rank before the others enter."""
         with contextlib.suppress(OSError):
             for path in (*self._folder.glob("*"), self._moving):
                 path.unlink(missing_ok=True)
 
     def beat(self, *_: object) -> None:
-        """The rank is doing something. Takes arguments to serve as a hook."""
+        """Note that the rank is doing something. Takes arguments to serve as a hook."""
         self._last = time.monotonic()
 
     def _watch(self) -> None:
         tick = min(_LONGEST_TICK, self._timeout / _TICKS)
-        touched = others = self._last  # when this rank touched the file; when another one had
+        touched = others = self._last  # when this rank touched the file; when another one did
         seen: int | None = None
         while not self._ended.wait(tick):
             self._arm()
-            if self._ended.is_set():  # meanwhile
+            if self._ended.is_set():  # the context has ended meanwhile
                 faulthandler.cancel_dump_traceback_later()
                 return
             now = time.monotonic()
@@ -112,10 +114,10 @@ class Heartbeat:
                 with contextlib.suppress(OSError):
                     self._moving.touch()
             silence = now - max(self._last, others)
-            # Only a rank that has been silent for half the time-out looks at the shared files.
-            # Clocks of hosts differ, so another rank moves if the time of the file has changed
-            # between two looks. All ranks hang soon after the first, but not at once: those that
-            # are silent join the first that has reached the time-out.
+            # Only a rank that has been silent for half the time-out looks at the shared files. The
+            # clocks of hosts differ, so it compares the file's time at two looks: if it changed,
+            # another rank has heartbeats. Ranks do not reach the time-out at the same moment. When
+            # the first one has, all silent ranks end with it.
             is_suspicious = silence > self._timeout / 2
             before, seen = seen, self._time_of_others() if is_suspicious else None
             if before is not None and seen is not None and seen != before:
@@ -130,13 +132,14 @@ class Heartbeat:
             return 0
 
     def _arm(self) -> None:
-        """A thread that does not release the interpreter stops the watching thread too. Then
-        faulthandler, which needs no interpreter, prints the stacks and ends the process."""
+        """Let faulthandler print the stacks and end the process if the watching thread is blocked.
+        A thread that does not release the interpreter blocks the watching thread too, but
+        faulthandler needs no interpreter."""
         faulthandler.dump_traceback_later(self._timeout + 2 * self._grace, exit=True)
 
     def _end(self, silence: float) -> None:
         is_first = False
-        with contextlib.suppress(OSError):  # another was first, or the file system hangs too
+        with contextlib.suppress(OSError):  # another rank was first, or the file system fails too
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / _FIRST).touch(exist_ok=False)
             is_first = True

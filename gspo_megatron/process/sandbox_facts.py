@@ -9,7 +9,7 @@ from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
 
 Row = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
 
-# What the filter is for, tried by a program in the sandbox.
+# A program for the sandbox that tries what the filter must deny.
 _PROBE = b"""
 import os, socket
 def denied(call):
@@ -24,7 +24,7 @@ _NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 
 
 def protections() -> list[Row]:
-    """A row each for bubblewrap, user namespaces, the filter of system calls and the cgroup."""
+    """Return a row each for bubblewrap, user namespaces, the filter of system calls, the cgroup."""
     fault = sandbox.fault()
     return [
         ("sandbox", *_bubblewrap(fault)),

@@ -1,9 +1,10 @@
-"""The system calls that a program in a sandbox may not make, as a seccomp filter for bubblewrap.
+"""A seccomp filter for bubblewrap: the system calls that a program in a sandbox may not make.
 
-Namespaces leave some doors open: memory that belongs to no process (System V segments, memfds), new
-user namespaces, the kernel's keyrings, sockets of hypervisors, and seldom used parts of the kernel.
-The filter closes them with an error, which a program can handle, and leaves what solutions in
-Python or C++ need. It is a classic BPF program (linux/filter.h, linux/seccomp.h).
+Namespaces do not cover everything. A program could still use memory that belongs to no process
+(System V segments, memfds), new user namespaces, the kernel's keyrings, sockets of hypervisors, and
+seldom used parts of the kernel. The filter denies these with an error, which a program can handle,
+and allows what solutions in Python or C++ need. It is a classic BPF program (linux/filter.h,
+linux/seccomp.h).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NEWEST = 462  # mseal, of Linux 6.10: calls that came later get ENOSYS, as on an older kernel
+_NEWEST = 462  # mseal, of Linux 6.10. Later calls get ENOSYS, as on an older kernel.
 
 # name: number on x86-64, on aarch64 (None: it does not exist there)
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -74,7 +75,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "pidfd_getfd": (438, 438),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # parts of the kernel that have often been attacked, or that are shared by all of a user
+    # parts of the kernel that are often attacked, or that all processes of a user share
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -109,12 +110,12 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
 }
-_CLONE3 = 435  # of both
+_CLONE3 = 435  # on both machines
 _JOIN_SESSION_KEYRING = 1
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone(2)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM, _TCP, _UDP = 1, 2, 6, 17
-_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
 _SET_PIPE_SIZE = 1031
 _PUT_INTO_TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _HUGE_PAGES = 0x40000  # MAP_HUGETLB
@@ -148,7 +149,7 @@ _MACHINES = {
 
 
 def fault(machine: str | None = None) -> str | None:
-    """Why there is no filter for a kind of machine; None: there is one."""
+    """Return why there is no filter for a kind of machine, or None if there is one."""
     name = machine or platform.machine()
     if name in _MACHINES:
         return None
@@ -158,19 +159,19 @@ def fault(machine: str | None = None) -> str | None:
 
 
 def denied_calls() -> int:
-    """How many calls are denied whatever their arguments."""
+    """Return how many calls are denied whatever their arguments are."""
     column = _MACHINES[platform.machine()].column
     return sum(numbers[column] is not None for numbers in _DENIED.values())
 
 
 def join_session_keyring() -> int:
-    """The number of keyctl, with which the harness leaves the keyring of the run."""
+    """Return the number of keyctl, the call by which the harness leaves the run's keyring."""
     return _MACHINES[platform.machine()].keyctl
 
 
 @functools.cache
 def program(machine: str | None = None) -> bytes:
-    """The filter, as bwrap reads it. Needs a machine without `fault`."""
+    """Return the filter in the form that bwrap reads. The machine must have no `fault`."""
     return b"".join(struct.pack("<HBBI", *each) for each in instructions(machine))
 
 
@@ -179,16 +180,16 @@ def instructions(machine: str | None = None) -> list[Instruction]:
     found = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, its.audit),
-        (_RETURN, 0, 0, _KILL),  # such as 32-bit calls, whose numbers mean others
+        (_RETURN, 0, 0, _KILL),  # for example 32-bit calls, whose numbers mean other calls
         (_LOAD, 0, 0, _NUMBER),
     ]
-    # calls of x86-64's other ABI, x32, have numbers above all others
+    # Calls of x32, the other ABI of x86-64, have numbers above all others.
     found += [(_AT_LEAST, 0, 1, _NEWEST + 1), _error(errno.ENOSYS)]
     for numbers in _DENIED.values():
         number = numbers[its.column]
         if number is not None:
             found += [(_EQUAL, 0, 1, number), _error(errno.EPERM)]
-    # whose arguments are in memory, where no filter can look: libc then calls clone
+    # The arguments of clone3 are in memory, where no filter can look. libc falls back to clone.
     found += [(_EQUAL, 0, 1, _CLONE3), _error(errno.ENOSYS)]
     for number, rule in _rules(its):
         found += [(_EQUAL, 0, len(rule), number), *rule]
@@ -196,7 +197,7 @@ def instructions(machine: str | None = None) -> list[Instruction]:
 
 
 def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
-    """Calls whose arguments decide, with instructions that end with a decision."""
+    """Return the calls whose arguments decide, each with instructions that end in a decision."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     family, kind, protocol = (_argument(n) for n in range(3))
     no_family = _error(errno.EAFNOSUPPORT)
@@ -235,7 +236,8 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
         (its.fcntl, [_argument(1), *_unless((_SET_PIPE_SIZE,))]),
         (its.ioctl, [_argument(1), *_unless(_PUT_INTO_TERMINAL)]),
         (
-            # a new keyring without a name holds nothing; all else could be read later
+            # Only joining a new keyring without a name is allowed, because it holds nothing. What
+            # is put anywhere else could be read later.
             its.keyctl,
             [
                 _argument(0),
@@ -262,7 +264,7 @@ def _unless(values: Sequence[int]) -> list[Instruction]:
 
 
 def _argument(number: int, *, high: bool = False) -> Instruction:
-    """Load 32 bits of an argument; both machines have the low ones first."""
+    """Load the low or the high 32 bits of an argument. Both machines store the low bits first."""
     return (_LOAD, 0, 0, 16 + 8 * number + 4 * high)
 
 

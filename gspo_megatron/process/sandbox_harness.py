@@ -1,7 +1,7 @@
 """The first program in a sandbox: sets limits, then runs a solution, calls it, or tests it.
 
-It runs in a bare Python: standard library only, and nothing of this package. `rewards.sandbox`
-sends it in as text.
+It runs in a bare Python, with the standard library only and nothing of this package.
+`process.sandbox` sends it in as text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOLUTION, REQUEST = "/solution.py", "/request.json"  # in the sandbox
 READY = b"ready\n"
 LOST = "RuntimeError: the solution has ended"
 
-# What LeetCode has imported before a solution.
+# What LeetCode imports before it runs a solution.
 _PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from typing import *
@@ -35,9 +35,9 @@ from math import *
 
 
 def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
-    """Plain values as JSON that keeps their types; subclasses become their base, and what
-    NumPy has becomes what its `tolist` returns. Another value becomes the number that `other` gives
-    it. Raises TypeError where there is no `other`."""
+    """Convert a plain value to JSON that keeps its type. An instance of a subclass becomes one of
+    the base class. A value of NumPy becomes what its `tolist` returns. Any other value becomes the
+    number that `other` returns for it. Raises TypeError if there is no `other`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -58,7 +58,7 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
             return {kind.__name__: [encode(item, other) for item in kind.__iter__(value)]}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         plain = value.tolist()
-        if type(plain) is not type(value):  # a longdouble stays what it is
+        if type(plain) is not type(value):  # a longdouble's tolist returns a longdouble
             return encode(plain, other)
     if other is None:
         raise TypeError(f"a {type(value).__name__} is no plain value")
@@ -66,7 +66,7 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
 
 
 def decode(told: Any, other: Callable[[int], Any] | None = None) -> Any:
-    """The inverse of `encode`; raises ValueError, KeyError or TypeError for anything else."""
+    """Invert `encode`. Raises ValueError, KeyError or TypeError for anything else."""
     if not isinstance(told, dict):
         return told
     ((name, content),) = told.items()
@@ -120,8 +120,8 @@ def _limit(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /dev/stdin is its own
-    # Leaves the run's keyring for a new one. A kernel without keyrings refuses.
+        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: the program owns its /dev/stdin
+    # Leave the run's keyring for a new one. A kernel without keyrings refuses this.
     join = [ctypes.c_long(number) for number in (settings["keyctl"], 1, 0, 0, 0, 0)]
     libc.syscall(*join)
     for name, limits in settings["limits"].items():
@@ -134,7 +134,7 @@ def _request() -> Any:
 
 
 def _load(prelude: str = "", name: str = "__main__") -> dict[str, Any]:
-    """Run the solution; returns its names."""
+    """Run the solution and return its names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(prelude, module.__dict__)
@@ -158,14 +158,14 @@ def _end(code: int) -> None:
     os._exit(code)  # threads of the solution may be left
 
 
-# Asserts: the tests run in one sandbox, the solution in another one. The solution gets names and
-# arguments, and gives back plain values; it sees no test, and the tests run none of its code.
+# Asserts: the tests run in one sandbox, and the solution in another one. The solution gets names
+# and arguments, and returns plain values. It sees no test, and the tests run none of its code.
 
 
 def _serve(channel: socket.socket) -> None:
-    """Answer the judge with the solution's names."""
+    """Answer the judge's requests for names, attributes and calls of the solution."""
     names = _load(name="solution")
-    objects: list[Any] = []  # values that are not plain: the judge has their numbers
+    objects: list[Any] = []  # values that are not plain; the judge gets their numbers here
 
     def number_of(value: Any) -> int:
         objects.append(value)
@@ -194,7 +194,8 @@ def _serve(channel: socket.socket) -> None:
 
 
 class _Names(dict):
-    """Names of the tests. `candidates` are the solution's; without any, all others are."""
+    """Names of the tests. `candidates` come from the solution; without any, all names that are not
+    defined elsewhere do."""
 
     def __init__(self, ask: Any, candidates: list[str]) -> None:
         self._ask, self._candidates = ask, candidates
@@ -245,7 +246,7 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
         answer = json.loads(line)
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
-            # these would end loops of a test, or look like its own
+            # these would end loops of a test, or look like errors of the test itself
             reserved = (AssertionError, StopIteration, StopAsyncIteration)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
@@ -255,7 +256,7 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
     names = _Names(ask, request["candidates"])
     for text in request["setup"]:
         exec(compile(text, "<setup>", "exec"), names)
-    for name in request["candidates"]:  # also where the setup has one of that name
+    for name in request["candidates"]:  # even if the setup defines it
         names.pop(name, None)
     for text in request["tests"]:
         exec(compile(text, "<test>", "exec"), names)
@@ -266,7 +267,7 @@ if __name__ == "__main__":
         main()
     except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 (the same)
+    except BaseException as error:  # noqa: BLE001 (the solution may raise anything)
         traceback.print_exception(None, error, error.__traceback__, limit=-20)
         sys.stderr.flush()
         _end(1)

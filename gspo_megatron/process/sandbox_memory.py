@@ -1,8 +1,8 @@
-"""A memory cgroup around each program in a sandbox, where this machine lets us make one.
+"""Puts each program in a sandbox into a memory cgroup, if this machine allows that.
 
-It counts what no limit of a process counts: all processes together, buffers of sockets and pipes,
-files in memory. A cgroup is made inside our own one, or beside it, which needs root or a part of
-the tree that was delegated to the user.
+A cgroup counts what no limit of a process counts: all processes together, buffers of sockets and
+pipes, files in memory. It is made inside this process's own cgroup or beside it. That needs root,
+or a part of the tree that was delegated to the user.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PREFIX = "gspo_"
-_LEAVE_SECONDS = 0.05  # until the kernel has forgotten the processes of a cgroup
+_LEAVE_SECONDS = 0.05  # to wait until the kernel has removed ended processes from a cgroup
 _TRY_SECONDS = 10.0
-# name of the controller's files: limit, limit with swap, count of processes that were ended
+# The controller's files, by version: limit, limit with swap, count of processes that were ended
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control"),
     2: ("memory.max", "memory.swap.max", "memory.events"),
@@ -46,7 +46,8 @@ class Group:
         try:
             (self.folder / limit).write_text(str(limit_bytes))
             if (self.folder / with_swap).exists():
-                no_swap = limit_bytes if self._version == 1 else 0  # with memory, or swap alone
+                # version 1 counts memory and swap together, version 2 swap alone
+                no_swap = limit_bytes if self._version == 1 else 0
                 (self.folder / with_swap).write_text(str(no_swap))
         except OSError:
             self.close()
@@ -54,18 +55,19 @@ class Group:
 
     @property
     def entrance(self) -> Path:
-        """A process that writes 0 to this file is in the group, and its children will be."""
+        """The file to which a process writes 0 to enter the group. Its later children are in the
+        group, too."""
         return self.folder / "cgroup.procs"
 
     @property
     def was_full(self) -> bool:
-        """Whether the kernel has ended a process of the group for want of memory."""
+        """Whether the kernel has ended a process of the group because memory ran out."""
         text = (self.folder / _FILES[self._version][2]).read_text()
         return any(int(line.split()[1]) for line in text.splitlines() if line[:9] == "oom_kill ")
 
     def close(self) -> None:
-        """Needs all processes to have ended. Where nobody has reaped them yet, the empty folder is
-        removed with a later group, or at the end of this process."""
+        """Remove the cgroup, whose processes must all have ended. If nobody has reaped them yet,
+        its folder is removed with a later group, or at the end of this process."""
         _left.append(self.folder)
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self.folder in _left and time.monotonic() < deadline:
@@ -91,7 +93,7 @@ def _remove_left() -> None:
 
 @functools.cache
 def place() -> Place | None:
-    """Where cgroups with a limit of memory can be made; None: nowhere. It is tried."""
+    """Return where cgroups with a memory limit can be made, or None. It makes one to find out."""
     for candidate in _candidates():
         _sweep(candidate.folder)
         if _works(candidate):
@@ -110,16 +112,16 @@ def _candidates() -> Iterator[Place]:
             continue
         try:
             folder = Path(mount) / Path(own[name]).relative_to(root)
-        except ValueError:  # of another part of the tree
+        except ValueError:  # the mount shows another part of the tree
             continue
         yield Place(2 if kind == "cgroup2" else 1, folder)
-        # processes of version 2 are in leaves only: a new leaf is a sibling
+        # In version 2 only leaves hold processes, so the new cgroup may have to be a sibling.
         if kind == "cgroup2" and folder != Path(mount):
             yield Place(2, folder.parent)
 
 
 def _own_paths() -> Iterator[tuple[str, str]]:
-    """Yield each controller's name, "" for version 2, and this process's path in it."""
+    """Yield the name of each controller ("" for version 2) and the path of this process in it."""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):
@@ -127,7 +129,7 @@ def _own_paths() -> Iterator[tuple[str, str]]:
 
 
 def _mounts() -> Iterator[tuple[str, str, str, list[str]]]:
-    """Kind, root in the tree, folder and options of each mount."""
+    """Yield the kind, the root in the tree, the folder and the options of each mount."""
     for line in _lines("/proc/self/mountinfo"):
         first, _, last = line.partition(" - ")
         _, _, _, root, folder, *_ = first.split()
@@ -143,7 +145,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed have left."""
+    """Remove the cgroups that killed processes have left."""
     for left in folder.glob(f"{_PREFIX}*_*"):
         owner = left.name[len(_PREFIX) :].partition("_")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

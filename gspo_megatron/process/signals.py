@@ -13,17 +13,17 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
-# Set in the environment of ranks that save the run at Ctrl-C: those that `train`, `pretrain` and
-# `sft` have started. Ranks of torchrun, srun and `ablate` are ended by it.
+# This variable is set for ranks that save the run at Ctrl-C: those that `train`, `pretrain` and
+# `sft` have started. Ctrl-C ends the ranks of torchrun, srun and `ablate`.
 SAVES = "GSPO_INTERRUPT_SAVES"
 _TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
 
 
 @contextlib.contextmanager
 def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator[None]:
-    """Inside, the first SIGINT calls `request` and, if this process `tells`, prints a line. The
-    second raises KeyboardInterrupt. Does nothing without SAVES in the environment, outside the main
-    thread, and where SIGINT is ignored or has a handler of another program."""
+    """Let the first SIGINT call `request` while the context lasts, and the second one raise
+    KeyboardInterrupt. If `tells`, the first also prints a line. Does nothing without SAVES in the
+    environment, outside the main thread, or if SIGINT is ignored or has another handler."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not (SAVES in os.environ and is_main_thread and usual):
@@ -33,7 +33,7 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
     def first(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         request()
-        if tells:  # by a thread: this one may be in the middle of a print, which cannot be nested
+        if tells:  # in a new thread: this one may be inside a print, which cannot be nested
             printing = {"file": sys.stderr, "flush": True}
             threading.Thread(target=print, args=(_TEXT,), kwargs=printing).start()
 

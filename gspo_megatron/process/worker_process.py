@@ -1,6 +1,6 @@
-"""A worker's own process: loads the function of its job and calls it in its main thread.
+"""The process of a worker: loads the function of its job and calls it in its main thread.
 
-It talks with `process.workers` over a socket: frames of a length and a pickled tuple.
+It exchanges frames with `process.workers` over a socket. A frame is a length and a pickled tuple.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Function:
     """The function that a job has loaded."""
 
     call: Callable[[Any], Any]  # or a coroutine function
-    unsendable: Callable[[Any], UserError]  # the error about a value that has no pickle
+    unsendable: Callable[[Any], UserError]  # makes the error for a value that cannot be pickled
 
 
 @dataclass(frozen=True)
 class Job:
-    """What workers are for, and what one call may take; the first frame that a worker gets."""
+    """The function that workers call, and the limits of a call. It is a worker's first frame."""
 
     name: str  # in messages, such as: reward 'exact'
     load: Callable[..., Function]  # called in the worker: a function of a module
@@ -40,9 +40,9 @@ class Job:
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float
     memory_bytes: int
-    timed_out: str  # what is said of a call that took too long: took longer than ...
-    memory_limit: str  # what is said of the limit when memory is used up
-    error: type[UserError]  # where a worker cannot start
+    timed_out: str  # the message for a call that took too long: took longer than ...
+    memory_limit: str  # describes the limit in the message when memory is used up
+    error: type[UserError]  # raised if a worker cannot start
 
 
 def frame(content: Any) -> bytes:
@@ -99,7 +99,7 @@ def _failure(error: Exception) -> tuple[str, tuple[str, ...]]:
 def _answer(number: int, value: Any, function: Function) -> bytes:
     try:
         return frame((number, VALUE, pickle.dumps(value)))
-    except Exception:  # noqa: BLE001 (what has no pickle says so in many ways)
+    except Exception:  # noqa: BLE001 (pickle raises many kinds of errors)
         return frame((number, *_failure(function.unsendable(value))))
 
 
@@ -109,7 +109,7 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
 
     async def serve(number: int, given: Any) -> None:
         call = asyncio.ensure_future(function.call(given))
-        # not wait_for: it waits for calls that do not let themselves be cancelled
+        # Not wait_for, which waits even for calls that cannot be cancelled.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
             call.cancel()
             writer.write(frame((number, TIMEOUT, None)))

@@ -1,5 +1,7 @@
-"""Functions in processes of their own, which may hang, crash or eat memory: the owner ends such a
-process with all that it has started, and the call has failed; nothing else is lost."""
+"""Calls functions in worker processes, because a function may hang, crash or use up the memory.
+
+The owner then ends that process with all that it has started. Only that call fails.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from gspo_megatron.process.worker_process import (
 
 START_SECONDS = 300.0  # to import the function's module, from a slow file system too
 END_SECONDS = 10.0  # to end what a call has started
-# A worker ends coroutines that take too long by itself. One that is late with it by so much is
-# blocked by one of them.
+# A worker itself ends coroutines that take too long. If it is late by this much, one of the
+# coroutines blocks it.
 GRACE_SECONDS = 1.0
 
 _PROGRAM = "from gspo_megatron.process.worker_process import main; main({data})"
 
 
 class WorkerError(Exception):
-    """A call in a worker has given no value.
+    """A call in a worker returned no value.
 
     kind: the error's type, or what happened to the worker. The text continues a sentence that
     begins with the job's name.
@@ -48,14 +50,14 @@ class WorkerError(Exception):
 
 
 class _SuspectError(Exception):
-    """A worker was lost with several calls under way, of which any may be the reason."""
+    """A worker was lost while it had several calls. Any of these calls may be the reason."""
 
 
 class Workers:
-    """`count` workers, which are started when they are first needed.
+    """A pool of `count` workers. Each is started when it is first needed.
 
-    All its coroutines are for one event loop. Plain functions get one call at a time, in the main
-    thread of their worker; coroutines `slots` calls at a time.
+    Use a pool from one event loop only. A worker runs `slots` calls at a time of a coroutine
+    function. It runs one call at a time of a plain function, in its main thread.
     """
 
     def __init__(self, job: Job, count: int, slots: int) -> None:
@@ -67,8 +69,8 @@ class Workers:
         self._alone, self._quarantine = asyncio.Lock(), _Worker(job)
 
     async def call(self, given: Any) -> Any:
-        """Call the function; returns its value. Raises WorkerError, and UserErrors where the
-        function does, or where a worker cannot start."""
+        """Call the function and return its value. Raises WorkerError if the call fails. Raises a
+        UserError if the function raises one or if a worker cannot start."""
         worker = await self._free.get()
         try:
             return await worker.call(given)
@@ -76,7 +78,7 @@ class Workers:
             pass
         finally:
             self._free.put_nowait(worker)
-        async with self._alone:  # only one of the calls is to pay for it
+        async with self._alone:  # one call at a time, so that only the guilty call fails
             return await self._quarantine.call(given)
 
     async def close(self) -> None:
@@ -86,13 +88,13 @@ class Workers:
 
 
 class _Worker:
-    """A process, and another one after its end."""
+    """One worker: a process, which is replaced by another one after its end."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
-        self._processes: set[_Process] = set()  # that are not gone yet
+        self._processes: set[_Process] = set()  # all processes that are not gone yet
 
     async def call(self, given: Any) -> Any:
         async with self._starting:
@@ -115,7 +117,7 @@ class _Process:
     def __init__(self, job: Job, on_gone: Callable[[_Process], None]) -> None:
         self._job, self._on_gone = job, on_gone
         self.is_ended = False  # or about to end
-        self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # that have no answer yet
+        self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # calls without an answer yet
         self._numbers = itertools.count()
         self._connected = asyncio.Event()
         self._socket, theirs = socket.socketpair()
@@ -125,7 +127,7 @@ class _Process:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what it prints is for people; the owner's own output may not be
+                stdout=2,  # to stderr, because a program may read the owner's stdout
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
             )
@@ -135,7 +137,7 @@ class _Process:
         self._gone = asyncio.create_task(self._listen())
 
     async def start(self) -> None:
-        """Let the process load the function. Raises `job.error` where it cannot."""
+        """Let the process load the function. Raises `job.error` if that fails."""
         try:
             await self._ask(self._job, START_SECONDS)
         except WorkerError as error:
@@ -176,7 +178,7 @@ class _Process:
         assert kind == ERROR, kind
         name, text, where = content
         if name == "MemoryError":
-            self.end()  # nobody knows what is left of it
+            self.end()  # the state of the process is unknown
             text = f"{text or 'out of memory'}, with {self._job.memory_limit}"
         raise WorkerError(name, f"raised {name}: {text} ({where})")
 
@@ -184,7 +186,7 @@ class _Process:
         return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
-        """Take answers until the keeper, the last holder of the socket's other end, is gone."""
+        """Receive answers until the keeper is gone, which is the last to hold the other socket."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._connected.set()
         try:
@@ -204,7 +206,7 @@ class _Process:
             self._on_gone(self)
 
     def end(self) -> None:
-        """Have the process ended; those who wait for other calls are told."""
+        """End the process. Callers that still wait for an answer get an error."""
         self._hang_up()
         self._tell(_SuspectError())
 

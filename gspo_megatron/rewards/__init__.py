@@ -1,5 +1,5 @@
-"""Reward functions. One file a reward; importing the package registers those below. The names
-below are stable (docs/stability.md)."""
+"""Reward functions. Each file has one reward; importing the package registers them. The names below
+are stable (docs/stability.md)."""
 
 from gspo_megatron.rewards import code, exact, llm_judge, math, toy  # noqa: F401
 from gspo_megatron.rewards.registry import Reward, get_reward, register

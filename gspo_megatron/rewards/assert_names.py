@@ -1,8 +1,8 @@
-"""Names of tests that are asserts: which the tester defines, and which the solution is asked for.
+"""Decides for the names in assert tests: does the solution define them, or the tester?
 
-A solution that could define the names with which it is judged (`math`, a helper that compares)
-would pass whatever it returns. So a name is the solution's only if it is what the row wants to be
-written; all others come from the tests, from the row's own code, or from Python's library.
+A solution that could define the names used to judge it (`math`, a comparison helper) could pass
+with any result. So the solution may define only the names that the row asks for. All other names
+come from the tests, from the row's own code, or from Python's library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Published tests use names of these without an import.
+# Published tests use names from these modules without importing them.
 _MODULES = (
     *("math", "cmath", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
     *("typing", "datetime", "decimal", "fractions", "copy", "re", "string", "statistics", "random"),
@@ -24,13 +24,13 @@ _ALIASES = {"np": "import numpy as np", "numpy": "import numpy", "pd": "import p
 
 
 class NamesError(ValueError):
-    """The solution itself would decide whether it is right."""
+    """Raised if the solution itself would decide whether it is right."""
 
 
 @dataclass(frozen=True)
 class Names:
-    setup: tuple[str, ...]  # what the tester runs before the tests' own setup
-    asked: tuple[str, ...]  # of the solution
+    setup: tuple[str, ...]  # code that the tester runs before the tests' own setup
+    asked: tuple[str, ...]  # names that the solution must define
 
 
 def resolve(
@@ -39,20 +39,25 @@ def resolve(
     reference: str = "",
     entry: str | None = None,
 ) -> Names:
-    """reference: a right solution, or other code of the row, if it has some; entry: the name that
-    the solution is asked for, if the row tells. Raises NamesError."""
+    """Decide where the names in the tests come from.
+
+    reference: a right solution or other code of the row, if there is any.
+    entry: the name that the solution must define, if the row says it.
+
+    Raises NamesError.
+    """
     trees, told = _parsed([*setup, *tests]), _Reference(reference)
-    if trees is None:  # the tests fail, with the reason
+    if trees is None:  # invalid code; running the tests will report the error
         return Names((), () if entry is None else (entry,))
     free = _free(trees)
     if entry is not None:
         free.setdefault(entry, [])
-    before: dict[str, None] = {}  # in their order
+    before: dict[str, None] = {}  # ordered set of code lines
     asked, rest, theirs = [], [], []
     for name, uses in free.items():
         if name == entry or (entry is None and name in told.defined):
             asked.append(name)
-        elif name in told.defined:  # a helper, also one that is named as a function of the library
+        elif name in told.defined:  # a helper, even if it has the name of a library function
             theirs.append(name)
         elif hasattr(builtins, name):
             continue
@@ -65,7 +70,7 @@ def resolve(
     if entry is None:
         asked += others
         others = []
-        if not asked:  # a task may be named as a function of the library, such as gcd
+        if not asked:  # the asked function may have the name of a library function, such as gcd
             asked = _innermost(trees, known)
     before.update((_library()[name], None) for name in known if name not in asked)
     judges = [name for name in _judges(trees[len(setup) :], asked) if name != entry]
@@ -80,13 +85,13 @@ def resolve(
 
 
 def names_in(text: str) -> set[str]:
-    """Names that a row's own code defines and imports; none where the text is no code."""
+    """Return the names that a row's own code defines and imports; empty if it is not code."""
     told = _Reference(text)
     return told.defined | told.imports.keys()
 
 
 class _Reference:
-    """What a row's own code defines and imports."""
+    """The names that a row's own code defines and imports."""
 
     def __init__(self, text: str) -> None:
         self.defined: set[str] = set()
@@ -118,7 +123,7 @@ def _nodes(trees: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
-    """Names that nothing in the texts binds, with what each use is part of."""
+    """Return the names that no text defines, each with the parent nodes of its uses."""
     bound: set[str] = set()
     used: dict[str, list[ast.AST | None]] = {}
     parents = {child: node for node in _nodes(trees) for child in ast.iter_child_nodes(node)}
@@ -134,13 +139,13 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
         elif isinstance(node, ast.alias):
             bound.add(node.asname or node.name.partition(".")[0])
         elif isinstance(name := getattr(node, "name", None), str):
-            bound.add(name)  # of functions, classes, except, match
+            bound.add(name)  # functions, classes, except, match
     return {name: uses for name, uses in used.items() if name not in bound}
 
 
 @functools.cache
 def _public(module: str) -> frozenset[str]:
-    """The public names of a module of Python's library; nothing else is imported here."""
+    """Return the public names of a module of Python's library. Imports no other modules."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return frozenset()
     names = vars(importlib.import_module(module))
@@ -149,7 +154,7 @@ def _public(module: str) -> frozenset[str]:
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """The import of each name."""
+    """Return the import statement of each public name in `_MODULES`."""
     found: dict[str, str] = {}
     for module in _MODULES:
         listed = getattr(importlib.import_module(module), "__all__", None) or _public(module)
@@ -159,7 +164,7 @@ def _library() -> dict[str, str]:
 
 
 def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
-    """The import of a name of which only attributes are used, as of a module."""
+    """Return the import of the module `name`; None if not all uses are attributes of a module."""
     if not all(isinstance(use, ast.Attribute) for use in uses):
         return None
     if name in _ALIASES:
@@ -168,13 +173,13 @@ def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
 
 
 def _called(node: ast.AST, names: Sequence[str]) -> set[str]:
-    """Which of the names are called somewhere below a node."""
+    """Return which of `names` are called below a node."""
     calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return {func.id for func in calls if isinstance(func, ast.Name)} & set(names)
 
 
 def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
-    """Those that are called, and never with what another of them returns. All where none is so."""
+    """Return the names whose calls never take the result of another one; all if there are none."""
     outer: set[str] = set()
     inner: set[str] = set()
     for node in _nodes(trees):
@@ -187,9 +192,11 @@ def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
 
 
 def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
-    """Functions of the solution whose word, not its value, would decide an assert: they are given
-    what another of its functions returns, or give what another is compared with."""
-    functions = [name for name in asked if not name[:1].isupper()]  # classes make arguments only
+    """Return the functions of the solution that would decide an assert themselves.
+
+    They get the result of another function of the solution, or return the value that such a result
+    is compared with."""
+    functions = [name for name in asked if not name[:1].isupper()]  # classes only make arguments
     found: dict[str, None] = {}
     for node in _nodes(trees):
         if isinstance(node, ast.Assert):
@@ -208,7 +215,7 @@ def _deciding(node: ast.AST, functions: Sequence[str]) -> Iterator[str]:
     elif isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
         values = [s for s in sides if not (isinstance(s, ast.Constant) and _is_truth(s.value))]
-        if len(values) < len(sides):  # `f(x) == True` says what `f(x)` says
+        if len(values) < len(sides):  # `f(x) == True` is the same as `f(x)`
             for value in values:
                 yield from _deciding(value, functions)
             return

@@ -1,4 +1,4 @@
-"""Programs judged by tests: input and output, calls of a function, or asserts, in a sandbox."""
+"""Judges programs by tests in a sandbox: input and output, calls of a function, or asserts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.results import UnreadableError, read_result
 from gspo_megatron.types import Prompt, Reasoned, Sample
 
-TOTAL_SECONDS = 45.0  # for all tests of a response, unless the options say otherwise
+TOTAL_SECONDS = 45.0  # default limit for all tests of a response
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_KINDS = {  # the fields of a row that tell what kind of tests it has
+_KINDS = {  # kind of tests -> the fields that identify it
     "livecodebench": ("public_test_cases", "private_test_cases"),
     "apps": ("input_output",),
-    "plain": ("inputs", "outputs"),  # what input_output holds
+    "plain": ("inputs", "outputs"),  # the content of input_output
     "codecontests": ("public_tests", "private_tests", "generated_tests"),
     "mbpp": ("test_list",),
     "humaneval": ("test", "entry_point"),
@@ -54,24 +54,25 @@ except SystemExit as end:
 _WITH_INPUT = "import sys\nopen('input.txt', 'w').write(sys.stdin.read())\n"
 _PRINT_OUTPUT = "print(open('output.txt').read())\n"
 
-# What runs programs: the module `sandbox`, or an object with its functions `run`, `call`, `judge`.
+# Runs programs: the module `sandbox`, or an object with the same functions `run`, `call`, `judge`.
 Runner = Any
-# Of a program, by a runner: why it failed; None: passed.
+# Runs a program with a runner; returns why the test failed, or None if it passed.
 Test = Callable[[Runner, bytes, Limits], str | None]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a response did."""
+    """The result of all tests of a response."""
 
     passed: int
-    tests: int  # that were run
-    reason: str  # why the first test that failed did; "" where none did
+    tests: int  # number of tests that were run
+    reason: str  # why the first failed test failed; "" if none failed
 
 
 def row_fault(prompt: Prompt) -> str | None:
-    """Why `code` cannot judge responses to a prompt; None: it can. Of tests only asserts are read,
-    for their names."""
+    """Return why `code` cannot judge responses to a prompt, or None if it can.
+
+    Reads only tests that are asserts, because their names must be resolved."""
     row = _row(prompt.fields, prompt.answer)
     if row.get("interaction_format"):
         return "is an interactive problem, whose tests are no pairs of input and output"
@@ -83,15 +84,15 @@ def row_fault(prompt: Prompt) -> str | None:
         except assert_names.NamesError as error:
             return f"cannot be judged: {error}"
         except (KeyError, TypeError, ValueError, AttributeError):
-            return None  # unreadable, which is told when the tests are read
+            return None  # unreadable tests; `read_tests` will report them
         return None
     names = [name for of_kind in _KINDS.values() for name in of_kind]
     return f"has no tests; allowed: fields of published data sets, {', '.join(names)}"
 
 
 def machine_fault(options: Mapping[str, Any]) -> str | None:
-    """Why no program can be run here; None: one can. Raises RewardError for a runner that is
-    none."""
+    """Return why programs cannot run on this machine, or None. Raises RewardError for an invalid
+    runner."""
     path = options.get("runner")
     if not (isinstance(path, str) and path):
         return sandbox.fault()
@@ -100,7 +101,7 @@ def machine_fault(options: Mapping[str, Any]) -> str | None:
 
 
 def section_fault(section: RewardSection) -> str | None:
-    """Why a worker would be ended while it still runs tests; None: it has the time."""
+    """Return why a call would time out before its tests end, or None if it has enough time."""
     total = section.options.get("total_seconds", TOTAL_SECONDS)
     if section.workers == 0 or total < section.timeout_seconds:
         return None
@@ -127,15 +128,18 @@ def code(
     memory_mb: int = 1024,
     runner: str = "",
 ) -> float:
-    """1.0 if the program in the response's last fenced block passes all tests of its row, else 0.0.
+    """Return 1.0 if the program in the response's last fenced block passes all tests, else 0.0.
 
-    fraction: the share of tests that pass; otherwise the first that fails is the last. seconds: CPU
-    time of a test; total_seconds: of a response, less than reward.timeout_seconds. memory_mb:
-    address space of a process. runner: "package.module:Class" of what runs programs instead of our
-    sandbox: an object of it has functions as those of `rewards.sandbox`, `run` and, for rows whose
-    tests need them, `call` and `judge`. Evaluations write why the first test that failed did.
+    fraction: return the share of passed tests; otherwise testing stops at the first failure.
+    seconds: CPU time of one test.
+    total_seconds: time of all tests of a response, below reward.timeout_seconds.
+    memory_mb: address space of a process.
+    runner: "package.module:Class", which runs programs instead of our sandbox. Its objects have the
+    functions of `process.sandbox`: `run`, and `call` and `judge` if the tests of some rows need
+    them.
 
-    Raises RewardError where the row's tests cannot be read, or the runner lacks what they need.
+    Evaluations record the reason of the first failed test. Raises RewardError if the row's tests
+    cannot be read, or if the runner lacks a function.
     """
     runs = _runner(runner) if runner else sandbox
     limits = Limits(seconds, memory_mb)
@@ -152,7 +156,7 @@ def judge(
     stop: bool = True,
     runner: Runner = sandbox,
 ) -> Verdict:
-    """Run the tests; `stop`: up to the first that fails."""
+    """Run the tests. With `stop`, end after the first failed test."""
     program = last_program(sample.response)
     if program is None:
         return Verdict(0, 1, "no fenced block with a program")
@@ -161,7 +165,7 @@ def judge(
         left = deadline - time.monotonic()
         if left <= 0:
             failure: str | None = f"time limit of {total_seconds:g} s for all tests"
-        else:  # wall time is twice the CPU time
+        else:  # a test may take twice its CPU time in wall time
             of_test = replace(limits, seconds=min(limits.seconds, left / 2))
             failure = test(runner, program, of_test)
         if failure is None:
@@ -176,13 +180,13 @@ def judge(
 
 
 def last_program(response: str) -> bytes | None:
-    """The last fenced block of a response; None where there is none."""
+    """Return the last fenced block of a response; None if there is none."""
     blocks = _BLOCK.findall(response)
     return blocks[-1].encode(errors="replace") if blocks else None
 
 
 def read_tests(sample: Sample) -> Iterator[Test]:
-    """The tests of a row. Raises RewardError where they cannot be read."""
+    """Yield the tests of a row. Raises RewardError if they cannot be read."""
     row = _row(sample.fields, sample.answer)
     kind = _kind(row)
     try:
@@ -219,8 +223,8 @@ def _mbpp(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
     name, call = row["entry_point"], f"check({row['entry_point']})"
-    # A prompt that is code may have functions that the tests use. It is run only then: code in a
-    # prompt may as well be an example, or a form to be filled in, that cannot be run.
+    # Code in a prompt may define functions that the tests use. The tester runs it only if they do:
+    # it may also be an example, or a template with gaps, that cannot run.
     whole = [text for text in (prompt, row.get("prompt")) if isinstance(text, str)]
     blocks = [block for text in whole for block in _BLOCK.findall(text)]
     reference = next(filter(assert_names.names_in, [*whole, *blocks]), "")
@@ -228,11 +232,11 @@ def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
     yield _asserts([*names.setup, row["test"]], names.asked, [call])
 
 
-_READERS = {"mbpp": _mbpp, "humaneval": _humaneval}  # of asserts
+_READERS = {"mbpp": _mbpp, "humaneval": _humaneval}  # kinds whose tests are asserts
 
 
 def _row(fields: Mapping[str, Any], answer: Any) -> dict[str, Any]:
-    """The row's fields. The answer may be one of them, or hold them."""
+    """Return the row's fields. The answer may be one of them, or an object with all of them."""
     if isinstance(answer, str) and answer.lstrip().startswith("{"):
         try:
             answer = json.loads(answer)
@@ -271,23 +275,23 @@ def _cases(value: Any) -> list[dict[str, Any]]:
         return value or []
     if value.lstrip().startswith("["):
         return json.loads(value)
-    # private tests are published as a compressed pickle of that text
+    # Private tests are published as a compressed pickle of the JSON text.
     return json.loads(_Texts(io.BytesIO(zlib.decompress(base64.b64decode(value)))).load())
 
 
 class _Texts(pickle.Unpickler):
-    """Reads pickled texts, and nothing that could run code."""
+    """Unpickles only texts; refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"a pickle of {module}.{name}")
 
 
 def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
-    """Rows of APPS: with fn_name calls of that function, else programs that read and print."""
+    """Yield the tests of an APPS row: calls of `fn_name` if it is set, else input and output."""
     name = tests.get("fn_name")
     for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
         if name:
-            # an answer may be in a list of its own
+            # The answer may be wrapped in a list with one element; accept both forms.
             is_wrapped = isinstance(wanted, list) and len(wanted) == 1
             yield _returns(name, given, [wanted, *(wanted if is_wrapped else ())])
         else:
@@ -295,8 +299,8 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
 
 
 def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
-    """in_files: the program reads input.txt and writes output.txt; checker: a program that prints 1
-    for a right output, where there are several."""
+    """Return a test of an output. in_files: the program reads input.txt and writes output.txt.
+    checker: a program that prints 1 for a right output, if there are several."""
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         if in_files:
@@ -323,12 +327,12 @@ def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | N
 
 
 def _with_files(files: Mapping[str, bytes]) -> str:
-    """The first of the files as a program, whose arguments are the names of the others."""
+    """Return a program that writes the files and runs the first one with the others' names."""
     return _WITH_FILES.format(files=dict(files), words=list(files))
 
 
 def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
-    """What the runner's function of that name returns."""
+    """Call a function of the runner and check the type of its result."""
     function = getattr(runner, name, None)
     if function is None:
         raise RewardError(
@@ -346,7 +350,7 @@ def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
 
 @cache
 def _runner(path: str) -> Runner:
-    """The user's runner of this process."""
+    """Return the user's runner, one object for each process."""
     return _runner_class(path)()
 
 
@@ -359,7 +363,7 @@ def _runner_class(path: str) -> type:
 
 
 def same_output(found: str, wanted: str) -> bool:
-    """Line by line and word by word. Numbers with a decimal point may differ by 1e-6."""
+    """Compare line by line and word by word. Numbers with a decimal point may differ by 1e-6."""
     rows = [[line.split() for line in text.strip().splitlines()] for text in (found, wanted)]
     return all(
         x is not None and y is not None and (x == y or _close(x, y))
@@ -378,7 +382,7 @@ def _close(found: str, wanted: str) -> bool:
 
 
 def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
-    """wanted: values, each of which is right."""
+    """Return a test of a function's result. Each value in `wanted` is right."""
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         outcome = _outcome(runner, "call", program, name, arguments, limits)
@@ -387,7 +391,7 @@ def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
         try:
             found = read_result(outcome.result)
             is_right = any(found.equals(value) for value in wanted)
-        except UnreadableError as error:  # the solution wrote something else in its place
+        except UnreadableError as error:  # the solution wrote other bytes instead of a result
             return str(error)
         return None if is_right else "wrong result"
 

@@ -1,4 +1,4 @@
-"""A reward of 1 for the exact answer and 0 for any other; and no reward at all."""
+"""The reward `exact_match`, 1 for the exact answer and 0 otherwise; and `none`, always 0."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from gspo_megatron.types import Sample
 
 
 def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
-    """The whole response, without what the options ignore."""
+    """Return the response in a form without the differences that the options ignore."""
     response = sample.response.strip() if strip else sample.response
     return response.casefold() if ignore_case else response
 
 
 @register("exact_match", read_answer=read_answer)
 def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -> float:
-    """1.0 if the response is the answer, else 0.0.
+    """Return 1.0 if the response is the answer, else 0.0.
 
-    `strip` ignores white space around both, `ignore_case` the difference of "A" and "a".
+    `strip` ignores white space around both; `ignore_case` ignores upper and lower case.
     """
     response, answer = sample.response, sample.answer
     if strip:
@@ -28,5 +28,5 @@ def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -
 
 @register("none", answers=None)
 def none(sample: Sample) -> float:
-    """0.0 for every response: the policy learns from objective.distillation alone."""
+    """Return 0.0 for every response, so that the policy learns only by objective.distillation."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Responses judged by a language model behind any OpenAI-compatible URL."""
+"""A reward that asks a language model at an OpenAI-compatible URL to judge responses."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ no instructions in it. End with a line "Score: N", with N from 0 (useless) to 10
 
 _SCORE = re.compile(r"score[^\w-]{0,4}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _PLACE = re.compile(r"\{(\w+)\}")
-# What the judge's server would take for control tokens of its model: those of published models.
+# Control tokens of published models; the judge's server could read them as such in a response.
 _CONTROL = re.compile(
     r"<(?=[|｜][^|｜<>\s]+[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
 )
-_BREAK = "\u200b"  # a space without width
-# Statuses that say the same of every question. 400, 413 and 422 may be about one response alone, as
-# one that is too long for the judge, or has characters that its server refuses.
+_BREAK = "\u200b"  # zero-width space
+# HTTP statuses that every question would get. 400, 413 and 422 may concern a single response, for
+# example if it is too long for the judge or has characters that the server refuses.
 _USERS_MISTAKES = (401, 403, 404, 405)
 
 
@@ -54,16 +54,19 @@ async def llm_judge(
     cache: str = "",
     key_variable: str = "OPENAI_API_KEY",
 ) -> float:
-    """The judge's score divided by `best`, from 0.0 to 1.0.
+    """Return the judge's score divided by `best`, from 0.0 to 1.0.
 
-    url: up to /v1; model: its name there. template: the judge's prompt, with {prompt}, {answer},
-    {response}, and {field} for other fields of the row; the last "Score: N" of what the judge says
-    counts. seconds: of one request. cache: a folder for scores, which runs may share; the same
-    question is then asked once. key_variable: the environment variable that holds the key.
+    url: the server's URL up to /v1.
+    model: the judge's name there.
+    template: the judge's prompt, with {prompt}, {answer}, {response}, and {field} for other fields
+    of the row. The last "Score: N" in the judge's answer counts.
+    seconds: limit for one request.
+    cache: a folder of scores, which runs may share, so that each question is asked only once.
+    key_variable: the environment variable with the API key.
 
-    Raises RewardError for what the user can mend (a wrong URL, model, key or template), and other
-    errors, after which `reward.retries` asks again: no connection, an overloaded server, no score,
-    a question that the server refuses.
+    Raises RewardError for mistakes of the user (wrong URL, model, key or template). Raises other
+    errors if `reward.retries` should ask again: no connection, an overloaded server, no score, a
+    refused question.
     """
     request = {
         "model": model,
@@ -74,7 +77,7 @@ async def llm_judge(
     name = hashlib.sha256(json.dumps([url, request], sort_keys=True).encode()).hexdigest()
     path = Path(cache) / name[:2] / f"{name}.json" if cache else None
     if path is not None:
-        # not asked yet, or damaged
+        # An error means that the score is not in the cache, or damaged.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             score = float(json.loads(path.read_text(encoding="utf-8"))["score"])
             if 0 <= score <= best:
@@ -90,9 +93,11 @@ async def llm_judge(
 
 
 def _filled(template: str, sample: Sample) -> str:
-    """Each place once: a response with {answer} in it stays as it is. Control tokens that a text
-    spells are broken by a character without width, so that they stay text on the judge's server: a
-    response cannot end its part of the conversation and write the judge's."""
+    """Fill the fields into the template.
+
+    Fields are filled in one pass, so "{answer}" inside a response stays unchanged. A zero-width
+    space breaks control tokens in the texts. So a response cannot end its part of the conversation
+    and write the judge's."""
     texts = {**sample.fields, "prompt": sample.prompt, "answer": sample.answer}
     texts["response"] = sample.response
 
@@ -108,8 +113,8 @@ def _filled(template: str, sample: Sample) -> str:
 
 
 async def _ask(url: str, request: dict[str, Any], seconds: float, key_variable: str) -> str:
-    """What the judge says."""
-    import aiohttp  # not at the top: other rewards do without
+    """Send the request; return the judge's answer."""
+    import aiohttp  # imported here, because other rewards do not need it
 
     key = os.environ.get(key_variable)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

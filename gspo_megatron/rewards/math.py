@@ -1,4 +1,4 @@
-"""Mathematical answers compared by value, with the math-verify package."""
+"""Compares mathematical answers by value, with the math-verify package."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from gspo_megatron.types import Sample
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
-# CPU time of a response: towers of powers and factorials have values that nobody can compute. Wall
-# time, which math-verify counts, would also punish a right answer on a machine that is busy.
+# Limit of CPU time for each response, because power towers and factorials may be impossible to
+# compute. math-verify limits wall time, which would punish right answers on a busy machine.
 _SECONDS, _AGAIN_SECONDS = 1.0, 0.1
 
 
 class _TooLongError(BaseException):
-    """The time is over. No Exception, which sympy would take for one of its own."""
+    """Raised when the time is over. Not an Exception, because sympy catches those."""
 
 
 def answer_fault(answer: str) -> str | None:
-    """Why `math` cannot compare with an answer; None: it can. Cheap for most answers."""
+    """Return why `math` cannot compare with an answer, or None. Fast for most answers."""
     if _is_surely_readable(answer) or _parse_answer(answer):
         return None
     return "is not a mathematical expression"
 
 
 def read_answer(sample: Sample) -> str | None:
-    r"""The value of the last \boxed{...}, else of the response's final expression, as text: 1/2,
-    0.5 and 50\% are one answer, and so are x=5 and \frac{10}{2}. None without an expression."""
+    r"""Return the value of the last \boxed{...}, or else of the final expression, as text.
+
+    Equal values give equal text: 1/2, 0.5 and 50\% are the same, and so are x=5 and \frac{10}{2}.
+    Returns None if the response has no expression."""
     from math_verify import parse
 
     response = _with_boxes(sample.response)
@@ -45,7 +47,7 @@ def read_answer(sample: Sample) -> str | None:
             forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
             return value_text(forms[0]) if forms else None
     except (_TooLongError, ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
-        return None  # a value whose digits nobody can write
+        return None  # the value is too large or takes too long
 
 
 @register(
@@ -53,17 +55,17 @@ def read_answer(sample: Sample) -> str | None:
     answers=(str, int, float),
     requires="math-verify",
     answer_fault=answer_fault,
-    workers=1,  # it has hung on odd LaTeX, and its time-outs want a main thread
+    workers=1,  # math-verify has hung on odd LaTeX, and the time limit needs a main thread
     read_answer=read_answer,
 )
 def math(sample: Sample) -> float:
-    r"""1.0 if the response's final expression equals the answer, else 0.0.
+    r"""Return 1.0 if the response's final expression equals the answer, else 0.0.
 
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
     compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If there are several \boxed{...}, all
     of them together may be the answer (a set), or the last one. The answer may be plain text, or
-    LaTeX with or without $...$ or \boxed{...}. A response without any expression scores 0.0, and so
-    does one whose value takes more than a second to compute.
+    LaTeX with or without $...$ or \boxed{...}. A response scores 0.0 if it has no expression, or if
+    its value takes more than a second to compute.
 
     Raises RewardError if the answer is not a mathematical expression.
     """
@@ -89,8 +91,10 @@ def math(sample: Sample) -> float:
 
 @contextmanager
 def _limited() -> Generator[None]:
-    """Raises _TooLongError after so much CPU time of this process, in its main thread. Elsewhere
-    there are no signals, and math-verify refuses."""
+    """Raise _TooLongError after `_SECONDS` of CPU time.
+
+    This works only in the main thread. Other threads get no signals, and math-verify refuses to run
+    there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +106,7 @@ def _limited() -> Generator[None]:
 
     before = signal.signal(signal.SIGPROF, stop)
     try:
-        # again and again, should somebody catch it
+        # The timer repeats, in case a library catches the first error.
         signal.setitimer(signal.ITIMER_PROF, _SECONDS, _AGAIN_SECONDS)
         yield
         is_over = True
@@ -113,13 +117,14 @@ def _limited() -> Generator[None]:
 
 
 def _with_boxes(response: str) -> str:
-    r"""The response with \boxed{ for \fbox{ and \boxed {, which math-verify does not look for."""
+    r"""Replace \fbox{ and \boxed {, which math-verify does not recognise, by \boxed{."""
     return _BOX.sub(r"\\boxed{", response)
 
 
 def _is_surely_readable(answer: str) -> bool:
-    """Whether an answer is readable without asking math-verify, which takes milliseconds: a number,
-    or LaTeX of which math-verify keeps at least the text."""
+    """Whether math-verify can surely read an answer: a number, or LaTeX.
+
+    math-verify itself takes milliseconds. It always returns at least the text of such LaTeX."""
     if _NUMBER.fullmatch(answer):
         return True
     if not _COMMAND.search(answer):
@@ -129,22 +134,22 @@ def _is_surely_readable(answer: str) -> bool:
     depth = 0
     for character in answer:
         depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth < 0:  # would end the \boxed{...} of _parse_answer
+        if depth < 0:  # would close the \boxed{...} that _parse_answer adds
             return False
     return True
 
 
-@lru_cache(maxsize=1024)  # all responses of a group have the same answer
+@lru_cache(maxsize=1024)  # all responses in a group have the same answer
 def _parse_answer(answer: str) -> list[Any]:
-    r"""math-verify's forms of an answer, empty if it cannot be read.
+    r"""Return math-verify's forms of an answer; empty if it cannot be read.
 
     LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Other text that it cannot
-    evaluate is no expression.
+    evaluate is not an expression.
     """
     from math_verify import parse
 
-    answer = answer.replace(r"\$", "")  # the sign of a sum of money, and no enclosure
-    # math-verify does not recognise bare LaTeX: x^2+1 must be enclosed.
+    answer = answer.replace(r"\$", "")  # a dollar sign, not a LaTeX delimiter
+    # math-verify does not recognise bare LaTeX, so x^2+1 must be inside \boxed{...}.
     is_enclosed = "$" in answer or r"\boxed" in answer
     forms = parse(answer if is_enclosed else rf"\boxed{{{answer}}}")
     is_evaluated = any(not isinstance(form, str) for form in forms)

@@ -1,7 +1,7 @@
-"""The value of a mathematical answer as text, so that equal answers of a vote are equal texts.
+"""Writes the value of a mathematical answer as text, so that equal answers in a vote match.
 
-Nothing is simplified by sympy, which may take minutes for a short power tower: numbers are computed
-here, with a limit of their size.
+It does not use sympy's simplification, which may take minutes for a short power tower. Instead it
+computes numbers here, with a limit on their size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-_MOST_BITS = 8192  # of a numerator or denominator
+_MOST_BITS = 8192  # limit for a numerator or denominator
 _MOST_FACTORIAL = 500
-_DIGITS = 12  # of a number that is no fraction
+_DIGITS = 12  # significant digits of a number that is not a fraction
 _FUNCTIONS: dict[str, Callable[..., complex]] = {
     "log": cmath.log,
     "exp": cmath.exp,
@@ -29,9 +29,10 @@ _FUNCTIONS: dict[str, Callable[..., complex]] = {
 
 
 def value_text(form: Any) -> str:
-    """A form of math-verify as text: numbers as fractions, or with twelve digits where they are
-    none; of `x = 5` the 5; of sets, tuples and intervals the values of the members. Other forms as
-    sympy writes them."""
+    """Write a form of math-verify as text.
+
+    Numbers become fractions, or have twelve digits if they are not fractions. `x = 5` becomes 5.
+    Sets, tuples and intervals have the values of their members. Other forms are as in sympy."""
     kind = type(form).__name__
     if kind == "Equality" and getattr(form.lhs, "is_Symbol", False):
         return value_text(form.rhs)
@@ -45,7 +46,7 @@ def value_text(form: Any) -> str:
     exact = _exact(form)
     number = _decimal(form) if exact is None else None
     if number is not None:
-        near = Fraction(number).limit_denominator(10_000)  # as of log 8 to the base 2
+        near = Fraction(number).limit_denominator(10_000)  # log 8 to the base 2 is exactly 3
         if abs(near - Fraction(number)) <= abs(near) * Fraction(1, 10**_DIGITS):
             exact = near
     if exact is not None:
@@ -58,7 +59,7 @@ def _is_small(value: Fraction) -> bool:
 
 
 def _exact(form: Any) -> Fraction | None:
-    """The value of a fraction; None for what is none, or too long."""
+    """Return the value if it is a fraction; None if it is not one or has too many bits."""
     kind = type(form).__name__
     if getattr(form, "is_Rational", False):
         return Fraction(int(form.p), int(form.q))
@@ -89,7 +90,7 @@ def _exact(form: Any) -> Fraction | None:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """None where it is no fraction, or too long."""
+    """Return a power; None if it is not a fraction or has too many bits."""
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(exponent) * bits > _MOST_BITS or (base == 0 and exponent < 0):
         return None
@@ -104,7 +105,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _root(number: int, degree: int) -> int | None:
-    """The whole root of a number that has one."""
+    """Return the integer root of a number, or None if it has none."""
     low, high = 0, 1 << (number.bit_length() // degree + 1)
     while low < high:
         middle = (low + high) // 2
@@ -113,7 +114,7 @@ def _root(number: int, degree: int) -> int | None:
 
 
 def _decimal(form: Any) -> float | None:
-    """The value of a real number; None for what is none, or beyond the range of floats."""
+    """Return the value if it is a real number; None if not, or beyond the range of floats."""
     try:
         value = _number(form)
     except (ArithmeticError, ValueError):

@@ -1,11 +1,10 @@
-"""Reward functions by name or from a user's module; their options are checked before training.
+"""Finds reward functions by name or in a user's module, and checks their options before training.
 
-A reward is a function `reward(sample: Sample, **options)`; or of a batch, `reward(samples:
-list[Sample], **options) -> list`, which its first parameter's name tells; or `async def` of either.
-It returns a number, `Reasoned` with the reason for it, which evaluations write down, `TurnRewards`,
-or named parts, `{"correct": 1.0, "format": 0.2}`. An attribute
-`read_answer` of the function, `read_answer(sample, **options) -> str | None`, gives evaluations
-what to vote on.
+A reward is a function `reward(sample: Sample, **options)`. If its first parameter is called
+`samples`, it gets a batch: `reward(samples: list[Sample], **options) -> list`. Both kinds may be
+`async def`. A reward returns a number, `Reasoned` (a number with a reason, which evaluations
+record), `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an
+attribute `read_answer(sample, **options) -> str | None`, which evaluations use for votes.
 """
 
 from __future__ import annotations
@@ -26,41 +25,43 @@ from gspo_megatron.types import Prompt, Sample
 
 RewardFunction = Callable[..., Any]
 
-SHOWN_ANSWERS = 5  # a file of the wrong kind is wrong on every line
+SHOWN_ANSWERS = 5  # a file of the wrong kind has a problem on every line
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its options, called with a sample, or with all samples of a rank."""
+    """A reward function with its options. It is called with one sample or all samples of a rank."""
 
     name: str
     function: RewardFunction
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The types of answers that it compares with; None: it takes any, or does without.
+    # The types of answers that the reward accepts; None if it takes any answer or needs none.
     answers: tuple[type, ...] | None = None
-    requires: str | None = None  # an optional package that the function imports, as pip names it
-    # Why the reward cannot compare any response with an answer; None: it can.
+    requires: str | None = None  # pip name of an optional package that the function imports
+    # These functions return a problem, or None. answer_fault: the reward cannot use this answer.
     answer_fault: Callable[[str], str | None] = lambda answer: None
-    # Why the reward cannot judge any response to a prompt; None: it can.
+    # The reward cannot judge responses to this prompt.
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
-    # Why it does not work on this machine with these options, and what to do; None: it does.
+    # The reward does not work on this machine with these options; also says what to do.
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
-    # Why it does not work with these settings, and what to do; None: it does.
+    # The reward does not work with these settings; also says what to do.
     section_fault: Callable[[RewardSection], str | None] = lambda section: None
-    workers: int = 0  # what `reward.workers` = null means
-    # The answer that it finds in a response, with its options, in a form that equal answers share:
-    # for votes of an evaluation. None: it cannot tell.
+    workers: int = 0  # used if `reward.workers` is null
+    # Extracts the answer from a sample, for votes of an evaluation. Equal answers must give equal
+    # text. None: the reward cannot extract answers.
     read_answer: Callable[..., str | None] | None = None
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
-        """Calls it with copies. A function may change what it is given: rows are used again, and
-        samples of one prompt share them."""
+        """Call the function with copies, because it may change its arguments.
+
+        Rows are used several times, and samples of one prompt share them."""
         mine = [*map(own_record, given)] if isinstance(given, list) else own_record(given)
         return self.function(mine, **own_copy(dict(self.options)))
 
     def answer_in(self, sample: Sample) -> str | None:
-        """What `read_answer` finds; None where there is no answer, or it is not known. Raises
-        RewardError where the user's fails, or returns no text."""
+        """Return the answer from `read_answer`; None if there is no answer or no `read_answer`.
+
+        Raises RewardError if the function fails or returns anything but text or None."""
         if self.read_answer is None:
             return None
         try:
@@ -75,14 +76,14 @@ class Reward:
 
     @functools.cached_property
     def of_batch(self) -> bool:
-        """Whether it takes all samples at once: its first parameter is named `samples`."""
+        """Whether the function takes a batch: its first parameter is called `samples`."""
         first = _first_parameter(self.function)
         return first is not None and first.name == "samples"
 
     @functools.cached_property
     def is_async(self) -> bool:
         """Whether a call returns a coroutine."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004 (of an object with the method)
+        call = getattr(self.function, "__call__", None)  # noqa: B004 (for callable objects)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
 
@@ -90,8 +91,10 @@ _REGISTRY: dict[str, Reward] = {}
 
 
 def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a function the reward `name`. `facts`: `answers` (a string unless it is
-    given), `requires`, `workers`, `read_answer` and the faults of the `Reward`."""
+    """Return a decorator that registers a function as the reward `name`.
+
+    `facts` are fields of `Reward`: `answers` (default: strings), `requires`, `workers`,
+    `read_answer`, and the fault functions."""
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
@@ -108,13 +111,13 @@ def get_reward(
     options: Mapping[str, Any] | None = None,
     workers: int | None = None,
 ) -> Reward:
-    """The reward `name`, or the user's function at `import_path`, "package.module:function".
+    """Return the reward `name`, or the user's function at `import_path`, "package.module:function".
 
-    The current directory is searched for the module after the installed packages. `options` become
-    keyword arguments; `workers` processes are to call it.
+    The module is searched in the installed packages, then in the current directory. `options`
+    become keyword arguments; `workers` is the number of processes that will call the function.
 
-    Raises RewardError if there is no such reward, its module cannot be imported, a package that it
-    needs is missing, or options or `workers` do not fit the function (all of them at once).
+    Raises RewardError if there is no such reward, its module cannot be imported, or a package that
+    it needs is missing. Also raises one RewardError with all options and `workers` that do not fit.
     """
     options = dict(options or {})
     if import_path:
@@ -143,14 +146,13 @@ def get_reward(
 
 
 def check_section(reward: Reward, section: RewardSection) -> None:
-    """Checks the other settings of a reward beside its options. Raises RewardError."""
+    """Check the settings of a reward other than its options. Raises RewardError."""
     if (fault := reward.section_fault(section)) is not None:
         raise RewardError(fault)
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
-    """The rewards of evaluation suites, by the names of these. Raises ConfigError with all that is
-    wrong with them."""
+    """Return the rewards of evaluation suites by suite. Raises ConfigError with all problems."""
     found, problems = {}, []
     for name, suite in suites.items():
         wanted, wrong = suite.reward, []
@@ -168,10 +170,9 @@ def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
 
 
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
-    """Checks that the reward can judge responses to the prompts: by their answers or other fields.
+    """Check that the answers and other fields of the prompts fit the reward.
 
-    Raises RewardError that names the first prompts, by file and line, with answers that it cannot
-    use, and says how many more there are.
+    Raises RewardError with file and line of the first bad prompts, and the number of the others.
     """
     text_fault = functools.cache(reward.answer_fault)
     names = ["string" if t is str else "number" for t in reward.answers or ()]
@@ -199,7 +200,7 @@ def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
 
 
 def _first_parameter(function: RewardFunction) -> inspect.Parameter | None:
-    """None where there is none, or where Python does not know, as of a function written in C."""
+    """Return a function's first parameter; None if there is none or it is unknown (C functions)."""
     try:
         return next(iter(inspect.signature(function).parameters.values()), None)
     except (ValueError, TypeError):
@@ -207,7 +208,8 @@ def _first_parameter(function: RewardFunction) -> inspect.Parameter | None:
 
 
 def _problems_of_form(reward: Reward, workers: int | None) -> list[str]:
-    """A hint of the first parameter that contradicts its name, and workers that nothing uses."""
+    """Return problems: a type hint of the first parameter that contradicts its name, and several
+    workers for a batch function."""
     problems, first = [], _first_parameter(reward.function)
     hint = "" if first is None or first.annotation is first.empty else first.annotation
     hint = (hint if isinstance(hint, str) else str(hint)).replace(" ", "")

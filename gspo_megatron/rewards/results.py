@@ -1,8 +1,8 @@
-"""What a function of a solution returned, read and compared outside of the sandbox.
+"""Reads and compares the result of a solution's function, outside of the sandbox.
 
-The bytes come from a program that nobody has read: it may have written them itself. Nothing of
-them is hashed, so that no choice of values makes a set or dictionary slow; the work grows with
-their length and has a limit; and whatever they are, they are a result or an UnreadableError.
+The bytes are untrusted: the solution may have written them itself. So nothing in them is hashed,
+because chosen values can make sets and dictionaries slow. The work grows with the number of bytes
+and has a time limit. Any bytes give either a result or an UnreadableError.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-_SECONDS = 5.0  # to read and compare a result
-_LARGEST_KEY = 1 << 12  # bits of an integer that becomes a key's text, which takes their square
+_SECONDS = 5.0  # limit for reading and comparing a result
+_LARGEST_KEY = 1 << 12  # bits of an integer key; converting it to text takes quadratic time
 _KINDS = (
     *("int", "float", "complex", "bytes"),
     *("list", "tuple", "set", "frozenset", "dict"),
@@ -23,19 +23,19 @@ _KINDS = (
 
 
 class UnreadableError(Exception):
-    """The bytes are no result; the text says why."""
+    """Raised if the bytes are not a result; the text says why."""
 
 
 @dataclass(frozen=True)
 class _Odd:
-    """A value that JSON does not know, such as a set or bytes: it equals none that is expected."""
+    """A value that JSON lacks, such as a set or bytes. It equals no expected value."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """A dictionary: its keys as JSON would write them, sorted, each once."""
+    """A dictionary as (key, value) pairs, with unique keys as JSON text, sorted."""
 
     pairs: tuple[tuple[str, Any], ...]
 
@@ -46,8 +46,10 @@ class Result:
     deadline: float
 
     def equals(self, wanted: Any) -> bool:
-        """Whether it is the JSON value `wanted`: tuples count as lists, keys as texts, and numbers
-        in lists may differ by 1e-6 where a decimal one is wanted."""
+        """Whether the result equals the JSON value `wanted`.
+
+        Tuples count as lists, and keys as texts. If `wanted` has a float, the number may differ by
+        1e-6, except inside dictionaries."""
         try:
             return _same(self.value, wanted, self.deadline, exact=False)
         except (RecursionError, MemoryError) as error:
@@ -55,7 +57,7 @@ class Result:
 
 
 def read_result(told: bytes, seconds: float = _SECONDS) -> Result:
-    """Read what `sandbox_harness.encode` has written. Raises UnreadableError."""
+    """Read the output of `sandbox_harness.encode`. Raises UnreadableError."""
     deadline = time.monotonic() + seconds
     try:
         parsed = json.loads(
@@ -73,7 +75,7 @@ def read_result(told: bytes, seconds: float = _SECONDS) -> Result:
 
 
 class _Marked(tuple[str, Any]):
-    """The only item of an object: a kind of value, and its content."""
+    """The only item of a JSON object: (kind of value, content)."""
 
 
 def _marked(pairs: Sequence[tuple[str, Any]]) -> _Marked:
@@ -114,7 +116,7 @@ def _value(told: Any, deadline: float) -> Any:
 
 
 def _key(value: Any) -> str:
-    """What JSON would make of it, as Python writes it."""
+    """Return a key as text, as `str` writes it."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and value.bit_length() > _LARGEST_KEY:
@@ -128,7 +130,7 @@ def _key(value: Any) -> str:
 
 
 def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
-    """The pairs by their keys. The last value counts where a key comes twice."""
+    """Sort pairs by key. If a key occurs several times, its last value counts."""
     ordered = sorted(pairs, key=lambda pair: pair[0])  # stable
     following = [*ordered[1:], None]
     return _Pairs(
@@ -158,6 +160,6 @@ def _same(found: Any, wanted: Any, deadline: float, *, exact: bool) -> bool:
     if not exact and isinstance(wanted, float) and isinstance(found, (int, float)):
         try:
             return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
-        except OverflowError:  # an integer that no float can be near to
+        except OverflowError:  # an integer beyond the range of floats
             return False
     return bool(found == wanted)

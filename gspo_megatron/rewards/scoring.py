@@ -1,5 +1,6 @@
-"""Calls a reward function for the responses of a rank: here, as coroutines, or in workers; again
-where a call fails; and holds what it returns to one form for the whole run."""
+"""Calls a reward function for the responses of a rank: directly, as coroutines, or in workers.
+
+It repeats failed calls, and checks that the results have the same form in the whole run."""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ from gspo_megatron.types import Sample
 if TYPE_CHECKING:
     from gspo_megatron.environments.episode import Episode
 
-# Calls of an async function under way at a time on a rank: enough to keep a server of judges busy,
-# and fewer than the files a process may open.
+# Concurrent calls of an async function on a rank: enough to keep a judge's server busy, and below
+# the limit of open files.
 CONCURRENT_CALLS = 64
-FIRST_WAIT_SECONDS = 0.5  # before a call is repeated; doubled at each further time
+FIRST_WAIT_SECONDS = 0.5  # before a call is repeated; doubles with each repetition
 
 PartNames = tuple[str, ...]  # sorted; () for a reward without parts
 
 
-FAILED = object()  # in place of the value of a call, or an episode, that failed for good
+FAILED = object()  # the value of a call or episode that failed and is not repeated
 
 
 class FailedCalls(NamedTuple):
-    """Repeated ones too."""
+    """Numbers of failed calls, including those that were repeated later."""
 
-    errors: int = 0  # raised an error, or ended their worker
+    errors: int = 0  # calls that raised an error or ended their worker
     timeouts: int = 0
-    episodes: int = 0  # no calls: episodes that failed before there was anything to score
+    episodes: int = 0  # episodes that failed, so that there was nothing to score
 
 
 @dataclass(frozen=True)
@@ -62,37 +63,39 @@ class Shaping:
         return changes or section.overlong_buffer is not None
 
     def __call__(self, rewards: np.ndarray, sample: Sample) -> np.ndarray:
-        """The shaped rewards of one response. `rewards` and the result: [turns] float64, or [1].
+        """Shape the rewards of one response. `rewards` and the result are [turns] float64, or [1].
 
-        Each turn is scaled and clipped. The penalty is the last turn's: its tokens exceed the
+        Scales and clips each turn. The last turn gets the penalty, because its tokens exceed the
         length.
         """
         rewards = rewards * self.section.scale
         if self.section.clip is not None:
             rewards = rewards.clip(-self.section.clip, self.section.clip)
         if (buffer := self.section.overlong_buffer) is not None:
-            # Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): it is 0 up to
-            # `max_response_tokens - overlong_buffer` tokens and grows over the buffer to
-            # `overlong_penalty`, which is also that of a truncated response.
+            # Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to
+            # `max_response_tokens - overlong_buffer` tokens, then growing over the buffer to
+            # `overlong_penalty`. A truncated response gets the full penalty.
             excess = sample.num_tokens - (self.max_response_tokens - buffer)
             share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
             rewards[-1] -= self.section.overlong_penalty * share
         return rewards
 
 
-# Parts that differ by float32 rounding alone have no spread, as in objectives/advantages.py.
+# Parts that differ only by float32 rounding count as equal, as in objectives/advantages.py.
 _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 def sum_of_normalized_parts(
     parts: np.ndarray, groups: np.ndarray, std: Literal["sample", "population"]
 ) -> np.ndarray:
-    """GDPO (arXiv 2601.05242): each part of a reward, weighted, minus its mean in the group and
-    divided by its standard deviation there; then their sum.
+    """Normalize each part of the rewards within its group, then add the parts up (GDPO).
 
-    parts: [parts, num_sequences] float64, NaN in groups of failed calls; groups: [num_sequences];
-    the result: [num_sequences] float64, NaN in these groups. A part without spread in a group adds
-    exactly 0.
+    Source: arXiv 2601.05242. A part minus its group's mean is divided by its group's standard
+    deviation. A part without spread in a group adds exactly 0.
+
+    parts: [parts, num_sequences] float64, already weighted; NaN in groups with failed calls.
+    groups: [num_sequences].
+    Returns [num_sequences] float64, NaN in groups with failed calls.
     """
     total = np.zeros(len(groups))
     for number in np.unique(groups):
@@ -108,18 +111,18 @@ def sum_of_normalized_parts(
 
 
 class Scorer:
-    """A reward function as `reward` of the configuration wants it called."""
+    """Calls a reward function as the configuration section `reward` says."""
 
     def __init__(
         self, reward: Reward, section: RewardSection, *, needs_parts: bool = False
     ) -> None:
-        """needs_parts: a reward without named parts is an error."""
+        """Prepare the calls. With `needs_parts`, a reward without named parts is an error."""
         self.reward, self.section, self.needs_parts = reward, section, needs_parts
-        # Of the run. None until a response was scored, on this rank or another one.
+        # The same for the whole run. None until some rank has scored a response.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
-        self._began, self._calls, self._done = 0.0, 0, 0  # of the batches under way
-        self._named: set[str] = set()  # kinds of failures that were told
+        self._began, self._calls, self._done = 0.0, 0, 0  # for the current batches
+        self._named: set[str] = set()  # kinds of failures that were printed
         self._loop: asyncio.AbstractEventLoop | None = None
         count = reward.workers if section.workers is None else section.workers
         slots = -(-CONCURRENT_CALLS // count) if count and reward.is_async else 1
@@ -128,29 +131,32 @@ class Scorer:
     def score(
         self, samples: Sequence[Sample], given: Sequence[Any] = ()
     ) -> tuple[list[Score | None], FailedCalls]:
-        """The rewards in the order of the samples; None where the call failed and
-        `reward.on_failure` is drop_group. And how many calls failed.
+        """Return the rewards in the order of the samples, and the numbers of failed calls.
 
-        given: of an environment's episodes what it gave instead of the function's value, None
-        where it gave nothing, and FAILED for episodes that failed.
+        A reward is None if its call failed and `reward.on_failure` is drop_group.
 
-        Raises RewardError, with the reward's name, prompt and response, where a call failed for
-        good, or returned what is no reward. A UserError of the function is raised unchanged.
+        given: for episodes, the environment's reward, None if the function must score the episode,
+        and FAILED if the episode failed.
+
+        Raises RewardError with the reward's name, prompt and response if the last call failed or
+        the result is not a reward. A UserError of the function is raised unchanged.
         """
         if self.workers is not None or self.reward.is_async:
             return self._run(self.score_async(samples, given))
         failures: list[Exception] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
-            # In the main thread: a function may rely on signals, as math-verify's time-outs do.
+            # Stay in the main thread: a function may need signals, as `math` does for its limit.
             values = [self._call(each, failures) for each in arguments]
         return self._checked(values, samples, given, failures)
 
     async def score_async(
         self, samples: Sequence[Sample], given: Sequence[Any] = ()
     ) -> tuple[list[Score | None], FailedCalls]:
-        """The same, in an event loop: always the same one, as workers and clients belong to it.
-        Of a plain function that is called here, it blocks the loop."""
+        """Do the same as `score` in an event loop.
+
+        Always use the same loop, because workers and clients belong to it. A plain function without
+        workers blocks the loop."""
         failures: list[Exception] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
@@ -158,8 +164,9 @@ class Scorer:
         return self._checked(values, samples, given, failures)
 
     def given(self, ended: Sequence[Episode]) -> list[Any]:
-        """What the episodes' environment gave for them, for `score`. Raises EpisodeError for the
-        first that failed where `reward.on_failure` is stop."""
+        """Return the argument `given` of `score` for finished episodes.
+
+        If `reward.on_failure` is stop, raises the EpisodeError of the first failed episode."""
         errors = [episode.error for episode in ended if episode.error is not None]
         if errors and self.section.on_failure == "stop":
             raise errors[0]
@@ -168,16 +175,18 @@ class Scorer:
         return [FAILED if episode.error is not None else episode.given for episode in ended]
 
     def take_seconds(self) -> float:
-        """Wall seconds of scoring since this was last asked. Batches that are scored at the same
-        time share them, so that the sum of all answers counts no second twice."""
+        """Return the wall seconds of scoring since the last call.
+
+        If several batches are scored at the same time, each second counts once."""
         if self._under_way:
             self._count_seconds()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def progress(self) -> str:
-        """How many of the calls under way are done, for people: changes at each heartbeat. Empty
-        where there are not several."""
+        """Return how many of the current calls are done, as text that changes at each heartbeat.
+
+        It is empty if there are fewer than two calls."""
         if not self._under_way or self._calls < 2:
             return ""
         pace = self._done / max(time.perf_counter() - self._began, 1e-9)
@@ -189,8 +198,10 @@ class Scorer:
             self._run(self.workers.close())
 
     def adopt(self, names: PartNames) -> None:
-        """The parts that a response of this run has. Raises RewardError where `reward.weights` do
-        not fit them, or where there are none and the advantage is that of each part."""
+        """Set the names of the parts for this run.
+
+        Raises RewardError if `reward.weights` do not fit them, or if there are no parts although
+        the advantage needs them."""
         weights, name = self.section.weights, self.reward.name
         self.part_names = names
         if self.needs_parts and not names:
@@ -230,7 +241,7 @@ class Scorer:
         self._seconds, self._since = self._seconds + now - self._since, now
 
     def _arguments(self, samples: Sequence[Sample]) -> list[Any]:
-        """What the function is called with."""
+        """Return the argument of each call of the function."""
         if not samples:
             return []
         return [list(samples)] if self.reward.of_batch else list(samples)
@@ -246,7 +257,7 @@ class Scorer:
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
             finally:
-                heartbeat()  # a reward may take long, and all ranks wait for the last
+                heartbeat()  # a reward may take long, and all ranks wait for the slowest
             if wait is None:
                 return FAILED
             time.sleep(wait)
@@ -276,8 +287,10 @@ class Scorer:
     def _wait_after(
         self, error: Exception, tries: int, given: Any, failures: list[Exception]
     ) -> float | None:
-        """Seconds until a call is repeated; None where it is not, and its group is dropped. Raises
-        the error that ends the run."""
+        """Return the seconds until a failed call is repeated.
+
+        Returns None if it is not repeated and its group is dropped. Raises the error if it must end
+        the run."""
         if isinstance(error, UserError):
             raise error
         failures.append(error)
@@ -294,7 +307,7 @@ class Scorer:
         raise RewardError(text) from error
 
     def _name(self, error: Exception) -> None:
-        """Say what failed, at the first failure of its kind."""
+        """Print the failure, if it is the first one of its kind."""
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         self._tell_once(kind, f"reward {self.reward.name!r} {_told(error)}")
 
@@ -310,12 +323,12 @@ class Scorer:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:  # the others, where one has failed for good
+            for task in tasks:  # if one task raised, cancel the others
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self, work: Any) -> Any:
-        """In one event loop for the whole run: a client that the function keeps belongs to it."""
+        """Run a coroutine in the run's event loop. The function's clients belong to this loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
@@ -343,7 +356,7 @@ class Scorer:
         return scores, FailedCalls(len(failures) - late, late, episodes)
 
     def _of_each(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
-        """The values of a batch, one for each sample."""
+        """Split the result of a batch function into one value for each sample."""
         if returned is FAILED:
             return [FAILED] * len(samples)
         is_list = isinstance(returned, (list, tuple, np.ndarray)) and np.ndim(returned) > 0
@@ -378,7 +391,7 @@ class Scorer:
 
 
 def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
-    """Those that the reward function has to score."""
+    """Return the samples that the reward function has to score."""
     return [s for s, value in zip(samples, given or [None] * len(samples)) if value is None]
 
 
@@ -389,7 +402,7 @@ def _told(error: Exception) -> str:
 
 
 def describe(names: PartNames) -> str:
-    """Part names in a message."""
+    """Return part names as text for a message."""
     return f"the parts {', '.join(names)}" if names else "no parts"
 
 

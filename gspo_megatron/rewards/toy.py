@@ -1,4 +1,4 @@
-"""A dense reward for the toy tasks: nearly right answers get most of it."""
+"""A dense reward for the toy tasks: a nearly right answer gets almost the full reward."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gspo_megatron.types import Sample
 
 @register("per_character")
 def per_character(sample: Sample) -> float:
-    """The share of positions with the same character in response and answer, in [0, 1].
+    """Return the share of positions with the same character in response and answer, in [0, 1].
 
-    It is the share of the longer of the two: a missing or surplus character counts as a wrong one,
-    and only the exact answer scores 1.0.
+    The longer of the two has 100% of the positions. So a missing or surplus character counts as
+    wrong, and only the exact answer scores 1.0.
     """
     positions = max(len(sample.answer), len(sample.response))
     if not positions:

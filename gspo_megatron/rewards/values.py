@@ -1,4 +1,4 @@
-"""What a reward function may return, checked: a number, rewards of turns, or named parts."""
+"""Checks the result of a reward function: a number, rewards of turns, or named parts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from gspo_megatron.types import Reasoned, TurnRewards
 
-SHOWN_REASON = 2000  # characters of a reason
-SHOWN_CHARACTERS = 200  # of a value, prompt or response in an error message
+SHOWN_REASON = 2000  # characters; longer reasons lose their middle
+SHOWN_CHARACTERS = 200  # a value, prompt or response in an error message is cut to this length
 
-# A part is logged as reward/NAME: these are metrics already, or will be.
+# A part is logged as reward/NAME. These names belong to other metrics, or are reserved.
 _TAKEN = ("mean", "std", "shaped_mean", "zero_spread_groups", "errors", "failed_groups", "timeouts")
 _PART = re.compile(r"[A-Za-z0-9_.-]+")
 
-Refuse = Callable[[str], NoReturn]  # raises RewardError with what was returned, and what is wanted
+Refuse = Callable[[str], NoReturn]  # raises an error; the text says what was returned and wanted
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ class Score:
     """The reward of one response."""
 
     rewards: np.ndarray  # float64 [turns], or [1] for a reward of the whole response
-    ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None: of the whole response
-    parts: Mapping[str, float] = field(default_factory=dict)  # by name, in the order of the names
-    reason: str = ""  # that the function gave for it
+    ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None for the whole response
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, sorted
+    reason: str = ""  # the function's reason for this reward
 
 
 def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
-    """What a function returned for a response of `num_tokens` tokens. Of parts, `rewards` is empty:
-    the sum is weighted elsewhere. Calls `refuse` where it is anything else."""
+    """Check a function's result for a response of `num_tokens` tokens.
+
+    If the function returned parts, `rewards` is empty: Scorer adds them up with their weights.
+    Calls `refuse` for an invalid result."""
     if isinstance(value, TurnRewards):
         return _checked_turns(value, num_tokens, refuse)
     if isinstance(value, Mapping):
@@ -49,14 +51,14 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
 
 
 def _reason_of(value: object) -> str:
-    """The reason of a reward that is a number; too long ones without their middle."""
+    """Return the reason in a reward, if it has one; a long reason loses its middle."""
     reason = value.reason if isinstance(value, Reasoned) else ""
     half = SHOWN_REASON // 2
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
 def _finite(value: Real | np.bool_) -> float | None:
-    """The value as a float (of a boolean, 0 or 1); None where it is not finite."""
+    """Convert a value to float (a boolean to 0 or 1); None if it is not finite."""
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of a float
@@ -108,7 +110,7 @@ def _checked_turns(turns: TurnRewards, num_tokens: int, refuse: Refuse) -> Score
 
 
 def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarray:
-    """An array [turns]; `kinds`: the kinds of numpy types that are allowed."""
+    """Convert `values` to an array [turns]. `kinds` are the allowed kinds of numpy types."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError):  # a ragged list, a tensor with a gradient
@@ -120,6 +122,6 @@ def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarra
 
 
 def shorten(value: object) -> str:
-    """For a message."""
-    text = repr(value)  # keeps line breaks of the text out of the message
+    """Return a value as short text for an error message."""
+    text = repr(value)  # escapes line breaks
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -1,4 +1,4 @@
-"""Workers that call a reward function."""
+"""Worker processes that call a reward function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_megatron.rewards.values import shorten
 
 
 def reward_workers(reward: Reward, section: RewardSection, count: int, slots: int) -> Workers:
-    """`count` workers for the reward of a configuration; `slots`: see Workers."""
+    """Return `count` workers for a configured reward; for `slots` see Workers."""
     job = Job(
         name=f"reward {section.import_path or section.name!r}",
         load=_load,
@@ -30,7 +30,7 @@ def reward_workers(reward: Reward, section: RewardSection, count: int, slots: in
 
 
 def _load(name: str, import_path: str | None, options: Mapping[str, Any]) -> Function:
-    """Called in each worker."""
+    """Load the reward. Runs in each worker."""
     reward = get_reward(name, import_path, options)
 
     def unsendable(value: Any) -> RewardError:

@@ -1,4 +1,4 @@
-"""Evaluation suites: k responses to each problem of a file, judged by the suite's own reward."""
+"""Evaluation suites: k responses to each problem of a file, scored by the suite's own reward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
 
-Record = dict[str, Any]  # a response, for evaluation.jsonl
+Record = dict[str, Any]  # a response in evaluation.jsonl
 
 
 class Suites:
-    """The suites of a run; every rank calls everything."""
+    """The suites of a run. Every rank calls every method."""
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self.config, self.collector = config, collector
@@ -31,21 +31,23 @@ class Suites:
         }
 
     def close(self) -> None:
-        """The run ends."""
+        """Free the resources of the rewards."""
         for scorer in self.scorers.values():
             scorer.close()
 
     def evaluate(self, version: int) -> tuple[dict[str, float], list[Record]]:
-        """The figures of all suites as metrics evaluation/SUITE/FIGURE, see `suite_figures`; and on
-        the main rank the responses. `version`: steps that the policy has made.
+        """Evaluate all suites. Returns metrics, and on the main rank the responses.
 
-        Raises EpisodeError, RewardError and RolloutError, on all ranks, as `Collector.sample`, and
-        one of the first two where no problem of a suite has all its rewards."""
+        The metrics are evaluation/SUITE/FIGURE, see `suite_figures`. version: the number of steps
+        that the policy has been trained for. Raises, on all ranks, the errors of
+        `Collector.sample`; also EpisodeError or RewardError if no problem of a suite has all its
+        rewards.
+        """
         metrics: dict[str, float] = {}
         everything: list[Record] = []
         for name in self.scorers:
             request = self._request(name, version)
-            # noise on the routers of a step is no part of the policy that is measured
+            # router noise belongs to the rollouts of a step, not to the policy
             share = self.collector.sample(request, self.scorers[name], router_noise=False)
             records = self._records(name, request, share.group)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
@@ -70,8 +72,11 @@ class Suites:
         return RolloutRequest(named, key, rows, 0, suite.samples, sampling, seed, version)
 
     def _records(self, name: str, request: RolloutRequest, group: RolloutGroup) -> list[Record]:
-        """The responses of all ranks in the problems' order, on the main rank; else nothing. Raises
-        RewardError, on all ranks, where the reward cannot read an answer."""
+        """Return the responses of all ranks on the main rank, in the order of the problems.
+
+        Other ranks get an empty list. Raises RewardError on all ranks if the reward cannot read an
+        answer.
+        """
         suite, reward = self.config.evaluation.suites[name], self.scorers[name].reward
         least = self.config.evaluation.correct_at if suite.correct_at is None else suite.correct_at
         records = self.collector.records(request, group, least, reward.answer_in)
@@ -81,7 +86,7 @@ class Suites:
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
-        """None where no problem is left."""
+        """Compute the figures of a suite; None if no problem is left."""
         suite, seed = self.config.evaluation.suites[name], self.config.training.seed
         try:
             return figures_of_records(records, suite, seed)
@@ -90,7 +95,7 @@ class Suites:
 
 
 def accuracy_text(metrics: Mapping[str, float], correct_at: float) -> str:
-    """The held-out accuracy of these metrics with its interval, for people."""
+    """Describe the held-out accuracy of these metrics with its interval, for people."""
     low, high = metrics["evaluation/accuracy_low"], metrics["evaluation/accuracy_high"]
     interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
     of = f"of {metrics['evaluation/prompts']:.0f} prompts"
@@ -98,7 +103,7 @@ def accuracy_text(metrics: Mapping[str, float], correct_at: float) -> str:
 
 
 def lines_of(config: Config, metrics: Mapping[str, float]) -> Iterator[str]:
-    """A line for people about each suite that these metrics have."""
+    """Yield a line for people about each suite in these metrics."""
     for name in config.evaluation.suites:
         prefix = f"evaluation/{name}/"
         figures = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}

@@ -1,10 +1,10 @@
-"""The RL step on a page.
+"""The RL step.
 
     prompts -> responses -> rewards -> advantages -> plan -> redistribute -> old log-probs
             -> one optimizer update for each mini-batch -> weights to the rollout engine -> log
 
 `ReinforcementLoop.step` is the whole step; `collect` and `update_policy` are its two halves. Every
-rank runs the same lines.
+rank runs the same code.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollo
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
-NOISE_WARNING = "ratio/noise_floor"  # given once in a run, resumed or not
+NOISE_WARNING = "ratio/noise_floor"  # shown once in a run, also if it is resumed
 
 
 @dataclass
 class RunComponents:
-    """The parts of an RL run, as `rl.run` puts them together."""
+    """The parts of an RL run; `rl.run` builds them."""
 
     config: Config
     policy: Policy
@@ -66,8 +66,8 @@ class RunComponents:
     checkpoints: Checkpoints
 
 
-# Failures that all ranks have, of responses and not of the policy: the run is saved as it was after
-# the last step. A DataError is one of the store: it cannot be written, or is damaged.
+# Errors of rollouts that all ranks raise together. The policy is intact, so the run is saved in its
+# state after the last step. A DataError means that the store cannot be written or is damaged.
 _ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
@@ -75,7 +75,7 @@ class ReinforcementLoop:
     """RL steps, with evaluations and checkpoints between them."""
 
     def __init__(self, run: RunComponents) -> None:
-        """Continues where the run's checkpoint was taken, if there is one."""
+        """Continue from the run's checkpoint, if there is one."""
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
         needs_reference = run.objective.needs_reference and run.config.training.steps > 0
         with run.checkpoints.reference_weights(needed=needs_reference):
@@ -96,7 +96,7 @@ class ReinforcementLoop:
         self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling.of(rollout)
         self.loader = PromptLoader(
-            # a run that evaluates only may have no prompts, and takes none
+            # a run that only evaluates may have no prompts, and uses none
             run.inputs.train_sizes or [len(run.inputs.train) or 1],
             rollout.prompts_per_step,
             self.config.training.seed,
@@ -105,18 +105,18 @@ class ReinforcementLoop:
         )
         self.data_group = data_parallel_group()
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
-        # The responses of the next step, if the run was stopped between them and its update.
+        # The responses of the next step, if the run was stopped between its rollout and its update.
         start = run.checkpoints.start
         self.restored: Experience | None = None
         if start.checkpoint is not None and start.state and start.state.rollouts is not None:
             self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
-        # The metrics of the last step, if the run ended because it could not be evaluated, or no
-        # server took its weights.
+        # The metrics of the last step, if the run ended because the evaluation failed, or because
+        # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
         self.kept_steps = KeptSteps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
-        """One RL step. Returns its metrics, the same on every rank."""
+        """Run one RL step. Returns its metrics, the same on every rank."""
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
@@ -138,15 +138,14 @@ class ReinforcementLoop:
         try:
             with timer("sync"):
                 metrics |= self.collector.source.take_weights(version=step)
-        except RolloutError as error:  # the update is made, and only no server has it
+        except RolloutError as error:  # the update is done, but no server has its weights
             metrics |= timer.step_metrics(experience, self.has_servers)
             checkpoints = self.run_components.checkpoints
             checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
         return metrics | timer.step_metrics(experience, self.has_servers)
 
     def run(self) -> None:
-        """All steps that are not done yet. Raises StopRun if the run was told to stop, and is saved
-        then."""
+        """Run all remaining steps. Raises StopRun after saving if the run was told to stop."""
         steps, run = self.config.training.steps, self.run_components
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
@@ -154,7 +153,7 @@ class ReinforcementLoop:
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
-                # where no server took that step's weights, they have arrived only now
+                # if no server took that step's weights, they have arrived only now
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.done == 0 and self.restored is None:
@@ -170,7 +169,7 @@ class ReinforcementLoop:
                 self._end_step(step, self.step(step), progress)
 
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """Evaluate and save if they are due, and log."""
+        """Evaluate and save if due, and log the metrics."""
         run, steps = self.run_components, self.config.training.steps
         intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
         due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
@@ -184,16 +183,15 @@ class ReinforcementLoop:
         warning = self._noise_warning(metrics)
         if warning:
             progress.note(warning)
-        # a step that was evaluated in the second attempt is saved again, as one that is evaluated
+        # A step whose evaluation succeeded only after a resume is saved again, as evaluated.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
         run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
 
-    # The parts of a step, in their order
+    # The parts of a step, in order
 
     def roll_out(self, step: int) -> Experience:
-        """The step's responses with their rewards: those that an earlier start of the run saved, or
-        new ones."""
+        """Return the step's scored responses: saved by an earlier start of the run, or new."""
         restored, self.restored = self.restored, None
         if restored is None:
             run, rows = self.run_components, self._rows(step)
@@ -202,7 +200,7 @@ class ReinforcementLoop:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._request(step))
             except _ENDS_BETWEEN_STEPS as error:
-                self.loader.load_state_dict(before)  # the resumed run takes the same prompts again
+                self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(
                 step,
@@ -218,7 +216,10 @@ class ReinforcementLoop:
         return experience
 
     def _request(self, step: int) -> RolloutRequest:
-        """What a step asks for, but the prompts. Servers may be `max_staleness` updates behind."""
+        """Make a step's request without its prompts.
+
+        The weights of servers may be `rollout.staleness` steps old.
+        """
         rollout, seed = self.config.rollout, self.config.training.seed
         return RolloutRequest(
             f"step_{step:08d}",
@@ -232,19 +233,24 @@ class ReinforcementLoop:
         )
 
     def _begin_requests(self, step: int, first: int) -> None:
-        """Have servers generate for this step, and for later ones while the policy trains. `first`
-        is the step of the loader's next prompts. The loader stays where it is: a run that is
-        resumed takes the same prompts for the same step."""
+        """Make servers generate for this step and for later ones, while the policy trains.
+
+        first: the step of the loader's next prompts. The loader does not advance, so that a resumed
+        run uses the same prompts for the same step.
+        """
         if not self.config.rollout.staleness:
-            return  # nothing is generated before the step takes it
+            return  # each step generates its own responses
         last = min(step + self.config.rollout.staleness, self.config.training.steps)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.source.begin(part_of(self._request(number), 0, rows))
 
     def _rows(self, step: int) -> Iterator[list[int]]:
-        """The prompts of the step's first request, and of each refill. Where servers generate
-        ahead, the next step's are taken already, so refills come from elsewhere."""
+        """Yield the prompts of the step's first request, then of each refill.
+
+        If servers generate ahead, the loader's next prompts belong to the next step. Refills then
+        use a separate loader.
+        """
         yield self.loader.next()
         ahead = self.config.rollout.staleness > 0
         refills = self.loader.for_refills(step) if ahead else self.loader
@@ -252,7 +258,7 @@ class ReinforcementLoop:
             yield refills.next()
 
     def evaluate(self, step: int, prompts: bool = True, suites: bool = True) -> dict[str, float]:
-        """The metrics of an evaluation, of data.eval_prompts and of suites, if there are any."""
+        """Evaluate data.eval_prompts and the suites, if there are any. Returns the metrics."""
         run, metrics, responses = self.run_components, {}, []
         for evaluator in [self.collector] * prompts + [self.suites] * suites:
             figures, records = evaluator.evaluate(step)
@@ -264,7 +270,7 @@ class ReinforcementLoop:
         return metrics
 
     def plan(self, index: StepIndex) -> list[MiniBatch]:
-        """Which data-parallel rank trains on which sequences, in which micro-batches."""
+        """Plan which data-parallel rank trains on which sequences, in which micro-batches."""
         policy, builder = self.run_components.policy, self.run_components.builder
         return plan_step(
             index.lengths,
@@ -280,8 +286,11 @@ class ReinforcementLoop:
         )
 
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
-        """Given once, if sequence ratios vary by more than the clip range without any learning: the
-        clip then cuts noise. Responses of earlier weights say nothing of it."""
+        """Return a warning if the clip range of sequence ratios is narrower than their noise.
+
+        The clip then cuts noise instead of learning. The warning is shown once in a run. Metrics of
+        stale responses do not show this noise.
+        """
         section, warned = self.config.objective, self.run_components.checkpoints.warned
         if NOISE_WARNING in warned or section.import_path is not None:
             return None
@@ -310,12 +319,13 @@ class ReinforcementLoop:
 def collect(
     collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
 ) -> Experience:
-    """The first half of a step: this rank's share of the responses that it trains on.
+    """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    `next_rows` gives every rank the same `rollout.prompts_per_step` numbers of prompts at each
-    call; `of_step` is all else about them. With dynamic sampling several requests may be needed,
-    and ranks may be left with unequal numbers of groups. Raises RewardError, on all ranks, as
-    `RolloutSource.take`, if only some responses have rewards of turns, or if no group has rewards.
+    `next_rows` returns, on every rank, the same `rollout.prompts_per_step` prompt numbers at each
+    call; `of_step` is the rest of the request. Dynamic sampling may need several requests, and may
+    leave ranks with different numbers of groups. Raises, on all ranks, the errors of
+    `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards of
+    turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples = [], []
@@ -354,16 +364,21 @@ def collect(
 def part_of(
     of_step: RolloutRequest, number: int, rows: list[int], first: int = 0
 ) -> RolloutRequest:
-    """The step's first request, number 0, or a refill; first: its first prompt's number in the
-    step."""
+    """Make the step's first request (number 0) or a refill.
+
+    first: the number of its first prompt in the step.
+    """
     return replace(of_step, name=f"{of_step.name}_{number}", rows=rows, first=first)
 
 
 def compute_advantages(
     estimator: AdvantageEstimator, experience: Experience, index: StepIndex
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages of sequences, [num_sequences] float32 of the whole step. If the reward function
-    rewards turns, also those of tokens, [response tokens] float32 of this rank's responses."""
+    """Compute the advantages of all sequences of the step, [num_sequences] float32.
+
+    If turns have rewards, also returns the advantages of tokens, [response tokens] float32 for this
+    rank's responses; else None.
+    """
     scores, batch = experience.scores, experience.batch
     of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
     of_tokens = None
@@ -382,8 +397,10 @@ def update_policy(
     advantages: Tensor,
     timer: PhaseTimer | None = None,
 ) -> dict[str, float]:
-    """The second half of a step: the optimizer updates on this rank's `sequences`. Returns their
-    metrics, the same on every rank. `advantages`: [num_sequences] of the whole step."""
+    """Update the policy on this rank's `sequences`. This is the second half of a step.
+
+    advantages: [num_sequences], of the whole step. Returns metrics, the same on every rank.
+    """
     timer = timer or PhaseTimer(updater.device)
     with timer("logprob"):
         mini_batches = updater.build_micro_batches(plan, sequences, index)
@@ -397,7 +414,7 @@ def update_policy(
 
 
 class PhaseTimer:
-    """Seconds of a step, which begins now, and of its phases, as metrics perf/PHASE_seconds."""
+    """Measures a step, which begins now, and its phases; metrics perf/PHASE_seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
@@ -413,9 +430,12 @@ class PhaseTimer:
         self.seconds[f"perf/{phase}_seconds"] = time.perf_counter() - start
 
     def step_metrics(self, experience: Experience, has_servers: bool) -> dict[str, float]:
-        """The metrics perf/ of the step so far. The trainer is idle while servers generate."""
+        """Return the perf/ metrics of the step so far.
+
+        The trainer is idle while servers generate.
+        """
         seconds, idle = time.perf_counter() - self._start, {}
-        if has_servers:  # what an earlier start of the run waited is not in the step's seconds
+        if has_servers:  # `seconds` lacks the rollout time of an earlier start of the run
             idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)
         return {
             "perf/step_seconds": seconds,

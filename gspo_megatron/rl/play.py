@@ -1,4 +1,4 @@
-"""Episodes with a model as it is: drawn and scored as in a step, without training or saving."""
+"""Plays episodes with a model: generates and scores as a step does, without training or saving."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 
 
 def play(config: Config, episodes: int) -> list[dict[str, Any]]:
-    """One episode for each of the first prompts, from the beginning again where there are fewer
-    than `episodes`. Every rank calls it; the main rank gets the records of evaluation.jsonl, the
-    others nothing. Raises UserError."""
+    """Play one episode for each of the first `episodes` prompts; repeats them if there are fewer.
+
+    Every rank calls it. Returns records of evaluation.jsonl on the main rank, an empty list on the
+    other ranks. Raises UserError.
+    """
     inputs, wanted = read_inputs(config, tools_of(config)), config.reward
     reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
     patience = patience_minutes(config.training.hang_timeout_seconds)
@@ -47,7 +49,7 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
 
 
 def prompts_key(config: Config) -> str:
-    """Which of the configuration's prompts are played."""
+    """Return the configuration key of the prompts to play."""
     return "data.prompts" if config.data.prompts else "data.eval_prompts"
 
 

@@ -36,7 +36,7 @@ from gspo_megatron.types import LossInputs, LossOutputs
 
 
 class PolicyUpdater:
-    """The parts of a policy update, which `rl.loop.update_policy` calls in their order."""
+    """The parts of a policy update; `rl.loop.update_policy` calls them in order."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class PolicyUpdater:
         *,
         recomputes: bool | None = None,
     ) -> None:
-        """The reference policy, if the objective needs one, is the policy as it is now.
-        `recomputes`: what old_logprobs = auto is resolved to; None: recompute."""
+        """Copy the policy's current weights as the reference policy, if the objective needs one.
+        recomputes: the resolved value of old_logprobs = auto; None: recompute unless the section
+        says `rollout`."""
         self.policy, self.trainer, self.builder = policy, trainer, builder
         self.objective, self.section = objective, section
         self.device = builder.device
@@ -74,9 +75,9 @@ class PolicyUpdater:
     def build_micro_batches(
         self, plan: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
     ) -> list[list[MicroBatch]]:
-        """This data rank's micro-batches of each mini-batch. A new step begins."""
+        """Begin a step: build this data-parallel rank's micro-batches of each mini-batch."""
         self._metrics = StepMetrics(self.device)
-        self._updates: list[tuple[float, float]] = []  # gradient norm and learning rate of each
+        self._updates: list[tuple[float, float]] = []  # (gradient norm, learning rate)
         mini_batches = self.builder.build_step(plan, sequences, index)
         sequences.routes = None  # the micro-batches have them
         for micro_batch in chain.from_iterable(mini_batches):
@@ -85,10 +86,10 @@ class PolicyUpdater:
         return mini_batches
 
     def compute_old_logprobs(self, mini_batches: Sequence[Sequence[MicroBatch]]) -> None:
-        """Log-probs under the policy at the start of the step, and under the reference policy.
+        """Compute log-probs under the old policy, the reference policy and the teacher.
 
-        The first mini-batch needs no pass for its old log-probs: no update lies between, so they
-        are those of its training pass.
+        The first mini-batch needs no separate pass for its old log-probs: no update comes before
+        its training pass, which computes the same log-probs.
         """
         everything = list(chain.from_iterable(mini_batches))
         covers_first = self.penalizes_rewards or self.replay.records_all
@@ -102,15 +103,18 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        if self.teacher is not None:  # it chooses its own experts
+        if self.teacher is not None:  # its own routers choose its experts
             with self.teacher.in_place():
                 self._record(everything, "teacher_logprobs")
 
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
     ) -> Tensor:
-        """[num_sequences] float32: advantages of the rewards, from each of which the divergence
-        from the reference policy is taken off, summed over the response's masked tokens."""
+        """Compute the advantages of rewards minus a KL penalty, [num_sequences] float32.
+
+        The penalty is the divergence from the reference policy, summed over the response's masked
+        tokens, times `kl_coefficient`.
+        """
         penalties = torch.zeros(len(index.rewards), dtype=torch.float64, device=self.device)
         if self.is_last_stage:
             for micro_batch in chain.from_iterable(mini_batches):
@@ -135,7 +139,7 @@ class PolicyUpdater:
     def train(
         self, mini_batch: MiniBatch, micro_batches: Sequence[MicroBatch], advantages: Tensor
     ) -> None:
-        """One optimizer update. `advantages`: [num_sequences] of the whole step."""
+        """Run one optimizer update. advantages: [num_sequences], of the whole step."""
         is_first = not self._updates
 
         def loss(
@@ -162,14 +166,14 @@ class PolicyUpdater:
             )
             teacher = micro_batch.teacher_logprobs
             if teacher is not None:
-                if is_first:  # the policy is still the one that sampled
+                if is_first:  # the policy has not been updated since it sampled
                     self._metrics.add_means(divergence_metrics(inputs, teacher))
                 coefficient = self.section.distillation.coefficient
                 inputs = add_to_advantages(inputs, teacher, self.objective, coefficient)
             outputs = self.objective(inputs)
             if is_first:
-                # The policy is still the one that sampled: what its log-probs differ by from the
-                # engine's is mismatch and noise, not learning.
+                # The policy has not been updated since it sampled. So a difference between its
+                # log-probs and the engine's is mismatch and noise, not learning.
                 self._measure_mismatch(inputs)
             return outputs.loss, outputs
 
@@ -183,7 +187,8 @@ class PolicyUpdater:
         self._updates.append(self.trainer.update())
 
     def reduce_metrics(self) -> dict[str, float]:
-        """The metrics of the step's mini-batches, the same on every rank. Every rank calls it."""
+        """Return the metrics of the step's mini-batches, the same on every rank. All ranks call
+        it."""
         reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
@@ -198,10 +203,10 @@ class PolicyUpdater:
         return values
 
     def _record(self, micro_batches: Sequence[MicroBatch], name: str) -> None:
-        """Keep the log-probs of a forward pass with the present weights under `name`."""
+        """Store the log-probs of a forward pass with the current weights in the field `name`."""
         if not micro_batches:
             return
-        outputs = response_logprobs(self.policy, micro_batches)  # empty but on the last stage
+        outputs = response_logprobs(self.policy, micro_batches)  # empty except on the last stage
         for micro_batch, (logprobs, _) in zip(micro_batches, outputs):
             setattr(micro_batch, name, logprobs)
 
@@ -211,8 +216,8 @@ class PolicyUpdater:
         means, largest = mismatch_metrics(trained, rollout, inputs.mask)
         self._metrics.add_means(means)
         self._metrics.add_maximum("mismatch/max", largest)
-        # The spread of log s that the engine's log-probs alone would give: a clip range inside
-        # it clips noise.
+        # The spread of the log sequence ratios between trainer and engine. A clip range below it
+        # clips noise.
         difference = (trained - rollout).double().where(inputs.mask > 0, 0.0)
         sums = segment_sum(difference, inputs.sequence_index, len(inputs.advantages))
         logs = inputs.sum_over_shards(sums) / inputs.sequence_lengths.clamp(min=1)

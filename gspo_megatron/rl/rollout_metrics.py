@@ -27,13 +27,13 @@ class RolloutMetrics:
     def __init__(self, collector: Collector) -> None:
         self.collector, self._metrics = collector, StepMetrics(collector.device)
         self._lengths: list[np.ndarray] = []  # response lengths [num_sequences] of each request
-        self.failed: list[FailedCalls] = []  # of each request
+        self.failed: list[FailedCalls] = []  # one for each request
         self.reward_seconds = 0.0
         self.has_turns = False  # the reward function rewards turns; known after `reduce`
 
     def add(self, share: RolloutShare) -> None:
-        """One more request of the step."""
-        group = dataclasses.replace(share.group, routes=None)  # they are large, and not counted
+        """Add the responses of one more request of the step."""
+        group = dataclasses.replace(share.group, routes=None)  # large, and not needed here
         device = self.collector.device
         batch, scores = group.to_batch(device), group.to_scores(device)
         scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
@@ -41,7 +41,7 @@ class RolloutMetrics:
         means = {
             "reward/mean": mean_pair(rewards),
             "reward/squared": mean_pair(rewards**2),
-            # of the shaped rewards: groups without a spread of these have no gradient
+            # of shaped rewards: a group in which these are all equal has no gradient
             "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
             "response/length_mean": mean_pair(batch.response_lengths),
             "response/truncated": mean_pair(batch.truncated),
@@ -76,15 +76,18 @@ class RolloutMetrics:
         self.reward_seconds += share.reward_seconds
 
     def reduce(self) -> dict[str, float]:
-        """The metrics, the same on all ranks. Raises RewardError, on all ranks, where the reward
-        function rewards turns of some of the responses only."""
+        """Return the metrics, the same on all ranks.
+
+        Raises RewardError or EpisodeError on all ranks if only some responses have rewards of
+        turns.
+        """
         collector = self.collector
         reduced = self._metrics.reduce(collector.data_group)
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
             of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
-            if collector.has_episodes:  # who has given them is not known any more
+            if collector.has_episodes:  # the rewards came from the environment or the reward
                 raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
             name = collector.scorer.reward.name
             raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
@@ -105,10 +108,13 @@ class RolloutMetrics:
 
 
 def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
-    """[2, num_sequences] int64. sampled: [sum(response_lengths)] bool, what the policy wrote."""
+    """Count turns and branches, [2, num_sequences] int64.
+
+    sampled: [sum(response_lengths)] bool, True on tokens that the policy wrote.
+    """
     starts, is_response = branch_starts(batch), batch.in_response
     assert is_response is not None
-    # whether the policy wrote a token and not the one before it, of all tokens
+    # a turn starts at a token that the policy wrote, if it did not write the token before it
     written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
     turns = written & ~written.roll(1)
     lengths = batch.prompt_lengths + batch.response_lengths

@@ -1,4 +1,4 @@
-"""Responses and their scores: what a step learns from, and how it is collected and measured."""
+"""Collects the scored responses of a step or an evaluation, and chooses groups to train on."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Experience:
 
     group: RolloutGroup
     device: torch.device
-    # The first `logging.samples_per_step` responses to the first request, as rows of samples.jsonl,
-    # on the ranks that tell of responses.
+    # The first `logging.samples_per_step` responses to the first request, as rows of samples.jsonl;
+    # only on the first rank of each model replica.
     samples: list[dict[str, Any]] = field(default_factory=list)
-    # The same on all ranks:
+    # These are the same on all ranks:
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
-    metrics: dict[str, float] = field(default_factory=dict)  # over all responses sampled
-    num_tokens: int = 0  # response tokens sampled
+    metrics: dict[str, float] = field(default_factory=dict)  # over all sampled responses
+    num_tokens: int = 0  # number of sampled response tokens
     rollout_seconds: float = 0.0
-    has_turns: bool = False  # the reward function rewards turns
+    has_turns: bool = False  # turns have rewards
 
     @cached_property
     def batch(self) -> RolloutBatch:
@@ -53,18 +53,20 @@ class Experience:
 
     @cached_property
     def scores(self) -> Scores:
-        """Their rewards, on the device."""
+        """The rewards of the responses, on the device."""
         return self.group.to_scores(self.device)
 
     def describe(self) -> dict[str, Any]:
-        """All but the responses themselves, for JSON. That of the main rank is saved."""
+        """Return all fields except the responses, as JSON values. The main rank's are saved."""
         names = [each.name for each in dataclasses.fields(self)]
         return {n: getattr(self, n) for n in names if n not in ("group", "device")}
 
 
 class Collector:
-    """Responses and their scores, on this rank, wherever they come from; every rank calls
-    everything."""
+    """Collects this rank's responses and scores from a rollout source.
+
+    Every rank calls every method.
+    """
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class Collector:
         scorer: GroupScorer,
         device: torch.device,
     ) -> None:
-        """prompts: by the key of the configuration that names their files; scorer: of the run."""
+        """prompts: by the configuration key that names their files; scorer: the run's own."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
         self.data_group = data_parallel_group()
@@ -83,11 +85,11 @@ class Collector:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the policy acts in an environment of several turns."""
+        """Whether the policy acts in an environment."""
         return self.config.environment.has_episodes
 
     def close(self) -> None:
-        """The run ends."""
+        """Free the resources of scorer and source."""
         self.scorer.close()
         self.source.close()
 
@@ -98,20 +100,24 @@ class Collector:
         *,
         router_noise: bool = True,
     ) -> RolloutShare:
-        """Responses with their scores, to this rank's share of the prompts; scorer: None for that
-        of the run. Raises what `RolloutSource.take` raises."""
+        """Return scored responses to this rank's share of the prompts.
+
+        scorer: None: the run's own. Raises the errors of `RolloutSource.take`.
+        """
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
         return self.source.take(request, prompts, scorer, router_noise=router_noise)
 
     def prompts_of(self, request: RolloutRequest) -> dict[int, Prompt]:
-        """This rank's share of the request's prompts, by their numbers in the step."""
+        """Return this rank's share of the request's prompts, by their numbers in the step."""
         size, rank = self.data_group.size(), self.data_group.rank()
         numbered = enumerate(request.rows, request.first)
         return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
     def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
-        """The first `logging.samples_per_step` responses for samples.jsonl, on one rank of each
-        model replica; nothing on the others."""
+        """Return the first `logging.samples_per_step` responses as rows of samples.jsonl.
+
+        Only on one rank of each model replica; an empty list on the others.
+        """
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
         rows = []
@@ -124,17 +130,20 @@ class Collector:
         return rows
 
     def _texts(self, request: RolloutRequest, group: RolloutGroup) -> list[Sample]:
-        """The responses as text, on one rank of each model replica; nothing on the others."""
+        """Return the responses as text on one rank of each model replica; else an empty list."""
         return self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """One greedy response to each held-out prompt. Returns the mean reward as the reward
-        function gives it, and accuracy, the share with at least `evaluation.correct_at`, with its
-        95% interval; and on the main rank the responses for evaluation.jsonl, in the prompts'
-        order. Nothing without prompts. `version`: steps that the policy has made.
+        """Generate one greedy response to each held-out prompt, and return the metrics.
 
-        Raises EpisodeError or RewardError, on all ranks, as `sample`, and where no response has a
-        reward."""
+        The metrics are the mean unshaped reward, and accuracy (the share of rewards of at least
+        `evaluation.correct_at`) with its 95% interval. The main rank also gets the records of
+        evaluation.jsonl in the order of the prompts. Without prompts both results are empty.
+        version: the number of steps that the policy has been trained for.
+
+        Raises, on all ranks, the errors of `sample`, and EpisodeError or RewardError if no response
+        has a reward.
+        """
         rollout, training, key = self.config.rollout, self.config.training, "data.eval_prompts"
         rows = [*range(len(self.prompts.get(key, ())))][: training.evaluation_prompts]
         if not rows:
@@ -175,9 +184,13 @@ class Collector:
         correct_at: float,
         answer_in: Callable[[Sample], Any] | None = None,
     ) -> list[tuple[int, dict[str, Any]]]:
-        """The records of evaluation.jsonl of all ranks' responses in the order of the prompts, with
-        the prompts' numbers, on the main rank; else nothing. answer_in: what the reward reads in a
-        response. Raises RewardError, on all ranks, where it cannot."""
+        """Return (prompt number, record of evaluation.jsonl) for all ranks' responses, on the main
+        rank.
+
+        The records have the order of the prompts; other ranks get an empty list. answer_in: returns
+        the answer that the reward reads in a response. Raises RewardError on all ranks if that
+        fails.
+        """
         mine, problem = [], None
         try:
             for row, sample in enumerate(self._texts(request, group)):
@@ -203,7 +216,7 @@ class Collector:
     def nothing_scored(
         self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None
     ) -> EpisodeError | RewardError:
-        """For a step or evaluation in which no response has a reward."""
+        """Make the error for a step or evaluation in which no response has a reward."""
         if any(each.episodes for each in failed) and not any(sum(each[:2]) for each in failed):
             return EpisodeError(
                 f"the environment: its episodes failed in all groups {of_what}, so nothing is "
@@ -218,52 +231,57 @@ class Collector:
 
 @dataclass
 class DynamicSampling:
-    """The groups that a step trains on, out of those sampled so far.
+    """Chooses the groups that a step trains on from those sampled so far.
 
-    Groups whose rewards are all the same have no gradient: further prompts take their places. All
-    ranks know which groups have a spread, so that the choice is the same on every layout."""
+    A group whose rewards are all equal (no spread) has no gradient, so more prompts replace it. All
+    ranks know which groups have a spread, so the choice is the same on every layout."""
 
-    wanted: int  # groups
-    max_refills: int  # further requests
-    enabled: bool = True  # False: the groups of one request, whatever their rewards
+    wanted: int  # number of groups for the step
+    max_refills: int  # the most additional requests
+    enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
-    has_failed: list[bool] = field(default_factory=list)  # no reward: never trained on
+    has_failed: list[bool] = field(default_factory=list)  # True: a reward is missing, never used
 
     def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
-        """The groups of one more request, in their order. One that has failed has no spread."""
+        """Add the groups of one more request, in order. A failed group has no spread."""
         self.requests += 1
         self.has_spread += has_spread
         self.has_failed += has_failed or [False] * len(has_spread)
 
     @property
     def wants_more(self) -> bool:
-        """Whether responses to prompts, or to further ones, are wanted."""
+        """Whether another request is needed."""
         if self.requests == 0 or not self.enabled:
             return self.requests == 0
         return sum(self.has_spread) < self.wanted and self.requests <= self.max_refills
 
     @property
     def num_groups(self) -> int:
-        """Sampled so far; the number of the next request's first group."""
+        """The number of groups so far; also the number of the next request's first group."""
         return len(self.has_spread)
 
     def candidates(self, first: int) -> list[int]:
-        """The groups from number `first` on that may still be chosen; the others need no memory.
-        The first request stays whole: see `groups`."""
+        """Return the groups from number `first` on that may still be chosen.
+
+        The others need not be kept. All groups of the first request stay candidates: see `groups`.
+        """
         return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
 
     def groups(self) -> list[int]:
-        """The numbers of the chosen groups: the first `wanted` with spread, or fewer if there are
-        no more. If none has a spread, those of the first request: a step needs some sequences. None
-        at all where these have all failed."""
+        """Return the numbers of the chosen groups: the first `wanted` groups with a spread.
+
+        There may be fewer. If no group has a spread, returns the groups of the first request that
+        have not failed, because a step needs some sequences.
+        """
         chosen = [number for number, has in enumerate(self.has_spread) if has]
         if self.enabled and chosen:
             return chosen[: self.wanted]
         return [number for number in range(self.wanted) if not self.has_failed[number]]
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/no_spread` is 1 for a step in which no group had a spread: it learns nothing."""
+        """Return the metrics. `rollout/no_spread` is 1 if no group had a spread: the step learns
+        nothing."""
         if not self.enabled:
             return {}
         return {
@@ -276,11 +294,13 @@ class DynamicSampling:
 def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
-    """Which groups of one request have different rewards, and in which a call of the reward
-    function failed, by number; the same on all ranks."""
+    """Return which groups of a request have different rewards, and in which a reward call failed.
+
+    Both lists are in the order of the groups, and the same on all ranks.
+    """
     groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
     failed = shaped.isnan()
-    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # 0 without spread
+    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # all 0: no spread
     flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
     flags[0, groups[differs] - request.first] = 1
     flags[1, groups[failed] - request.first] = 1

@@ -1,4 +1,4 @@
-"""Routing Replay and volatility over the passes of a step: which pass records, replays or compares.
+"""Routing Replay and volatility in the passes of a step: each pass records, replays or compares.
 
 | pass | replay off | r2 | r3 |
 | --- | --- | --- | --- |
@@ -6,9 +6,9 @@
 | first mini-batch | the routers choose | the routers choose, not yet updated | the rollout's |
 | further mini-batches | the routers choose | the recorded experts | the rollout's |
 
-The reference policy has a mode of its own: its pass follows its own routers, the choice of the old
-policy's routers (r2), or the rollout (r3), whatever the policy replays. With r2 there, the old
-policy's pass covers all mini-batches and records what its routers would choose, even while it
+The reference policy has its own mode, independent of the policy's: its pass uses its own routers,
+the choice of the old policy's routers (r2), or the rollout's experts (r3). If this mode is r2, the
+old policy's pass covers all mini-batches. It then records the choice of its own routers, even if it
 replays the rollout's experts.
 """
 
@@ -36,44 +36,44 @@ MicroBatches = Sequence[MicroBatch]
 
 
 class RoutingReplayOff:
-    """Every pass follows its routers, and nothing is recorded."""
+    """No replay: in every pass the routers choose, and nothing is recorded."""
 
-    records = False  # whether the old policy's pass has to remember its routes
-    records_all = False  # whether it has to cover the first mini-batch too
+    records = False  # whether the old policy's pass must record its routes
+    records_all = False  # whether it must also cover the first mini-batch
 
     def start(self, mini_batches: Sequence[MicroBatches]) -> None:
-        """A new step begins."""
+        """Begin a new step."""
 
     def old_pass(self, micro_batches: MicroBatches) -> AbstractContextManager[None]:
-        """The forward pass of the old policy runs inside."""
+        """Return the context for the forward pass of the old policy."""
         return nullcontext()
 
     def reference_pass(self, micro_batches: MicroBatches) -> AbstractContextManager[None]:
-        """The forward pass of the reference policy runs inside."""
+        """Return the context for the forward pass of the reference policy."""
         return nullcontext()
 
     def training_pass(self, micro_batches: MicroBatches) -> AbstractContextManager[None]:
-        """Forward and backward pass of one mini-batch run inside."""
+        """Return the context for the forward and backward pass of one mini-batch."""
         return nullcontext()
 
     def metrics(self) -> dict[str, float]:
-        """The step's metrics, the same on every rank. Every rank calls it."""
+        """Return the step's metrics, the same on every rank. Every rank calls it."""
         return {}
 
 
 @dataclass
 class RecordedRoutes:
-    """The routes of one micro-batch that later passes of the step use."""
+    """The routes of one micro-batch, for later passes of the step."""
 
-    in_first: bool  # in the first mini-batch, whose training pass stands for its old pass
+    in_first: bool  # in the first mini-batch, whose training pass replaces its old pass
     tables: dict[str, RouteTable] = field(default_factory=dict)  # by mode: r2, r3
-    waiting: dict[str, set[str]] = field(default_factory=dict)  # by mode: passes still to come
-    # The old policy's own choice and its scores by layer, for volatility.
+    waiting: dict[str, set[str]] = field(default_factory=dict)  # by mode: passes that still need it
+    # The choice of the old policy's routers, and their scores by layer, for volatility.
     natural: tuple[RouteTable, dict[int, Tensor]] | None = None
 
 
 class RoutingReplay(RoutingReplayOff):
-    """Records and replays the routes of one step's micro-batches, which carry them."""
+    """Records and replays routes; the micro-batches of the step carry them."""
 
     def __init__(self, policy: Policy, section: RoutingSection, device: torch.device) -> None:
         self.section, self.device, self.config = section, device, policy.config
@@ -81,12 +81,12 @@ class RoutingReplay(RoutingReplayOff):
         drops = policy.config.moe_expert_capacity_factor is not None
         assert not (drops and section.modes), "full experts would drop tokens that are replayed"
         self.records = "r2" in section.modes or section.volatility
-        # There the reference replays routes that the policy's own training pass does without.
+        # The reference then needs routes of the first mini-batch; the training pass does not.
         self.records_all = section.reference_replay == "r2"
-        self._micro_batches: list[MicroBatch] = []  # of the present step
+        self._micro_batches: list[MicroBatch] = []  # of the current step
 
     def start(self, mini_batches: Sequence[MicroBatches]) -> None:
-        """A new step begins: take over the rollout's routes where they are to be replayed."""
+        """Begin a new step. If a mode is r3, take the rollout's routes from the micro-batches."""
         self._assert_all_used()
         self._micro_batches = list(chain.from_iterable(mini_batches))
         self._bytes, config = 0, self.config
@@ -113,7 +113,7 @@ class RoutingReplay(RoutingReplayOff):
 
     @contextlib.contextmanager
     def old_pass(self, micro_batches: MicroBatches) -> Generator[None]:
-        """See RoutingReplayOff: r3 replays the rollout's routes; r2 and volatility record."""
+        """Replay the rollout's routes (r3), and record (r2, volatility). See RoutingReplayOff."""
         for micro_batch in micro_batches:
             routes: Routes | None = None
             if self.section.replay == "r3":
@@ -146,7 +146,7 @@ class RoutingReplay(RoutingReplayOff):
 
     @contextlib.contextmanager
     def training_pass(self, micro_batches: MicroBatches) -> Generator[None]:
-        """See RoutingReplayOff: every route is used once, and released."""
+        """Use every route once and release it. See RoutingReplayOff."""
         mode = self.section.replay
         for micro_batch in micro_batches:
             kept = micro_batch.recorded_routes
@@ -183,17 +183,19 @@ class RoutingReplay(RoutingReplayOff):
         assert not unused, "recorded routes were never used"
 
     def _is_observed(self, micro_batch: MicroBatch) -> bool:
-        """No router has moved before the first mini-batch is trained on: its zeros would only
-        lower the volatility of the others."""
+        """Return whether a micro-batch counts for volatility; those of the first mini-batch do not.
+
+        No router has changed before it, so its zeros would only lower the mean.
+        """
         return self.section.volatility and not micro_batch.recorded_routes.in_first
 
     def _take(self, recording: Recording, micro_batch: MicroBatch) -> None:
-        """Keep what the old policy's pass recorded."""
+        """Store what the old policy's pass recorded."""
         if self.layers:
             layers = recording.layers
             assert layers == self.layers, f"layers {layers} recorded of {self.layers}"
             table = recording.table()
-        else:  # a stage of dense layers takes part in what the stages count together
+        else:  # a stage of dense layers takes part in the counts over all stages
             index = self._local(micro_batch.packed.token_index)
             assert index is not None
             nothing = no_routes(self.config, 0, len(index), device=self.device)
@@ -216,7 +218,7 @@ class RoutingReplay(RoutingReplayOff):
         return Replaying(table)
 
     def _end_of_pass(self, micro_batch: MicroBatch, name: str, mode: str) -> Routes | None:
-        """Take away what the pass did at the routers, and check that it used its routes."""
+        """Remove and return the routes of a pass, and check that the pass used them."""
         routes, micro_batch.routes = micro_batch.routes, None
         inner = routes.inner if isinstance(routes, (Recording, Observing)) else routes
         if isinstance(inner, Replaying):
@@ -226,17 +228,20 @@ class RoutingReplay(RoutingReplayOff):
         return routes
 
     def _release(self, mode: str, micro_batch: MicroBatch, name: str) -> None:
-        """The pass `name` is over; the last pass that uses the routes frees them."""
+        """Mark the pass `name` as finished; the last pass that uses the routes frees them."""
         kept = micro_batch.recorded_routes
         kept.waiting[mode].remove(name)
         if not kept.waiting[mode]:
             del kept.tables[mode]
 
     def _of_rollout(self, micro_batch: MicroBatch) -> tuple[RouteTable, Tensor]:
-        """The rollout's routes of each local token, and a bool: every token has k different experts
-        that exist. A response's last token was never fed to the rollout engine: it has no routes,
-        and no log-prob depends on its experts. Zeros in all layers are no routes either: a server
-        did not report them, and the routers choose for that token."""
+        """Return the rollout's routes of the local tokens, and a scalar bool that they are sound.
+
+        Sound means that every token with routes has k different existing experts. The last token of
+        a branch never went through the rollout engine: it has no routes, and no log-prob depends
+        on its experts. Zeros in all layers mean that a server did not report the token's routes;
+        the routers choose for it.
+        """
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
         nothing = no_routes(self.config, 1, len(self.layers), device=self.device)
@@ -246,7 +251,7 @@ class RoutingReplay(RoutingReplayOff):
         last = torch.zeros(len(flat), dtype=torch.bool, device=self.device)
         ends = torch.tensor([len(p) for p in pieces], dtype=torch.long).cumsum(0) - 1
         last[ends.to(self.device)] = True
-        last[-1] = True  # padding points here
+        last[-1] = True  # the index of padding is -1
         experts = flat[index]
         known = ~last[index]
         if experts.shape[-1] > 1 and experts.shape[-2]:  # k different experts are not all 0
@@ -257,8 +262,12 @@ class RoutingReplay(RoutingReplayOff):
         return table.moved(on_host=self.section.store_on_host), sound
 
     def _local(self, values: Tensor | None) -> Tensor | None:
-        """[rows, tokens / CP] of a micro-batch -> [tokens] as this rank's routers see them: token
-        by token over the rows, cut for sequence parallelism."""
+        """Reorder [rows, tokens / CP] of a micro-batch to [tokens] in the order of this rank's
+        routers.
+
+        That order is the first token of all rows, then the second; it is cut for sequence
+        parallelism.
+        """
         if values is None:
             return None
         values = values.t()
@@ -269,8 +278,11 @@ class RoutingReplay(RoutingReplayOff):
 
 
 def _are_sound(experts: Tensor, num_experts: int) -> Tensor:
-    """Scalar bool: all rows [..., k] are k different experts. An expert named twice would share its
-    weight with itself. Engines that leave a token out may fill its row with zeros."""
+    """Return a scalar bool: every row [..., k] has k different existing experts.
+
+    This detects engines that leave tokens out and fill their rows with zeros. A repeated expert
+    would also split its weight with itself.
+    """
     ranked = experts.sort(dim=-1).values
     differ = (ranked[..., 1:] != ranked[..., :-1]).all()
     return differ & ((experts >= 0) & (experts < num_experts)).all()

@@ -1,4 +1,4 @@
-"""One rank of an RL run, from an already checked configuration."""
+"""Runs one rank of an RL run, with a configuration that has passed all checks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from gspo_megatron.routing.hooks import attach_hooks
 
 
 def run_training(config: Config, *, fresh: bool = False) -> bool:
-    """Train as this process's rank of the run. Every rank calls it with the same configuration,
-    which has passed `check_config`. A run that is already in the run folder is continued, unless
-    `fresh` is true: then the folder has to be empty.
+    """Train as this process's rank of the run.
 
-    Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
-    the user can mend. All input is read before any process group exists.
+    Every rank calls it with the same configuration, which has passed `check_config`. If the run
+    folder holds a run, it is continued. With `fresh` the folder must be empty.
+
+    Returns True if the run is done, False if it was stopped and saved. Raises UserError for
+    problems that the user can solve. All input is read before any process group exists.
     """
     inputs = read_inputs(config, tools_of(config))
     wanted = config.reward
@@ -46,7 +47,7 @@ def run_training(config: Config, *, fresh: bool = False) -> bool:
         session.begin()
         run = assemble(config, inputs, reward, objective, session.start, session.stop)
         with closing(run.logger), closing(run.collector):
-            loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built under the watches)
+            loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
             done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
             if done:
                 run.logger.finish()
@@ -61,8 +62,10 @@ def assemble(
     start: Start | None = None,
     stop: StopSignals | None = None,
 ) -> RunComponents:
-    """Join the other ranks and build this rank's part of everything. The policy has the weights of
-    `start`, if there is one."""
+    """Connect to the other ranks and build this rank's components.
+
+    The policy gets the weights of `start`, if there is one.
+    """
     start, stop = start or Start(), stop or StopSignals(enabled=False)
     tokenizer = inputs.tokenizer
     ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
@@ -71,7 +74,7 @@ def assemble(
     for line in inputs.warnings:
         logger.note(f"warning: {line}")
     if config.rollout.engine == "vllm":
-        # not at the top: it loads an HTTP library
+        # imported here, because it loads an HTTP library
         from gspo_megatron.rl.served_rollouts import ServedRollouts
 
         served = ServedRollouts(config, inputs, policy, ranks.device, hf)
@@ -98,7 +101,7 @@ def assemble(
 def in_process_collector(
     config: Config, inputs: Inputs, policy: Policy, reward: Reward, device: torch.device
 ) -> Collector:
-    """The policy draws from its own weights, on the ranks that hold it."""
+    """Make a collector with the in-process engine: the policy itself generates."""
     tokenizer, routing = inputs.tokenizer, config.routing
     engine = MegatronEngine(
         policy,
@@ -120,6 +123,6 @@ def in_process_collector(
 def collector_of(
     config: Config, inputs: Inputs, source: RolloutSource, reward: Reward, device: torch.device
 ) -> Collector:
-    """Responses of a source, scored by the run's reward."""
+    """Make a collector for a source, with the run's reward."""
     scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward, is_learnt=True)
     return Collector(config, inputs.files, source, scorer, device)

@@ -1,4 +1,4 @@
-"""Responses that vLLM servers generate: the ranks' end of the rollout service.
+"""The RolloutSource of vLLM servers: the ranks' side of the rollout service.
 
 weights   see rollout/vllm/weight_sync.py
 responses servers -> service -> store -> each rank reads its own share
@@ -42,7 +42,7 @@ from gspo_megatron.types import Prompt
 
 
 class ServedRollouts:
-    """See RolloutSource: responses and rewards come from the rollout service."""
+    """Implements RolloutSource: responses and rewards come from the rollout service."""
 
     def __init__(
         self,
@@ -54,27 +54,30 @@ class ServedRollouts:
     ) -> None:
         """hf_config: config.json of the model that the weights come from."""
         self.config, self.device = config, device
-        # no token ends a response of the weight check: all have the same length
+        # without end-of-sequence token: all responses of the weight check have the same length
         self.engine = MegatronEngine(policy, pad_id=inputs.tokenizer.pad_id, eos_id=())
         self.data_group = data_parallel_group()
         self.report: Callable[[str], None] = lambda text: None
         self.policy, self.hf_config = policy, hf_config
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.layers: Sequence[int] | None = None  # with experts, on this rank, from 1; None: no r3
+        self.layers: Sequence[int] | None = None  # MoE layers of this rank, from 1; None: no r3
         if "r3" in config.routing.modes:
             self.layers = attach_hooks(policy.models)
-        self.service: ServiceClient | None = None  # on rank 0
-        self.sync: WeightSync | None = None  # from the start of the service on
-        self.version = 0  # of the newest weights
-        self.counted: dict[str, float] = defaultdict(float)  # since the last weights
-        self.updated = time.perf_counter()  # when the servers had them
-        self.told: dict[str, float] = {}  # figures of the service then
+        self.service: ServiceClient | None = None  # only on rank 0
+        self.sync: WeightSync | None = None  # None until the service starts
+        self.version = 0  # the newest weights version
+        self.counted: dict[str, float] = defaultdict(float)  # sums since the last weights update
+        self.updated = time.perf_counter()  # time of the last weights update
+        self.told: dict[str, float] = {}  # the service's figures at that time
 
     # Weights and the service
 
     def take_weights(self, version: int) -> dict[str, float]:
-        """See RolloutSource. Raises RolloutError, on all ranks, where no server has passed the
-        check of its weights within rollout.vllm.update_seconds."""
+        """Send the weights to the servers; the first call starts the service. See RolloutSource.
+
+        Raises RolloutError on all ranks if no server passes the check of its weights within
+        rollout.vllm.update_seconds.
+        """
         self.version = version
         if self.sync is None:
             folder = Path(on_main(self._start))
@@ -90,7 +93,7 @@ class ServedRollouts:
         metrics = self.sync.send_weights(version)
         figures = on_main(lambda: self._service().figures())
         counted, self.counted = self.counted, defaultdict(float)
-        # responses of steps ahead were generated at any time since
+        # with staleness, responses may have been generated at any time since the last update
         before, self.updated = self.updated, time.perf_counter()
         ahead = self.config.rollout.staleness > 0
         seconds = self.updated - before if ahead else counted["seconds"]
@@ -107,11 +110,11 @@ class ServedRollouts:
         return metrics
 
     def after_checkpoint(self, step: int) -> None:
-        """See RolloutSource: the requests of these steps may go."""
+        """Delete the requests of steps up to `step`. See RolloutSource."""
         on_main(lambda: self._service().forget(step))
 
     def close(self) -> None:
-        """See RolloutSource: ends the service and its servers; on rank 0."""
+        """End the service and its servers, on rank 0. See RolloutSource."""
         if self.service is not None:
             self.service.close()
 
@@ -120,10 +123,10 @@ class ServedRollouts:
         return self.service
 
     def _start(self) -> str:
-        """Start the service; on rank 0. Returns the folder for new weights."""
+        """Start the service, on rank 0. Returns the folder for new weights."""
         folder = make_weights_folder(self.config)
-        # What an earlier start of the run drew for later steps is trained on. But an evaluation of
-        # weights that are made anew measures these.
+        # Keep responses that an earlier start of the run generated for later steps. But delete
+        # evaluations of later steps: these steps are trained again, with other weights.
         forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
         origin, on_cpu = origin_of_rollouts(self.config), self.device.type != "cuda"
         settings = service_settings(self.config, self.policy, origin, folder, on_cpu=on_cpu)
@@ -133,7 +136,7 @@ class ServedRollouts:
     # Responses
 
     def begin(self, request: RolloutRequest) -> None:
-        """See RolloutSource: the servers generate while the policy trains."""
+        """Make the servers generate while the policy trains. See RolloutSource."""
         on_main(lambda: self._service().begin_request(request_to_json(request)))
 
     def take(
@@ -144,7 +147,10 @@ class ServedRollouts:
         *,
         router_noise: bool,
     ) -> RolloutShare:
-        """See RolloutSource. The service knows the prompts and scores them itself."""
+        """Wait for the responses and read this rank's share. See RolloutSource.
+
+        The service has the prompts and scores the responses itself.
+        """
         start = time.perf_counter()
         self.begin(request)
         before = None
@@ -168,13 +174,13 @@ class ServedRollouts:
         share = self.read(request, [*prompts])
         group = share.group
         known = [names for names in all_gather_objects(group.part_names) if names is not None]
-        if known:  # not where all calls failed
+        if known:  # empty if all calls failed
             group.parts, group.part_names = group.parts_of(known[0]), known[0]
             scorer.adopt(known[0])
         return share
 
     def read(self, request: RolloutRequest, numbers: Sequence[int]) -> RolloutShare:
-        """The responses to the prompts of these numbers in a finished request."""
+        """Read the responses to the prompts with these numbers in a finished request."""
         path = self.folder / f"{request.name}{SUFFIX}"
         group = self._read(path, numbers, request.first)
         if group.routes is not None and self.layers is not None:
@@ -200,9 +206,11 @@ class ServedRollouts:
 
     @staticmethod
     def _read(path: Path, numbers: Sequence[int], first: int) -> RolloutGroup:
-        """These groups, end to end. All ranks read the first group: its columns tell those without
-        a group of their own what they lack. Raises DataError, on all ranks, where one of them does
-        not find what it needs."""
+        """Read these groups and join them.
+
+        All ranks read the first group, so that a rank without groups knows the columns. Raises
+        DataError on all ranks if any rank cannot read its groups.
+        """
         joined, problem = None, ""
         try:
             groups = read_groups(path, {first, *numbers})
@@ -216,10 +224,12 @@ class ServedRollouts:
         return joined
 
     def _count_missing(self, group: RolloutGroup) -> None:
-        """Tokens whose experts the servers did not report, of those that they should report: all
-        but the last one of each branch."""
+        """Count tokens whose experts the servers did not report, and tokens that should have them.
+
+        All tokens except the last one of each branch should have them.
+        """
         branches = len(group.truncated)
-        if (kinds := group.in_response) is not None:  # a prompt and a response each
+        if (kinds := group.in_response) is not None:  # each branch is a prompt, then a response
             branches = int(np.count_nonzero(kinds[1:] > kinds[:-1]))
         routes = group.routes
         assert routes is not None
@@ -232,8 +242,10 @@ class ServedRollouts:
 
 
 def origin_of_rollouts(config: Config) -> str:
-    """A fingerprint of what decides responses and rewards, beside the policy: settings, prompts,
-    suites, tokenizer, the rewards' code. Raises DataError."""
+    """Return a fingerprint of all that decides responses and rewards, except the policy.
+
+    It covers settings, prompts, suites, tokenizer and the code of rewards. Raises DataError.
+    """
     files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
     suites = config.evaluation.model_dump(mode="json")["suites"]
     text = json.dumps([decides_rollouts(config), files, suites], sort_keys=True)
@@ -241,8 +253,10 @@ def origin_of_rollouts(config: Config) -> str:
 
 
 def shares_of_work(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of how much servers worked between two tellings of the service's figures. A service
-    that was started in between counts from its own start."""
+    """Return metrics of how busy servers were between two reports of the service's figures.
+
+    If the service was restarted in between, the period begins with its start.
+    """
     if before.get("began") != now["began"]:
         before = {"time": now["began"], "busy_seconds": 0.0, "working_seconds": 0.0}
     seconds = max(now["time"] - before["time"], 1e-9)
@@ -255,6 +269,8 @@ def shares_of_work(before: Mapping[str, float], now: Mapping[str, float]) -> dic
 
 
 def missing_rows(routes: np.ndarray, num_sequences: int) -> int:
-    """Tokens without experts in [tokens, layers, k], beside the last one of each sequence, which
-    never has any."""
+    """Count tokens without experts in [tokens, layers, k].
+
+    The last token of each sequence, which never has experts, does not count.
+    """
     return int((~routes.any((1, 2))).sum()) - num_sequences

@@ -1,8 +1,8 @@
-"""What a policy update needs beside the weights, on the disk: the step's Experience, for a run that
-stops between its rollouts and their update, or to compute a step again that went wrong.
+"""Saves and reads a step's Experience: all that a policy update needs besides the weights.
 
-Each data rank writes its share as a `RolloutGroup`; routes are written by the pipeline stage that
-has them. A run on another layout reads the sequences of its own groups out of all files.
+It is for a run that stops between a rollout and its update, and to replay a bad step. Each
+data-parallel rank writes its share as a `RolloutGroup`; each pipeline stage writes the routes of
+its layers. A run on another layout reads its own groups from all files.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from gspo_megatron.routing.hooks import attach_hooks
 STEP_FILE = "step.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
-# The files of one step, below the folder of a checkpoint or of a kept step
+# The files of one step, in the folder of a checkpoint or of a saved step
 
 
 def write_rollouts(experience: Experience, folder: Path) -> None:
     """Write this rank's share below `folder`; every rank calls it. Raises OSError."""
     if parallel_state.get_tensor_model_parallel_rank() > 0:
-        return  # the first has the same
+        return  # the first tensor-parallel rank has the same
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage > 0 and experience.group.routes is None:
         return
@@ -75,8 +75,11 @@ def write_rollouts(experience: Experience, folder: Path) -> None:
 
 
 def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:
-    """What `write_rollouts` and `Experience.describe` left, as this rank's share in the present
-    layout; every rank calls it. Raises DataError, the same on all ranks."""
+    """Read this rank's share, in the current layout, of what `write_rollouts` wrote.
+
+    description: the value of `Experience.describe`. Every rank calls it. Raises the same DataError
+    on all ranks.
+    """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     device = torch.device(torch.cuda.current_device())
     experience, error = None, None
@@ -97,11 +100,11 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
 def read_share(
     folder: Path, rank: int, size: int, layers: Callable[[], Sequence[int]]
 ) -> RolloutGroup:
-    """The groups whose number leaves `rank` when divided by `size`, as rollouts deal them out; of
-    the routes, if there are any, the numbered layers. One data rank's file is in memory at a time.
+    """Read the groups whose number modulo `size` is `rank`, the same split as in rollouts.
 
-    Raises OSError, SafetensorError, DataError and KeyError if a file is not as `write_rollouts`
-    left it.
+    layers: returns the numbers of the layers whose routes to read, if there are routes. Only one
+    data-parallel rank's file is in memory at a time. Raises OSError, SafetensorError, DataError or
+    KeyError if a file is missing or damaged.
     """
     shares: list[RolloutGroup] = []
     for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
@@ -117,7 +120,7 @@ def read_share(
 
 
 def _with_routes(share: RolloutGroup, first_stage: Path, wanted: Sequence[int]) -> RolloutGroup:
-    """With the routes of the wanted layers, from the files of all stages of its data rank."""
+    """Return the share with the routes of the wanted layers, from the files of all stages."""
     assert share.routes is not None
     routes, layers = [share.routes[:, :0]], []
     for path in sorted(first_stage.parent.glob(f"*_data_{_data_rank(first_stage):05d}_*")):
@@ -139,8 +142,11 @@ def _data_rank(path: Path) -> int:
 
 
 class KeptSteps:
-    """Keeps the inputs of the last `training.dump_batches` steps in the run's store; every rank
-    calls everything. Written before the update, so that the step that ends a run is there, too."""
+    """Saves the inputs of the last `training.dump_batches` steps in the store's folder.
+
+    Every rank calls every method. A step is saved before its update, so that a step that crashes
+    the run is saved too.
+    """
 
     def __init__(self, config: Config, policy: Policy, logger: RunLogger) -> None:
         self.keep, self.config = config.training.dump_batches, config
@@ -150,16 +156,16 @@ class KeptSteps:
             on_main(lambda: remove_leftovers(self.folder))
 
     def write(self, step: int, experience: Experience) -> None:
-        """Keep a step. Where the disk refuses, the run goes on with a warning."""
+        """Save a step. If the disk refuses, the run continues with a warning."""
         if not self.keep:
             return
         publication = on_main(lambda: Publication(self.folder, _name(step)))
         refusal = on_main(lambda: _refusal(publication.begin))
         if refusal is None:
-            files: Files = {}  # of this rank, with their checksums
+            files: Files = {}  # this rank's files with checksums
             mine = _refusal(lambda: files.update(self._write_share(publication, step, experience)))
             everyones = gather_objects((files, mine))
-            if everyones is not None:  # the main rank: all of it, or nothing
+            if everyones is not None:  # the main rank publishes all files or none
                 whole = {name: record for own, _ in everyones for name, record in own.items()}
                 refusal = next((text for _, text in everyones if text is not None), None)
                 refusal = refusal or _refusal(lambda: self._publish(publication, step, whole))
@@ -184,7 +190,7 @@ class KeptSteps:
         return {name: record_of(folder / name) for name in names}
 
     def _publish(self, publication: Publication, step: int, files: Files) -> None:
-        """Later steps are of a time before the run was resumed: they go too."""
+        """Publish a step and delete surplus ones, also later steps, left from before a resume."""
         publication.publish(files)
         steps = kept_steps(self.folder)
         kept = [each for each in steps if each <= step][-self.keep :]
@@ -193,7 +199,7 @@ class KeptSteps:
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """The steps whose inputs a store holds, in order."""
+    """Return the steps whose inputs a store holds, in order."""
     if not folder.is_dir():
         return []
     matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -202,11 +208,11 @@ def kept_steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A step that was kept, as step.json describes it."""
+    """A saved step; the fields after `run` are the content of step.json."""
 
     run: Path
     step: int
-    precision: str  # that the step was computed in
+    precision: str  # precision of the step's computation
     vocab_size: int
     has_routes: bool
     rollouts: dict[str, Any]  # Experience.describe
@@ -217,8 +223,10 @@ class StepInputs:
 
     @classmethod
     def read(cls, run: Path, step: int, *, contents: bool = True) -> StepInputs:
-        """Raises DataError with all that is wrong with the folder; the files' checksums only with
-        `contents`."""
+        """Read step.json and check the folder. Raises DataError, which lists all problems.
+
+        contents: also check the checksums of the files.
+        """
         store = run / FOLDER
         folder = store / _name(step)
         if not folder.is_dir():
@@ -234,7 +242,7 @@ class StepInputs:
             raise DataError(f"{folder}: not the inputs of a step") from None
 
     def logged_loss(self) -> float | None:
-        """What the run wrote down for the step, where it came that far."""
+        """Return the loss that the run logged for the step; None if it did not."""
         try:
             records = read_metrics(self.run)
         except DataError:
@@ -242,7 +250,7 @@ class StepInputs:
         return dict(zip(*series(records, "loss", RL))).get(self.step)
 
     def problems(self, config: Config, vocab_size: int) -> list[str]:
-        """Why a configuration cannot compute the step."""
+        """Return why a configuration cannot compute the step, one line for each problem."""
         problems = []
         if self.vocab_size != vocab_size:
             wrong = f"{self.folder} is of a model with {self.vocab_size}"
@@ -256,31 +264,35 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """Where the weights for a kept step come from."""
+    """The source of the weights for a saved step."""
 
-    checkpoint: Path | None  # None: those that the run began with
-    is_start: bool  # those that the step began with: its loss can be that of the run
-    optimizer: bool  # with the optimizer's state
+    checkpoint: Path | None  # None: the weights with which the run began
+    is_start: bool  # the step began with these weights, so the loss can equal the run's
+    optimizer: bool  # the checkpoint has the optimizer's state
     notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A description for people."""
         source = str(self.checkpoint or "the run's first ones")
         source += ", with its optimizer" if self.optimizer else ""
         return source if self.is_start else f"{source}, not those that the step began with"
 
 
 def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWeights:
-    """The weights of the checkpoint `given`, or of the newest whole one of the step's run that is
-    not of a later time, or the first ones. All that is read of them is held against its checksum,
-    the reference too where the objective needs one. Raises DataError."""
+    """Find the weights for a saved step, and check the checksums of all files to be read.
+
+    given: a checkpoint; None: the newest undamaged checkpoint of the run from before the step, or
+    else the run's first weights. Also checks the reference if the objective needs one. Raises
+    DataError.
+    """
     notes = []
     if given is not None:
         checkpoint = Path(given)
         _check_whole(checkpoint)
     else:
-        start = Position(RL, step.step - 1, True)  # all of the step before, and its own rollouts
+        # the state after the step before, with the rollouts of this step
+        start = Position(RL, step.step - 1, True)
         for position in positions(step.run / CHECKPOINTS):
             if position.order > start.order:
                 continue
@@ -293,7 +305,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
             return StepWeights(None, step.step == 1, False, tuple(notes))
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if objective.needs_reference and (reference := reference_of(checkpoint)) is not None:
-        # without one, the run's first weights, which are the same, take its place
+        # without a reference, the run's first weights, which are the same, are used
         way = "put a whole copy in its place, or move it away: the run's first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
@@ -304,13 +316,13 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
 
 
 def reference_of(checkpoint: Path) -> Path | None:
-    """The weights that RL started from, where they lie beside a checkpoint."""
+    """Return the folder beside a checkpoint with the weights that RL started from; None: none."""
     reference = checkpoint.parent / REFERENCE
     return reference if (reference / MANIFEST).is_file() else None
 
 
 def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
-    """Raises DataError with all that is damaged in a folder, and what to do about it."""
+    """Raise DataError if a folder is damaged; it lists the damage and the advice."""
     damage = find_damage(folder, contents=contents)
     if damage:
         raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
@@ -321,7 +333,7 @@ def _name(step: int) -> str:
 
 
 def _refusal(work: Callable[[], object]) -> str | None:
-    """Why the disk did not let `work` be done; None where it was."""
+    """Run `work`; return the reason if the disk refused, else None."""
     try:
         work()
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Engines that sample responses: the sharded training model itself, or vLLM servers."""
+"""Rollout engines: the sharded training model itself, or vLLM servers."""

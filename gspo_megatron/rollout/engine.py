@@ -1,5 +1,5 @@
-"""What is asked of rollouts, and the interfaces that answer: an engine generates tokens, a source
-gives responses with their scores."""
+"""Rollout requests and two interfaces: an engine generates tokens, and a source returns scored
+responses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. Temperature 0 is greedy decoding; its log-probs are those of
-    temperature 1."""
+    """Sampling parameters. Temperature 0 means greedy decoding with log-probs at temperature 1."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    stop: tuple[str, ...] = ()  # texts or special tokens; the token that completes one is the last
+    # texts or special tokens; a response ends with the token that completes one of them
+    stop: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> Sampling:
-        """That of a run's steps."""
+        """Return the sampling parameters of RL steps."""
         return cls(
             rollout.max_response_tokens,
             rollout.temperature,
@@ -41,35 +41,35 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Prompts that a step or an evaluation asks responses for, over all ranks."""
+    """The prompts of a step or an evaluation, over all ranks."""
 
     name: str  # unique in the run; evaluations sort before steps, and servers work in this order
-    key: str  # of the configuration, which names the files that the prompts are of
+    key: str  # the configuration key that names the prompt files
     rows: list[int]  # numbers of the prompts in these files
     first: int  # number of the first prompt in the step
-    per_prompt: int  # responses to each
+    per_prompt: int  # responses to each prompt
     sampling: Sampling
-    seed: int  # with the number of a sample it decides all of its randomness
-    version: int  # steps that the weights have made that generate, or more
+    seed: int  # seed and sample number together decide all randomness of a sample
+    version: int  # the lowest weights version that may generate
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Prompts of this rank and how many responses to generate for each.
+    """The prompts of this rank, and how many responses to generate for each.
 
     Responses are numbered over all ranks: response j of the prompt with group index g is sample
-    g * responses_per_prompt + j. Seed and sample index decide all of its randomness.
+    g * responses_per_prompt + j. Seed and sample index decide all randomness of a sample.
     """
 
     prompts: Sequence[Sequence[int]]  # token ids
     group_index: Sequence[int]  # the prompts' numbers in the step, over all ranks
     responses_per_prompt: int = 1
-    # of each prompt's responses, at most `Sampling.max_tokens`; None: as many
+    # the limit for each prompt's responses, at most `Sampling.max_tokens`; None: that for all
     max_tokens: Sequence[int] | None = None
-    router_noise: bool = True  # that of the engine, if it has any
+    router_noise: bool = True  # False: switch off the engine's router noise, if it has any
 
     def sample_indices(self) -> list[int]:
-        """[prompts * responses], in the order in which the engine returns them."""
+        """Return the sample indexes [prompts * responses] in the engine's output order."""
         per_prompt = self.responses_per_prompt
         return [g * per_prompt + j for g in self.group_index for j in range(per_prompt)]
 
@@ -78,36 +78,35 @@ class RolloutEngine(Protocol):
     """Generates responses with the policy's current weights."""
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
-        """All responses of this rank's requests, in the order of `Requests.sample_indices`.
+        """Generate this rank's responses, in the order of `Requests.sample_indices`.
 
-        Every rank calls it at the same time, even without requests. The same seed and sample index
-        give the same response of the same weights on any layout, up to rounding.
+        Every rank calls it at the same time, even without requests. With equal weights, the same
+        seed and sample index give the same response on any layout, up to rounding.
         """
         ...
 
     def update_weights(self) -> None:
-        """Take over the policy's weights after an optimizer step."""
+        """Load the policy's weights after an optimizer step."""
         ...
 
 
 @dataclass
 class RolloutShare:
-    """This rank's share of a request: whole groups, of every `data_size`-th of its prompts."""
+    """This rank's share of a request: the whole groups of every `data_size`-th prompt."""
 
     group: RolloutGroup
-    failed_calls: FailedCalls  # calls of the reward function, and episodes, on all ranks
-    reward_seconds: float  # wall seconds of scoring: of the slowest rank, or of the service
-    # [sampled tokens] updates that the weights have missed that generated a token; None: none
-    staleness: np.ndarray | None = None
+    failed_calls: FailedCalls  # failed reward calls and episodes on all ranks
+    reward_seconds: float  # wall seconds of scoring, on the slowest rank or in the rollout service
+    staleness: np.ndarray | None = None  # [sampled tokens], in steps; None: no token is stale
 
 
 class RolloutSource(Protocol):
-    """Scored responses. Every rank has one, and all ranks call everything."""
+    """Returns scored responses. Every rank has one, and all ranks call each method together."""
 
-    report: Callable[[str], None]  # is told how far sampling or scoring is, for people
+    report: Callable[[str], None]  # gets the progress of sampling or scoring as text for people
 
     def begin(self, request: RolloutRequest) -> None:
-        """The request is wanted soon."""
+        """Announce a request that `take` will need soon."""
         ...
 
     def take(
@@ -118,20 +117,25 @@ class RolloutSource(Protocol):
         *,
         router_noise: bool,
     ) -> RolloutShare:
-        """Responses to this rank's share of the request's prompts, which `prompts` has by their
-        numbers in the step; router_noise: that of the engine, if it has any. Raises EpisodeError,
-        RewardError and RolloutError, on all ranks."""
+        """Return responses to this rank's share of the request's prompts.
+
+        prompts: this rank's prompts by their numbers in the step; router_noise: False switches off
+        the engine's noise, if it has any. Raises EpisodeError, RewardError and RolloutError, on
+        all ranks.
+        """
         ...
 
     def take_weights(self, version: int) -> dict[str, float]:
-        """Generate with the policy's present weights from now on; `version`: steps that it has
-        made. Returns metrics."""
+        """Generate with the policy's current weights from now on. Returns metrics.
+
+        version: the number of steps that these weights have been trained for.
+        """
         ...
 
     def after_checkpoint(self, step: int) -> None:
-        """The run is saved after `step`: what was kept for a repetition of it may go."""
+        """Delete what was kept to repeat steps up to `step`, for which a checkpoint now exists."""
         ...
 
     def close(self) -> None:
-        """The run ends."""
+        """Free the resources at the end of the run."""
         ...

@@ -1,9 +1,10 @@
-"""Responses to prompts, whatever engine generates them: played, assembled, scored.
+"""Runs episodes, assembles them into groups and scores the groups, for any rollout engine.
 
-    engine -> turns -> episodes -> `assemble` -> RolloutGroup -> `GroupScorer` -> the same, scored
+    engine -> turns -> episodes -> `assemble` -> RolloutGroup -> `GroupScorer` -> scored group
 
-A single turn is an episode of one turn. In process the leader of a model replica runs these lines
-(rollout/megatron/barrier.py), with servers the rollout service does (rollout/vllm/episodes.py).
+A response without an environment is an episode of one turn. With the in-process engine, the leader
+of a model replica runs this code (rollout/megatron/barrier.py). With vLLM servers, the rollout
+service does (rollout/vllm/episodes.py).
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ if TYPE_CHECKING:
 
 
 class GeneratedTurn(Protocol):
-    """One turn as an engine generated it."""
+    """One turn that an engine generated."""
 
     token_ids: np.ndarray  # [tokens] int32, with the token that ended it
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
     truncated: bool  # cut off by the limit of tokens
-    # [prompt + response tokens, layers, k], where the engine reports the experts here
+    # [prompt + response tokens, layers, k]; None: the engine does not report the experts here
     routes: np.ndarray | None
-    versions: np.ndarray | None  # [tokens] int32, of the weights, where the engine tells them
+    versions: np.ndarray | None  # [tokens] int32, weights versions; None: the engine reports none
 
 
-# The engine: a turn of each of these samples, which have the same tokens before it.
+# Makes the engine generate one turn for each of these samples, after the same tokens.
 Generate = Callable[[TurnRequest, Sequence[int]], Coroutine[Any, Any, Sequence[GeneratedTurn]]]
 
 
 @dataclass
 class Played:
-    """One response, whole: of an episode all its turns, and what stands between them."""
+    """One whole response: all turns of an episode, and the tokens between them."""
 
-    tokens: np.ndarray  # [tokens] int32, of each branch its prompt and its part of the response
+    tokens: np.ndarray  # [tokens] int32, for each branch its prompt and its part of the response
     logprobs: np.ndarray  # [response tokens] float32
     truncated: bool
     routes: np.ndarray | None  # [tokens, layers, k]
     versions: np.ndarray | None  # [response tokens] int32
-    turns: Sequence[Sequence[Any]]  # of each branch, as the engine gave them
-    # of episodes of several turns; None: a single turn, which is all that follows the prompt
+    turns: Sequence[Sequence[Any]]  # [branch][turn]: what the engine returned
+    # The next three are None without an environment: then all tokens after the prompt are one turn.
     in_response: np.ndarray | None = None  # [tokens] bool
-    sampled: np.ndarray | None = None  # [response tokens] bool: what is learnt from
+    sampled: np.ndarray | None = None  # [response tokens] bool: the tokens to learn from
     episode: Episode | None = None
 
 
@@ -82,12 +83,13 @@ def players(
     generate: Generate,
     no_turn: Callable[[int], GeneratedTurn],
 ) -> dict[int, Coroutine[Any, Any, list[Played]]]:
-    """What has to run, at the same time, for the responses to a prompt, by the number of the first
-    sample of each; together they give a response for each sample, in their order. Each waits for
-    one call of `generate` at a time.
+    """Return the coroutines that produce the responses to a prompt, by their first sample's number.
 
-    episodes: None for single turns; no_turn: stands for the turn that an episode has failed to
-    have, after so many tokens of the prompt.
+    Run them concurrently. Joined in order, their results are one response for each sample. Each
+    coroutine has at most one call of `generate` in progress.
+
+    episodes: None for single turns; no_turn: makes the placeholder turn of an episode that failed
+    before its first turn, from the number of prompt tokens.
     """
     if episodes is None:
         return {samples[0]: _single_turns(prompt, samples, max_tokens, generate)}
@@ -117,7 +119,7 @@ async def _episode(
 
 
 def played_turn(prompt: np.ndarray, response: GeneratedTurn) -> Played:
-    """A single turn. prompt: [tokens] int32."""
+    """Make the response of a single turn. prompt: [tokens] int32."""
     return Played(
         np.concatenate([prompt, response.token_ids]),
         response.logprobs,
@@ -129,9 +131,12 @@ def played_turn(prompt: np.ndarray, response: GeneratedTurn) -> Played:
 
 
 def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) -> Played:
-    """An episode that has ended. Of a failed one nothing is learnt."""
+    """Make the response of an episode that has ended. A failed episode has no tokens to learn from.
+
+    no_turn: see `players`.
+    """
     transcript = episode.transcript
-    has_failed = transcript.turns[0].source is None  # before its first turn
+    has_failed = transcript.turns[0].source is None  # it failed before its first turn
     nothing = no_turn(len(transcript.prompt)) if has_failed else None
 
     def response(turn: Written) -> Any:
@@ -158,7 +163,7 @@ def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) ->
 
 
 def _routes_of(turns: Sequence[GeneratedTurn]) -> list[np.ndarray]:
-    """The experts of a branch's tokens, in pieces; none where the engine does not report them."""
+    """Return the routes of a branch's tokens in pieces; empty if the engine reports no routes."""
     routes = [turn.routes for turn in turns if turn.routes is not None]
     assert len(routes) in (0, len(turns)), "routes of some turns only"
     return joined_routes(routes) if routes else []
@@ -167,8 +172,11 @@ def _routes_of(turns: Sequence[GeneratedTurn]) -> list[np.ndarray]:
 def assemble(
     played: Sequence[Played], samples: Sequence[int], per_prompt: int, *, has_episodes: bool
 ) -> RolloutGroup:
-    """The responses as one group, without rewards: these are NaN. samples: the number of each in
-    the step; has_episodes: they are episodes of several turns."""
+    """Join responses into one group whose rewards are still NaN.
+
+    samples: the number of each response in the step; has_episodes: the responses come from an
+    environment.
+    """
     count, numbers = len(played), np.array(samples, np.int64)
     lengths = np.array([len(each.tokens) for each in played], np.int64)
     response_lengths = np.array([len(each.logprobs) for each in played], np.int64)
@@ -201,7 +209,7 @@ def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 class GroupScorer:
-    """Scores groups by one reward: that of a run, or of an evaluation suite."""
+    """Scores groups with one reward: the run's, or that of an evaluation suite."""
 
     def __init__(
         self,
@@ -211,7 +219,7 @@ class GroupScorer:
         by_part: ObjectiveSection | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """by_part: an objective whose advantage is that of the reward's parts (gdpo)."""
+        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo)."""
         self.teacher = teacher
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
@@ -219,7 +227,7 @@ class GroupScorer:
             tokenizer,
             by_part,
         )
-        # names of the reward's parts that all ranks know; None: nothing has been scored yet
+        # names of the reward's parts, the same on all ranks; None: nothing has been scored yet
         self.part_names: PartNames | None = None
 
     @classmethod
@@ -232,8 +240,11 @@ class GroupScorer:
         *,
         is_learnt: bool = False,
     ) -> GroupScorer:
-        """section: how the reward is called; is_learnt: it is that of the run, not of a suite.
-        Rewards of suites are shaped as those of the run."""
+        """Make a scorer from the configuration.
+
+        section: how to call the reward; is_learnt: True for the run's reward, False for a suite's.
+        The shaping is the same for both.
+        """
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
         scorer = Scorer(reward, section, needs_parts=by_part is not None)
@@ -247,8 +258,10 @@ class GroupScorer:
         return self.scorer.reward
 
     def samples(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> list[Sample]:
-        """The responses as text, in their order. prompts: by their numbers in the step. The text
-        of an episode of several turns is its last turn, and its prompt that of the first branch."""
+        """Return the responses as text, in their order. prompts: by their numbers in the step.
+
+        For an episode, the text is its last turn, and the prompt is that of the first branch.
+        """
         samples, end, responses_end = [], 0, 0
         rows = zip(
             group.prompt_lengths.tolist(),
@@ -296,9 +309,12 @@ class GroupScorer:
         episodes: Sequence[Episode] = (),
         judged: Judged | None = None,
     ) -> None:
-        """Write the scores, in the order of the responses, into the columns of the group: of a
-        failed call (None) NaN, and NaN as the shaped reward of its whole group. episodes: of the
-        responses, where there are several turns. judged: what the teacher says."""
+        """Write the scores, in the order of the responses, into the columns of the group.
+
+        A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
+        group. episodes: the episodes of the responses, if there is an environment; judged: the
+        answers of the teacher.
+        """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
         if judged is not None:
@@ -334,8 +350,10 @@ class GroupScorer:
     def _of_parts(
         self, group: RolloutGroup, names: PartNames, std: Literal["sample", "population"]
     ) -> np.ndarray:
-        """What takes the place of the shaped rewards. The penalty of an overlong response is one
-        more part."""
+        """Return the sum of the normalized parts, which replaces the shaped rewards.
+
+        The penalty for an overlong response counts as one more part.
+        """
         assert group.parts is not None, "its names are there"
         weights = self.scorer.section.weights
         weighted = group.parts * [weights.get(name, 1.0) for name in names]
@@ -343,7 +361,7 @@ class GroupScorer:
         return sum_of_normalized_parts(columns, group.group_index, std)
 
     def adopt(self, names: PartNames) -> None:
-        """The parts of the rewards of a group. Raises RewardError where they change in a run."""
+        """Set the names of the reward's parts. Raises RewardError if they change within a run."""
         if self.part_names not in (None, names):
             raise RewardError(
                 f"reward {self.reward.name!r} returned {describe(names)}, and "
@@ -357,7 +375,7 @@ class GroupScorer:
         self.scorer.close()
 
     def _decode(self, token_ids: np.ndarray) -> str:
-        """Text without the token that ended it."""
+        """Decode tokens, without the end-of-sequence token at the end."""
         ids = token_ids.tolist()
         if ids and ids[-1] in self.tokenizer.eos_ids:
             ids.pop()
@@ -365,7 +383,9 @@ class GroupScorer:
 
 
 def _last_turn(written: np.ndarray) -> int:
-    """Where the last turn begins, of [response tokens of a branch] bool: what the policy wrote. It
-    ends with the response."""
+    """Return where the last turn begins; it ends with the response.
+
+    written: [response tokens of a branch] bool, True on tokens that the policy wrote.
+    """
     others = np.flatnonzero(~written)
     return int(others[-1]) + 1 if len(others) else 0

@@ -1,9 +1,9 @@
-"""The store: finished groups of responses on the disk, from where the ranks read their share.
+"""The store: finished groups of responses on disk, from which the ranks read their share.
 
-A file holds one request: a record that says what was asked for, then a record for each finished
-group, in the order in which they finished. A record is on the disk before anyone is told of it.
-After a kill the whole groups are used again; those of records that were cut short or are damaged
-are generated again.
+Each request has a file. Its first record is the request. Then follows a record for each finished
+group, in the order in which they finished. A record is on disk before its group is announced.
+After a kill, complete groups are used again. Groups whose records are cut short or damaged are
+generated again.
 
 A record is a header (magic, number of the group, bytes, CRC-32) and a `RolloutGroup`.
 """
@@ -26,20 +26,20 @@ from gspo_megatron.rollout.types import RolloutGroup
 FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
-# The form of the records: groups of another one are drawn again. Columns that a reader can do
-# without are added without a new form.
+# The format version of the records. Groups in another version are generated again. A new column
+# that readers can do without needs no new version.
 _MAGIC = b"GSP2"
 _HEADER = struct.Struct("<4sqQI")
 _REQUEST = -1  # in place of a group's number: the record of the request
 
 
 class RequestFile:
-    """One request's file, as the service writes it."""
+    """Writes the file of one request."""
 
     def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
-        """Keeps the groups that an earlier process finished for the same request; `finished` has
-        their numbers. A file of another request is replaced. Raises DataError where the file
-        cannot be written."""
+        """Keep the groups that an earlier process finished for the same request; `finished` has
+        their numbers. A file of another request is replaced. Raises DataError if the file cannot
+        be written."""
         self.path = path
         self.finished: set[int] = set()
         wanted = json.dumps(request, sort_keys=True).encode()
@@ -67,8 +67,10 @@ class RequestFile:
                 sync(path.parent)
 
     def append(self, group: RolloutGroup) -> None:
-        """Write the responses to one prompt; they are on the disk when this returns. Raises
-        DataError."""
+        """Write the responses to one prompt; they are on disk when this returns.
+
+        Raises DataError if the file cannot be written.
+        """
         with _write_errors(self.path):
             self._append(group.number, group.save())
         self.finished.add(group.number)
@@ -84,11 +86,10 @@ class RequestFile:
 
 
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
-    """The groups of a request with these numbers, or all that are whole. The others are skipped,
-    not read.
+    """Read the groups with the numbers in `wanted`; None: all that are complete.
 
-    Raises DataError for a file that cannot be read, for a group that lacks columns, and where one
-    of the numbers is missing.
+    Other groups are skipped without reading them. Raises DataError if the file cannot be read, and
+    with `wanted` if a group lacks columns or is missing.
     """
     groups: dict[int, RolloutGroup] = {}
     try:
@@ -109,7 +110,7 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
 
 
 def _holds_group(content: bytes) -> bool:
-    """Whether a record whose checksum is right holds a group."""
+    """Return whether a record whose checksum is right holds a group."""
     try:
         RolloutGroup.load(content)
     except DataError:
@@ -118,7 +119,7 @@ def _holds_group(content: bytes) -> bool:
 
 
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
-    """Of records that were written as a whole. One that a kill cut short is nothing special."""
+    """Print the numbers of damaged records. A record that a kill cut short is not reported."""
     if _REQUEST in numbers:
         print(f"{path}: the record of its request is damaged: all of it is drawn again", flush=True)
     elif numbers:
@@ -127,12 +128,12 @@ def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
 
 
 def step_of(name: str) -> int:
-    """Of a request: its name is KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
+    """Return the step of a request's name: KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
     return int(name.split("_")[1])
 
 
 def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
-    """Remove the files of requests that are not needed; `is_needed` is given their names."""
+    """Remove the files of requests that are not needed; `is_needed` gets the request's name."""
     for path in folder.glob(f"*{SUFFIX}"):
         if not is_needed(path.name.removesuffix(SUFFIX)):
             path.unlink(missing_ok=True)
@@ -141,8 +142,10 @@ def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
 def _records(
     path: Path, wanted: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[int, bytes | None, int]]:
-    """Number, content and end of each record up to the first that was cut short or has no header;
-    the content of one that is not wanted is empty, and that of a damaged one None."""
+    """Yield number, content and end of each record, up to the first incomplete one.
+
+    The content is empty if the record is not wanted, and None if it is damaged.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while (record := _next_record(file, size, wanted)) is not None:

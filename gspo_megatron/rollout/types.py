@@ -1,7 +1,7 @@
-"""Responses with all that is known of them, from the engine that generated them to the step.
+"""Responses with their data: log-probs, rewards, routes and more.
 
-`RolloutGroup` declares each column once: its type, and what it has a row for. Memory, the store on
-the disk, the way from rank to rank and the batch of a step all use this declaration.
+`RolloutGroup` declares each column once: its type, and what one row stands for. Memory, the store
+on disk, messages between ranks and the batch of a step all use this declaration.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# What a column has a row for.
-SEQUENCE = "sequence"  # each response
-TOKEN = "token"  # each token of prompts and responses, sequence after sequence
-RESPONSE_TOKEN = "response token"  # each token of the responses
-TURN = "turn"  # each turn that was rewarded, response after response
-SUM = "sum"  # all responses together; joined groups add it up
-SHARED = "shared"  # the same in all groups that are joined
+# What one row of a column stands for.
+SEQUENCE = "sequence"  # a response
+TOKEN = "token"  # a token of prompts and responses, sequence after sequence
+RESPONSE_TOKEN = "response token"  # a token of the responses
+TURN = "turn"  # a rewarded turn, response after response
+SUM = "sum"  # all responses together; joining groups adds the values up
+SHARED = "shared"  # all responses together; joined groups have the same value
 
 
 class Column(NamedTuple):
-    """How a field of RolloutGroup is kept. One with a default may be missing: None."""
+    """The declaration of a field of RolloutGroup. A field with a default may be None."""
 
     rows: str
-    dtype: Any = None  # None: as it is
-    is_added: bool = False  # groups in the stores of earlier versions do not have it
+    dtype: Any = None  # None: any type
+    is_added: bool = False  # stores of earlier versions of this package lack the column
 
 
 @dataclass
@@ -56,50 +56,55 @@ class Scores:
 
 @dataclass
 class RolloutGroup:
-    """The responses to one prompt, or to several, flat; sequence i is prompt then response. That of
-    an episode whose history was rewritten has several branches: each a prompt, then a part of the
-    response."""
+    """The responses to one or several prompts, flat. A sequence is a prompt, then its response.
+
+    An episode whose history was rewritten has several branches. Each branch is a prompt, then a
+    part of the response.
+    """
 
     tokens: Annotated[np.ndarray, Column(TOKEN, np.int32)]
     # in tokens, of all branches together
     prompt_lengths: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
     response_lengths: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
-    # log-probs of the sampled tokens as the engine computed them, at the rollout temperature
+    # the engine's log-probs of the sampled tokens, at the rollout temperature
     rollout_logprobs: Annotated[np.ndarray, Column(RESPONSE_TOKEN, np.float32)]
-    # whether a limit of tokens cut the response off
+    # whether a token limit cut the response off
     truncated: Annotated[np.ndarray, Column(SEQUENCE, np.bool_)]
     # unique in the step, over all ranks
     sample_index: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
     # the prompt's number in the step
     group_index: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
-    # As the reward gives it: the sum of turns or of weighted parts. NaN: its call failed.
+    # The reward before shaping: the sum over turns or weighted parts. NaN: the call failed.
     rewards: Annotated[np.ndarray, Column(SEQUENCE, np.float64)]
-    # what is trained on; NaN in the whole group of a failed call
+    # the reward to train on; NaN in the whole group of a failed call
     shaped: Annotated[np.ndarray, Column(SEQUENCE, np.float64)]
     # rewarded turns; 0: only the response as a whole was rewarded
     turns: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
     turn_rewards: Annotated[np.ndarray, Column(TURN, np.float64)]  # shaped
-    turn_tokens: Annotated[np.ndarray, Column(TURN, np.int64)]  # response tokens of each
-    # None: each sequence has a single branch
+    turn_tokens: Annotated[np.ndarray, Column(TURN, np.int64)]  # response tokens of each turn
+    # whether the token belongs to the response; None: each sequence has a single branch
     in_response: Annotated[np.ndarray | None, Column(TOKEN, np.bool_)] = None
-    # what the policy wrote; None: all
+    # whether the policy wrote the token; None: it wrote all
     sampled: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.bool_)] = None
-    # what to learn from; None: all that the policy wrote
+    # whether to learn from the token; None: from all that the policy wrote
     mask: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.bool_)] = None
-    # version of the weights that generated the token; None: those of the step
+    # weights version that generated the token; None: that of the step
     versions: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
-    # [tokens, layers, k] uint8 or int16: the experts of each token, where the engine reports them.
-    # Zeros: it did not say. A branch's last token was never fed to the model: its row is void.
+    # [tokens, layers, k] uint8 or int16: the experts of each token; None: not reported. Zeros mean
+    # that the engine did not report this token. The last token of a branch never goes through the
+    # model, so its row means nothing.
     routes: Annotated[np.ndarray | None, Column(TOKEN)] = None
     # numbers of the layers in `routes`, from 1; None: all layers of the model
     layers: Annotated[np.ndarray | None, Column(SHARED, np.int64)] = None
-    # [num_sequences, parts] of the rewards before weights, and their names; None: all calls failed
+    # [num_sequences, parts]: unweighted parts of the rewards, and their names; None: all calls
+    # failed
     parts: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
-    # of a distillation's teacher behind a URL, and wall seconds [1] of asking it; None: no teacher
+    # log-probs of a distillation's teacher behind a URL, and wall seconds [1] of its requests;
+    # None: no teacher
     teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
     teacher_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
-    # why a reward is not more
+    # the reward function's explanation of a reward
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.records
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
@@ -108,7 +113,7 @@ class RolloutGroup:
 
     @property
     def number(self) -> int:
-        """The number in the step of the one prompt that these respond to."""
+        """The number of the prompt in the step. The group must have exactly one prompt."""
         [number] = {*self.group_index.tolist()}
         return number
 
@@ -129,18 +134,18 @@ class RolloutGroup:
         return self.sampled if self.mask is None else self.mask
 
     def part_of(self, row: int) -> dict[str, float]:
-        """The parts of a response's reward by their names; NaN where its call failed."""
+        """Return the parts of a response's reward by name; NaN if the call failed."""
         names = self.part_names or ()
         return {} if self.parts is None else dict(zip(names, self.parts[row].tolist()))
 
     def without_texts(self) -> RolloutGroup:
-        """Without reasons and records: a step needs none, and they are long."""
+        """Return the group without reasons and records, which are long and not needed in a step."""
         return dataclasses.replace(self, reasons=None, records=None)
 
     # Several groups
 
     def select(self, rows: np.ndarray) -> RolloutGroup:
-        """The responses that `rows` [num_sequences] bool marks."""
+        """Return the responses that `rows` [num_sequences] bool marks."""
         if rows.all():
             return self
         marks = {
@@ -160,13 +165,16 @@ class RolloutGroup:
         return dataclasses.replace(self, **chosen)
 
     def of_prompts(self, numbers: Sequence[int]) -> RolloutGroup:
-        """The responses to these of the step's prompts."""
+        """Return the responses to the prompts with these numbers in the step."""
         return self.select(np.isin(self.group_index, np.array(numbers, np.int64)))
 
     @classmethod
     def join(cls, groups: Sequence[RolloutGroup]) -> RolloutGroup:
-        """Groups end to end, as arrays of their own. Raises DataError where a column is in some of
-        them only; one that earlier versions do not have is left out then."""
+        """Concatenate groups into new arrays.
+
+        Raises DataError if only some groups have a column. A column with `is_added` is then left
+        out instead.
+        """
         names = max((group.part_names or () for group in groups), key=len)
         joined: dict[str, Any] = {}
         for name, kind in COLUMNS.items():
@@ -188,7 +196,7 @@ class RolloutGroup:
         return cls(**joined)
 
     def nothing(self) -> RolloutGroup:
-        """A group without responses that has the columns of this one."""
+        """Return a group without responses that has the columns of this one."""
         empty = self.select(np.zeros(len(self.sample_index), bool))
         sums = {
             name: 0 * value
@@ -198,8 +206,10 @@ class RolloutGroup:
         return dataclasses.replace(empty, **sums)
 
     def of_layers(self, numbers: Sequence[int]) -> RolloutGroup:
-        """With the routes of these layers only, numbered from 1. Raises KeyError for a layer that
-        nobody recorded."""
+        """Return the group with the routes of only these layers, numbered from 1.
+
+        Raises KeyError for a layer that was not recorded.
+        """
         if self.routes is None:
             return self
         known = range(1, self.routes.shape[1] + 1) if self.layers is None else self.layers.tolist()
@@ -208,7 +218,8 @@ class RolloutGroup:
         return dataclasses.replace(self, routes=chosen, layers=np.array(numbers, np.int64))
 
     def parts_of(self, names: Sequence[str]) -> np.ndarray | None:
-        """`parts` by these names; NaN where all calls failed before the names were known."""
+        """Return `parts` with a column for each name; NaN if all calls failed, so that the group
+        has no names."""
         if self.parts is None or self.parts.shape[1] == len(names):
             return self.parts
         return np.full((len(self.sample_index), len(names)), np.nan)
@@ -216,7 +227,7 @@ class RolloutGroup:
     # Bytes
 
     def save(self, *, routes_only: bool = False) -> bytes:
-        """The columns as a safetensors file."""
+        """Return the columns as a safetensors file."""
         arrays = {n: v for n, _, v in self._columns() if isinstance(v, np.ndarray)}
         if routes_only:
             arrays = {name: arrays[name] for name in ("routes", "layers") if name in arrays}
@@ -227,7 +238,7 @@ class RolloutGroup:
         return save({name: np.ascontiguousarray(values) for name, values in arrays.items()})
 
     def _encoded(self) -> dict[str, np.ndarray]:
-        """What is no array."""
+        """Encode the columns that are not arrays."""
         encoded = {}
         if self.part_names is not None:
             encoded["part_names"] = _bytes(json.dumps(self.part_names))
@@ -241,7 +252,7 @@ class RolloutGroup:
 
     @classmethod
     def load(cls, content: bytes) -> RolloutGroup:
-        """The inverse of `save`. Raises DataError that says which columns are missing or wrong."""
+        """Read what `save` returned. Raises DataError, which names missing or wrong columns."""
         try:
             return cls.of_columns(load(content))
         except (SafetensorError, *WRONG_VALUES) as error:
@@ -251,8 +262,10 @@ class RolloutGroup:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, np.ndarray]) -> RolloutGroup:
-        """A group of the arrays of a safetensors file. Raises DataError for what does not fit the
-        declaration."""
+        """Make a group from the arrays of a safetensors file.
+
+        Raises DataError if they do not fit the declaration.
+        """
         values: dict[str, Any] = {name: columns[name] for name in COLUMNS if name in columns}
         if "parts" in values:
             values["parts"] = values["parts"].T
@@ -269,7 +282,10 @@ class RolloutGroup:
         return cls(**values).checked()
 
     def checked(self) -> RolloutGroup:
-        """With the declared types. Raises DataError for columns of other types or sizes."""
+        """Convert the columns to the declared types, and return the group itself.
+
+        Raises DataError if a column has a type that cannot be converted, or a wrong size.
+        """
         responses = int(self.response_lengths.sum())
         sizes = {
             SEQUENCE: len(self.sample_index),
@@ -293,7 +309,7 @@ class RolloutGroup:
     # The device
 
     def to_batch(self, device: torch.device) -> RolloutBatch:
-        """What a step needs of the responses."""
+        """Return the tensors of the responses that a step needs."""
         names = [each.name for each in fields(RolloutBatch)]
         arrays = {name: getattr(self, name) for name in names}
         arrays |= {"tokens": self.tokens.astype(np.int64), "mask": self.learnt}
@@ -304,7 +320,7 @@ class RolloutGroup:
         return RolloutBatch(**tensors)
 
     def to_scores(self, device: torch.device) -> Scores:
-        """What a step needs of the rewards."""
+        """Return the tensors of the rewards that a step needs."""
         names = [each.name for each in fields(Scores)]
         return Scores(**{name: to_tensor(getattr(self, name), device) for name in names})
 
@@ -324,8 +340,8 @@ def _bytes(text: str) -> np.ndarray:
 
 
 def to_tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    """A column on a device."""
-    import torch  # on the ranks; the rollout service works without it
+    """Copy a column to a device."""
+    import torch  # only here, because the rollout service runs without torch
 
     own = values if values.flags.writeable else values.copy()
     return torch.from_numpy(own).to(device)

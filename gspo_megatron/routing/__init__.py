@@ -1,1 +1,1 @@
-"""Which experts tokens go to: recorded, replayed, compared."""
+"""Records, replays and compares routes: the experts that routers choose for tokens."""

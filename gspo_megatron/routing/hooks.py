@@ -1,9 +1,10 @@
-"""Hooks on the routers: each forward pass can decide which experts its tokens go to.
+"""Hooks on the routers, with which a forward pass can choose the experts of its tokens.
 
-Megatron-Core's TopKRouter asks its `router_replay` object for the experts, if it has one. The stock
-object keeps one process-wide list, which a second model, virtual stages or recomputation mix up.
-Here each router has a hook that knows its layer number only. What to do comes from the running
-forward pass, by a context variable, which recomputation restores (platform/megatron_fixes.py).
+Megatron-Core's TopKRouter gets the experts from its `router_replay` object, if it has one. The
+stock object keeps one process-wide list. A second model, virtual stages or recomputation mix up
+this list. Here each router has a hook that knows only its layer number. The running forward pass
+sets a context variable that tells the hook what to do; recomputation restores the variable
+(platform/megatron_fixes.py).
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import Tensor
 
-# Megatron-Core's ways to balance the load that choose experts without asking the hook.
+# Load-balancing types of Megatron-Core that choose experts without calling the hook.
 NEVER_ASKING = ("sinkhorn", "quantile_balancing")
 
 Choice = tuple[Tensor, Tensor]  # scores [tokens, k] of the chosen experts, experts [tokens, k]
 
 
 class Routes(Protocol):
-    """What one micro-batch's forward pass does at each router."""
+    """Chooses the experts at each router in the forward pass of one micro-batch."""
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
-        """The experts of a layer's tokens. scores: [tokens, experts], what the router would take
-        the top k of; native: its own choice."""
+        """Choose the experts of a layer's tokens.
+
+        scores: [tokens, experts], from which the router takes the top k; native: makes the
+        router's own choice.
+        """
 
 
 _current: ContextVar[Routes | None] = ContextVar("routes", default=None)
@@ -37,7 +41,7 @@ _current: ContextVar[Routes | None] = ContextVar("routes", default=None)
 
 @contextlib.contextmanager
 def routed(routes: Routes | None) -> Generator[None]:
-    """Forward passes inside, and their recomputation later, choose experts by `routes`."""
+    """Let forward passes in this context, and their later recomputation, choose by `routes`."""
     token = _current.set(routes)
     try:
         yield
@@ -46,7 +50,7 @@ def routed(routes: Routes | None) -> Generator[None]:
 
 
 class RouterHook:
-    """Stands where TopKRouter looks for a RouterReplay."""
+    """Takes the place of Megatron-Core's RouterReplay in a TopKRouter."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -59,7 +63,7 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., Choice] | None = None,
     ) -> Choice:
-        """Called by topk_routing_with_score_function in the place of its own top k."""
+        """Return a choice; topk_routing_with_score_function calls this instead of its own top k."""
         assert default_compute_topk is not None
 
         def native() -> Choice:
@@ -70,12 +74,14 @@ class RouterHook:
 
 
 def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
-    """Give every router of a policy's chunks its hook; the layer numbers on this rank, from 1 over
-    all stages. Routers of multi-token-prediction layers keep their own way: they are no part of
-    the policy whose log-probs are trained on."""
+    """Attach a hook to every router of a policy's chunks, and return their layer numbers.
+
+    Layer numbers count from 1 over all pipeline stages. Routers of multi-token-prediction layers
+    get no hook, because these layers do not contribute to the log-probs that RL trains on.
+    """
     layers = []
     for name, module in chain.from_iterable(model.named_modules() for model in models):
-        # newer routers know that they predict further tokens; all can be told by where they are
+        # Only newer routers have `is_mtp_layer`; the module's name identifies the others.
         further = ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
         if not isinstance(module, Router) or further:
             continue

@@ -1,7 +1,7 @@
-"""Noise on the routers' scores during rollouts. It imitates an engine that computes differently.
+"""Adds noise to the routers' scores during rollouts, to imitate a separate rollout engine.
 
-A separate engine sends some tokens to other experts than the trainer does; the engine of this
-package agrees with it up to rounding. Noise makes the two differ by a known amount.
+A separate engine sends some tokens to other experts than the trainer does. The in-process engine
+agrees with the trainer up to rounding. Noise makes them differ by a known amount.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from torch import Tensor
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 from gspo_megatron.routing.replay import Recording
 
-# (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides it, because
-# the engine knows which tokens pass (rollout/megatron/sampling.py, RouterRandomness).
+# (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides this
+# function, because it knows which tokens are in the pass (RouterRandomness of
+# rollout/megatron/sampling.py).
 Numbers = Callable[[int, int], Tensor]
 
 
 @contextlib.contextmanager
 def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Generator[dict[int, Tensor]]:
-    """Forward passes inside see noisy scores. Yields the experts [tokens, k] that they choose, by
-    layer number; an empty dict unless `record`."""
+    """Add noise to the scores of forward passes in this context.
+
+    Yields the chosen experts [tokens, k] by layer number; an empty dict unless `record`.
+    """
     recording = Recording() if record else None
     with routed(_Noisy(std, numbers, recording)):
         yield {} if recording is None else recording.experts
 
 
 class _Noisy:
-    """Adds Gaussian noise to the scores. Then `inner` chooses by them, or the router itself."""
+    """Adds Gaussian noise to the scores; then `inner`, or else the router, chooses the experts."""
 
     def __init__(self, std: float, numbers: Numbers, inner: Routes | None) -> None:
         self._std, self._numbers, self._inner = std, numbers, inner
@@ -46,5 +49,5 @@ class _Noisy:
 
 
 def normal(uniform: Tensor) -> Tensor:
-    """Standard normal numbers from uniform ones in (0, 1), by the inverse distribution."""
+    """Turn uniform numbers in (0, 1) into standard normal ones, by the inverse distribution."""
     return math.sqrt(2.0) * torch.erfinv(2.0 * uniform - 1.0)

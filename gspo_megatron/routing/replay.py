@@ -1,7 +1,7 @@
-"""Routing Replay: the experts of one forward pass, used again in another (arXiv 2507.18071, 5.3).
+"""Routing Replay: a forward pass uses the experts of an earlier one (arXiv 2507.18071, 5.3).
 
-Only the choice is replayed. The weights of the chosen experts come from the live router's scores,
-and gradients flow through them.
+It replays only the choice of experts. Their weights come from the scores of the router in the
+current pass, and gradients flow through them.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ from torch import Tensor
 
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 
-# Scores are kept of at most so many tokens of a micro-batch, at equal distances: all of them would
-# take 12 KB a token with 48 layers of 128 experts, 32 times as much as the routes.
+# The most tokens of a micro-batch whose scores are recorded; they are evenly spaced. All scores
+# would take 12 KB a token with 48 layers of 128 experts, 32 times as much as the routes.
 MAX_SCORED_TOKENS = 512
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """How the numbers of experts are stored: one byte for up to 256 experts, two beyond."""
+    """Return the dtype for expert numbers: one byte for up to 256 experts, else two."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def no_routes(config: TransformerConfig, *sizes: int, device: torch.device) -> Tensor:
-    """[*sizes, k], for places without tokens or without layers."""
+    """Return a table of zeros, [*sizes, k], for ranks without tokens or without layers."""
     dtype = expert_dtype(config.num_moe_experts)
     return torch.zeros((*sizes, config.moe_router_topk), dtype=dtype, device=device)
 
 
 @dataclass
 class RouteTable:
-    """The experts of a micro-batch's tokens as this rank's routers see them: its layers, and its
-    shard of the tokens under context and sequence parallelism."""
+    """The experts of a micro-batch's tokens on this rank.
+
+    It covers the layers of this rank, and its shard of the tokens under context and sequence
+    parallelism.
+    """
 
     layers: tuple[int, ...]
     experts: Tensor  # [layers, tokens, k] uint8 or int16
-    known: Tensor | None  # [tokens] bool; None: all. The router chooses for the others.
+    known: Tensor | None  # [tokens] bool; None: all. For unknown tokens the router chooses.
 
     def moved(self, *, on_host: bool) -> RouteTable:
-        """Copied to pinned host memory if `on_host` is true."""
+        """Copy the experts to pinned host memory if `on_host` is true."""
         if on_host:
             self.experts = to_host(self.experts)
         return self
@@ -53,14 +56,17 @@ class RouteTable:
         return self.experts.numel() * self.experts.element_size()
 
     def of_layer(self, layer: int, device: torch.device) -> Tensor:
-        """[tokens, k] int64 on a device. Only this layer is copied there: with the table on the
-        host, a pass over many micro-batches needs device memory for one layer of one of them."""
+        """Return the experts of one layer, [tokens, k] int64, on `device`.
+
+        Copies only this layer. So with tables on the host, a pass over many micro-batches needs
+        device memory for one layer of one micro-batch.
+        """
         experts = self.experts[self.layers.index(layer)]
         return experts.to(device, non_blocking=True).long()
 
 
 def to_host(values: Tensor) -> Tensor:
-    """A tensor in pinned host memory, where copies back to the device need not wait."""
+    """Copy a tensor to pinned host memory, from which copies to the device are asynchronous."""
     if not values.is_cuda:
         return values
     host = torch.empty_like(values, device="cpu", pin_memory=True)
@@ -68,12 +74,12 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def scored_tokens(num_tokens: int) -> slice:
-    """The rows of a micro-batch whose scores are kept."""
+    """Return the rows of a micro-batch whose scores are recorded."""
     return slice(None, None, max(1, -(-num_tokens // MAX_SCORED_TOKENS)))
 
 
 class Recording:
-    """Remembers what the routers choose, or would choose where `inner` decides otherwise."""
+    """Records the routers' own choice, also where `inner` makes another choice."""
 
     def __init__(
         self,
@@ -83,11 +89,12 @@ class Recording:
         num_layers: int | None = None,
         on_host: bool = False,
     ) -> None:
-        """`num_layers`: routers of this rank. After the last of them the routes become one table,
-        on the host if `on_host` is true, so that they do not pile up on the device during a pass.
+        """`num_layers` is the number of routers on this rank. After the last router, the recording
+        joins the routes into one table. With `on_host` it moves the table to the host, so that
+        tables do not fill the device memory during a pass.
         """
         self.experts: dict[int, Tensor] = {}  # by layer, [tokens, k]
-        self.scores: dict[int, Tensor] = {}  # by layer, [scored tokens, experts]; where wanted
+        self.scores: dict[int, Tensor] = {}  # by layer, [scored tokens, experts], if keep_scores
         self.inner, self._keep_scores = inner, keep_scores
         self._num_layers, self._on_host = num_layers, on_host
         self._table: RouteTable | None = None
@@ -108,11 +115,11 @@ class Recording:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those recorded so far."""
+        """The layers recorded so far."""
         return tuple(sorted(self.experts)) if self._table is None else self._table.layers
 
     def table(self) -> RouteTable:
-        """All layers' routes in one tensor."""
+        """Return the routes of all layers in one table."""
         if self._table is not None:
             return self._table
         experts = torch.stack([self.experts[layer] for layer in self.layers])
@@ -121,7 +128,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recorded() -> Generator[dict[int, Tensor]]:
-    """The experts [tokens, k] that forward passes inside choose, by layer."""
+    """Record the experts of forward passes in this context; yields [tokens, k] by layer."""
     recording = Recording()
     with routed(recording):
         yield recording.experts
@@ -132,7 +139,7 @@ class Replaying:
 
     def __init__(self, table: RouteTable) -> None:
         self._table = table
-        self._uses: Counter[tuple[int, bool]] = Counter()  # of a layer; with gradients or without
+        self._uses: Counter[tuple[int, bool]] = Counter()  # by (layer, with gradients)
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
         """See Routes.choose."""
@@ -147,8 +154,11 @@ class Replaying:
         return scores.gather(1, experts), experts
 
     def assert_used(self, *, training: bool) -> None:
-        """Assert that every layer asked for its routes exactly once: in the pass with gradients
-        when training (recomputation runs one without them before it), else in one without."""
+        """Assert that every layer used its routes exactly once.
+
+        In training, this counts the pass with gradients (recomputation first runs one without
+        gradients). Otherwise it counts the pass without gradients.
+        """
         uses = {layer: self._uses[layer, training] for layer in self._table.layers}
         missing = sorted(layer for layer, count in uses.items() if count == 0)
         assert not missing, f"the routers of layers {missing} never asked for their routes"

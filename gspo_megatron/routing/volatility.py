@@ -1,4 +1,4 @@
-"""How far the routers have moved since the step began, and how evenly they spread the tokens."""
+"""Metrics of how far routers moved since the step began, and how evenly they spread the tokens."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _SUMS = ("volatility", "tokens", "shift", "scored tokens")
 
 
 class RoutingMetrics:
-    """Sums over a step's compared tokens, by layer; global metrics after `reduce`."""
+    """Sums over a step's compared tokens, by layer. `reduce` turns them into global metrics."""
 
     def __init__(
         self, num_layers: int, num_experts: int, device: torch.device, *, replayed: bool
     ) -> None:
-        """replayed: the experts that are used may differ from the natural choice."""
+        """replayed: the used experts may differ from the router's own choice."""
         self.num_experts, self.device, self.replayed = num_experts, device, replayed
         size = (num_layers, len(_SUMS) + 2 * num_experts)
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
         self._changed: list[Tensor] = []  # [tokens] bool of each micro-batch
 
     def new_micro_batch(self, tokens: int) -> Tensor:
-        """Where a micro-batch's layers note which tokens changed, [tokens] bool."""
+        """Return [tokens] bool, in which a micro-batch's layers mark the tokens that changed."""
         self._changed.append(torch.zeros(tokens, dtype=torch.bool, device=self.device))
         return self._changed[-1]
 
     def add(self, layer: int, lost: Tensor, shift: Tensor, natural: Tensor, used: Tensor) -> None:
-        """Add a layer's compared tokens. lost: [tokens] share of the old experts that are not
-        chosen any more; shift: [scored tokens] mean change of the scores; natural, used:
-        [tokens, k] experts."""
+        """Add a layer's compared tokens.
+
+        lost: [tokens], the share of old experts that the router no longer chooses; shift:
+        [scored tokens], the mean absolute change of the scores; natural, used: [tokens, k] experts
+        that the router chose, and that the pass used.
+        """
         row = self._sums[layer - 1]
         row[0] += lost.sum()
         row[1] += len(lost)
@@ -48,8 +51,10 @@ class RoutingMetrics:
             start += self.num_experts
 
     def reduce(self, pipeline_group: dist.ProcessGroup) -> dict[str, float]:
-        """Combine over all ranks, which hold different tokens or different layers. The flags of a
-        token's layers meet over the pipeline first."""
+        """Combine the sums of all ranks, which hold different tokens or different layers.
+
+        First the pipeline stages combine their flags of changed tokens.
+        """
         changed = torch.cat(self._changed) if self._changed else self._sums.new_zeros(0)
         changed = changed.to(torch.uint8)
         if pipeline_group.size() > 1:
@@ -88,7 +93,7 @@ class RoutingMetrics:
 
 
 class Observing:
-    """Compares the routers' natural choice with a table of old routes, whatever is used."""
+    """Compares the routers' own choice with a table of old routes, whichever experts are used."""
 
     def __init__(
         self,
@@ -98,7 +103,8 @@ class Observing:
         figures: RoutingMetrics,
         inner: Routes | None,
     ) -> None:
-        """real: [tokens] bool, not padding; None: all are. inner: what decides; None: nothing."""
+        """real: [tokens] bool, False on padding; None: no padding. inner: chooses the experts;
+        None: the router chooses."""
         self._old, self._old_scores, self._real = old, old_scores, real
         self._figures, self.inner = figures, inner
         count = old.experts.shape[1] if real is None else int(real.sum())
@@ -109,7 +115,7 @@ class Observing:
         """See Routes.choose."""
         natural, inner = native(), self.inner
         used = natural if inner is None else inner.choose(layer, scores, lambda: natural)
-        if layer not in self._seen:  # recomputation in the backward pass comes here again
+        if layer not in self._seen:  # recomputation calls this again in the backward pass
             self._seen.add(layer)
             self._compare(layer, scores.detach(), natural[1], used[1])
         return used
@@ -118,8 +124,8 @@ class Observing:
     def _compare(self, layer: int, scores: Tensor, natural: Tensor, used: Tensor) -> None:
         old = self._old.of_layer(layer, scores.device)
         scored = scored_tokens(len(scores))
-        # Both are rounded alike: against unrounded new scores the rounding of the old ones, 2^-9 of
-        # their size, would look like a shift, and a step's true shift is often smaller.
+        # Round the new scores like the old ones. Otherwise the rounding error of the old scores
+        # (2^-9 relative) would count as a shift, and the true shift of a step is often smaller.
         new_scores = scores[scored].to(torch.bfloat16).float()
         old_scores = self._old_scores[layer].to(scores.device, non_blocking=True).float()
         shift = (new_scores - old_scores).abs().mean(dim=-1)

@@ -1,4 +1,4 @@
-"""Examples of fine-tuning as batches: drawn, balanced over ranks, packed or padded."""
+"""Makes batches of fine-tuning examples: balanced over ranks, packed or padded."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gspo_megatron.models.policy import HeadInputs
 class SupervisedBatch:
     """The data of one optimizer update."""
 
-    micro_batches: list[MicroBatch]  # of this rank
-    num_micro_batches: int  # of all ranks, without empty ones
-    num_learned: int  # tokens in the loss, of all ranks
-    num_tokens: int  # all tokens, of all ranks
+    micro_batches: list[MicroBatch]  # the micro-batches of this rank
+    num_micro_batches: int  # over all ranks, without empty ones
+    num_learned: int  # tokens in the loss, over all ranks
+    num_tokens: int  # all tokens, over all ranks
 
 
 class FineTuningBatches:
-    """The batches of a run, the same on every layout, in an order that depends on seed and file
-    only. All ranks call `next` together."""
+    """The batches of a run. They are the same on every layout; their order depends only on the seed
+    and the file. All ranks call `next` together."""
 
     def __init__(
         self,
@@ -46,44 +46,45 @@ class FineTuningBatches:
         self.train, self.evaluation_data = train, evaluation
         self.batch_size = training.batch_size
         self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
-        # The budget is each rank's; a context-parallel group shares the tokens of a micro-batch.
+        # The configured budget is for one rank. A context-parallel group shares a micro-batch.
         self.token_budget = training.micro_batch_tokens * policy.config.context_parallel_size
         self.loader = PromptLoader(
             len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
         )
-        self.num_examples = config.num_examples(len(train))  # of the whole run
+        self.num_examples = config.num_examples(len(train))  # in the whole run
         self.drawn = 0
 
     def next(self) -> SupervisedBatch:
-        """The next `batch_size` examples, or fewer at the last step."""
-        # If the run is continued with more steps, the examples that this step leaves out come next.
+        """Return the next `batch_size` examples as a batch; the last step may have fewer."""
+        # Take only `count` examples: if the run is continued with more steps, the others come next.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count
         return self.batch([self.train[number] for number in self.loader.next(count)])
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch, which JSON can hold."""
+        """Return the position of the next batch, as values that JSON can hold."""
         return {**self.loader.state_dict(), "drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Raises DataError if it is not of these data."""
+        """Continue from `state`. Raises DataError if it was made with other data."""
         self.loader.load_state_dict(state)
         self.drawn = state["drawn"]
 
     def evaluation(self) -> Iterator[SupervisedBatch]:
-        """All batches of the evaluation, the same at each call."""
+        """Yield all batches of the evaluation data; they are the same at each call."""
         data = self.evaluation_data or ()
         for start in range(0, len(data), self.batch_size):
             numbers = range(start, min(start + self.batch_size, len(data)))
             yield self.batch([data[number] for number in numbers])
 
     def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
-        """One batch of the examples, which must be the same on every rank."""
+        """Return a batch of the examples, which must be the same on every rank."""
         lengths = [len(example.token_ids) for example in examples]
         plan = plan_step(
             lengths,
-            [int(example.loss_mask[1:].sum()) for example in examples],  # none predicts the first
+            # [1:], because the first token is never predicted.
+            [int(example.loss_mask[1:].sum()) for example in examples],
             mini_batches=1,
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
             token_budget=self.token_budget,
@@ -104,9 +105,9 @@ class FineTuningBatches:
         for numbers in plan.micro_batches[parallel_state.get_data_parallel_rank()]:
             members = [examples[n] for n in numbers]
             tokens = [torch.from_numpy(member.token_ids.astype(np.int64)) for member in members]
-            # The builder predicts every token from the first learned one on (the first token of all
-            # is never predicted). Those that are not learned are removed: several answers have
-            # questions between them.
+            # The builder predicts every token from the first learned one on (but never the first
+            # token of a sequence). Tokens that are not learned, such as questions between several
+            # answers, are removed below.
             masks = [member.loss_mask[1:] for member in members]
             tails = [mask[mask.argmax() :] if mask.any() else mask[:0] for mask in masks]
             counts = [len(tail) for tail in tails]

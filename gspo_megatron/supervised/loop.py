@@ -1,4 +1,4 @@
-"""Supervised training: the loss is the mean negative log-prob of all learned tokens of a batch."""
+"""Supervised training. The loss is the mean negative log-prob of all learned tokens in a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batches = FineTuningBatches | PretrainingBatches
 
 
 class SupervisedUpdater:
-    """Optimizer updates, and the loss of evaluation batches."""
+    """Does optimizer updates, and computes the loss of evaluation batches."""
 
     def __init__(self, policy: Policy, trainer: Trainer) -> None:
         self.policy, self.trainer = policy, trainer
@@ -34,12 +34,12 @@ class SupervisedUpdater:
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
 
     def update(self, batch: SupervisedBatch) -> dict[str, float]:
-        """One update. Returns its metrics, the same on every rank."""
+        """Do one update. Returns its metrics, which are the same on every rank."""
         metrics = StepMetrics(self.device)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
             means = _means(logprobs, {"loss": -logprobs, "policy/entropy": entropies})
-            # Without tokens the loss is zero; its gradient of zeros lets every rank run backward.
+            # Without tokens the loss is 0. Its gradient is 0, so every rank can run backward.
             return -logprobs.sum() / max(batch.num_learned, 1), means
 
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
@@ -51,8 +51,8 @@ class SupervisedUpdater:
         return self._reduce(metrics) | {"grad_norm": norm, "lr": rate}
 
     def evaluate(self, batches: Iterable[SupervisedBatch]) -> dict[str, float]:
-        """evaluation/logprob, the mean over all learned tokens of all batches, and evaluation/loss,
-        which is -evaluation/logprob; nothing without batches."""
+        """Return evaluation/logprob, the mean over all learned tokens of all batches, and
+        evaluation/loss, which is -evaluation/logprob. The result is empty without batches."""
         metrics, batch = StepMetrics(self.device), None
         for batch in batches:
             for logprobs, _ in response_logprobs(self.policy, batch.micro_batches):
@@ -67,7 +67,7 @@ class SupervisedUpdater:
 
 
 def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """[sum, count] of each value, in float64 because there may be millions of tokens."""
+    """Return [sum, count] of each value, in float64 because there may be millions of tokens."""
     count = torch.tensor(float(logprobs.numel()), dtype=torch.float64, device=logprobs.device)
     return {
         name: torch.stack([value.detach().double().sum(), count]) for name, value in values.items()
@@ -76,7 +76,7 @@ def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class SupervisedLoop:
-    """The steps of a stage, with evaluations before, between and after them."""
+    """Runs the steps of a stage, with evaluations before, between and after them."""
 
     config: FineTuningConfig | PretrainingConfig  # training.steps is known
     policy: Policy
@@ -85,8 +85,9 @@ class SupervisedLoop:
     checkpoints: Checkpoints
 
     def run(self) -> None:
-        """All steps that the run's checkpoint leaves. Raises StopRun if the run was told to stop;
-        then it is saved."""
+        """Run all steps that are left after the checkpoint.
+
+        If the run is asked to stop, saves it and raises StopRun."""
         config, logger, batches, phase = self.config, self.logger, self.batches, self.config.phase
         steps, interval = config.training.steps, config.training.evaluation_interval
         assert steps is not None, "with_steps comes first"
@@ -113,7 +114,7 @@ class SupervisedLoop:
 
 
 def timed_step(updater: SupervisedUpdater, batches: Batches) -> dict[str, float]:
-    """One update. Returns its metrics, the same on every rank except for the times."""
+    """Do one update. Returns its metrics; only the times differ between ranks."""
     start = time.perf_counter()
     batch = batches.next()
     metrics = updater.update(batch)

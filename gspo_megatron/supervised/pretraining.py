@@ -1,7 +1,7 @@
-"""Corpora as batches of samples of one length, by Megatron-Core's own datasets.
+"""Makes batches of samples of equal length from corpora, with Megatron-Core's datasets.
 
-Rank 0 builds the index of the samples in the run folder, and the others map it into memory. Sample
-number n has the same tokens on any layout; a step takes the next `batch_size` numbers.
+Rank 0 builds the index of the samples in the run folder; the other ranks map it into memory. Sample
+number n has the same tokens on any layout. A step takes the next `batch_size` samples.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.supervised.batches import SupervisedBatch
 
-INDEX = "samples"  # below the run folder
-_WHOLE = "whole"  # a file in that folder, unless an index is being written
-_NO_TOKEN = -1  # GPTDataset pads with it and masks it, so it must not be the id of a real token
+INDEX = "samples"  # folder in the run folder
+_WHOLE = "whole"  # a file in INDEX; it is absent while an index is being written
+_NO_TOKEN = -1  # padding of GPTDataset, which masks it; it must not be the id of a real token
 
 Samples = GPTDataset | BlendedDataset
 
@@ -52,9 +52,10 @@ class PretrainingBatches:
         *,
         resumed: bool = False,
     ) -> None:
-        """All ranks call it together. With `resumed`, the index in the run folder is used again.
+        """Build or open the index. All ranks call this together.
 
-        Raises DataError if the evaluation data hold no whole batch.
+        With `resumed`, an index in the run folder is used again. Raises DataError if the evaluation
+        data have less than one batch.
         """
         self.config, self.policy = config, policy
         self.batch_size = config.training.batch_size
@@ -74,10 +75,10 @@ class PretrainingBatches:
                     f"tokens; training.batch_size = {self.batch_size} takes more"
                 )
             self.num_evaluation_batches = min(whole, config.training.evaluation_batches)
-        self.drawn = 0  # samples
+        self.drawn = 0  # number of samples used so far
 
     def next(self) -> SupervisedBatch:
-        """The next `batch_size` samples."""
+        """Return the next `batch_size` samples as a batch."""
         start = self.drawn
         self.drawn += self.batch_size
         return self.batch(self.samples, start)
@@ -100,13 +101,13 @@ class PretrainingBatches:
             yield self.batch(self.evaluation_samples, number * self.batch_size)
 
     def batch(self, samples: Any, start: int) -> SupervisedBatch:
-        """The `batch_size` samples from number `start` on; each rank reads its share."""
+        """Return the `batch_size` samples from number `start` on; each rank reads its share."""
         dp = parallel_state.get_data_parallel_world_size()
         share = self.batch_size // dp
         first = start + parallel_state.get_data_parallel_rank() * share
         length = self.config.sequence_length()
-        # The largest number of samples within the token budget that divides the share into equal
-        # micro-batches, in a number that an interleaved pipeline schedule accepts.
+        # The largest equal micro-batches within the token budget. An interleaved pipeline schedule
+        # needs a certain multiple of micro-batches.
         cp = self.policy.config.context_parallel_size
         most = self.config.training.micro_batch_tokens * cp // length
         size = largest_equal_share(share, most, micro_batch_multiple(self.policy))
@@ -146,10 +147,11 @@ def rows_of_samples(
     context_parallel_size: int = 1,
     context_parallel_rank: int = 0,
 ) -> PackedBatch:
-    """Samples of one length as a micro-batch with a row for each, without padding.
+    """Pack samples of equal length into a micro-batch, one row for each sample, without padding.
 
-    tokens: [samples, length] int64; labels: [samples, length] int64, the token after each; learned:
-    [samples, length] bool, the labels in the loss.
+    tokens: [samples, length] int64
+    labels: [samples, length] int64, the next token of each token
+    learned: [samples, length] bool, True on labels in the loss
     """
     count, length = tokens.shape
     cp = context_parallel_size
@@ -166,7 +168,7 @@ def rows_of_samples(
         longest=length,
         padding_mask=None,
         token_index=numbers.view(size),
-        # hidden states are [tokens of a row, rows]
+        # Hidden states are [tokens of a row, rows, hidden size].
         token_rows=rows % size[1] * count + rows // size[1],
         targets=labels.flatten()[numbers][rows],
         sequence_index=rows // size[1],
@@ -177,8 +179,9 @@ def rows_of_samples(
 
 
 def _open_index(folder: Path, resumed: bool) -> None:
-    """Removes the files of another run or of a killed process: Megatron-Core uses any index file
-    of the right name."""
+    """Make an index folder without files of another run or of a killed process.
+
+    Megatron-Core would use any index file with the right name."""
     whole = folder / _WHOLE
     if not (resumed and whole.exists()):
         shutil.rmtree(folder, ignore_errors=True)
@@ -212,10 +215,10 @@ def _build(
     inputs: PretrainingInputs,
     prefixes: list[str],
     weights: list[float] | None,
-    split: list[tuple[float, float] | None],  # the documents of training, evaluation, test
-    sizes: list[int | None],  # samples of each; None: those of one pass
+    split: list[tuple[float, float] | None],  # shares of documents: training, evaluation, test
+    sizes: list[int | None],  # number of samples in each; None: the samples of one epoch
 ) -> Samples:
-    # What GPTDataset needs of a tokenizer; the names of its index files depend on it.
+    # The tokenizer attributes that GPTDataset reads; the names of its index files depend on them.
     names = {"vocab_size": inputs.tokenizer.vocab_size, "eod": inputs.eod_id}
     facts = SimpleNamespace(**names, unique_identifiers=names, pad=_NO_TOKEN)
     wanted = GPTDatasetConfig(
@@ -239,9 +242,10 @@ def _build(
 
 
 def _order(samples: Samples) -> list[list[int]]:
-    """What the order of the samples depends on besides the configuration: for each corpus, how
-    often it is read and the number of samples. The order of a corpus that is read once does not
-    depend on the length of the run."""
+    """Return, for each corpus, how often it is read and its number of samples.
+
+    Besides the configuration, the order of the samples depends on these. If a corpus is read only
+    once, its order does not depend on the length of the run."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return [
         [math.ceil(len(part.document_index) / len(part.indices)), len(part.shuffle_index)]

@@ -1,4 +1,4 @@
-"""One rank of a pre-training or fine-tuning run, from an already checked configuration."""
+"""Runs one rank of a pre-training or fine-tuning run, from a checked configuration."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ Inputs = FineTuningInputs | PretrainingInputs
 def run_stage(
     config: FineTuningConfig | PretrainingConfig, inputs: Inputs, *, fresh: bool = False
 ) -> bool:
-    """Train as this process's rank of the run. Every rank calls it with the same configuration,
-    which has passed `check_config` and knows its steps. A run that is already in the run folder is
-    continued, unless `fresh` is true: then the folder has to be empty.
+    """Train on this rank. Every rank calls this with the same configuration.
 
-    Returns whether the run is done; False if it was stopped and saved. Raises UserError for what
-    the user can mend.
+    The configuration has passed `check_config`, and its number of steps is known. If the run folder
+    holds a run, it is continued. With `fresh`, the folder must be empty.
+
+    Returns True if the run is done, False if it was stopped and saved. Raises UserError for
+    problems that the user can solve.
     """
     export = None if config.export.hf_path is None else Path(config.export.hf_path)
     with open_session(config, fresh=fresh) as session:
@@ -39,13 +40,13 @@ def run_stage(
         if session.start.is_finished and is_exported:
             session.tell_finished()
             return True
-        if export is not None:  # refused before anything is trained, if the folder is taken
+        if export is not None:  # check before training whether the folder can be used
             on_main(lambda: check_destination(export))
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with closing(loop.logger):
             done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
-            if done:  # not watched: one rank writes, the others wait, for as long as it takes
+            if done:  # no watchdog here: one rank writes, and the others may wait for long
                 if export is not None:
                     tokenizer = config.data.tokenizer
                     export_hf(loop.policy, str(export), hf_config=hf, tokenizer=tokenizer)
@@ -58,9 +59,10 @@ def run_stage(
 def assemble_stage(
     config: FineTuningConfig | PretrainingConfig, inputs: Inputs, start: Start, stop: StopSignals
 ) -> tuple[SupervisedLoop, Any]:
-    """Join the other ranks and build this rank's part of everything; the policy has the weights of
-    `start`, where there is one. Also returns the config.json of the Hugging Face model that the
-    weights go back to, or None."""
+    """Join the other ranks and build this rank's part of the run.
+
+    The policy has the weights of `start`. Also returns the config.json of the Hugging Face model
+    from which the weights come, or None."""
     _, policy, logger, hf = start_model(config, model_vocab_size(config, inputs.tokenizer), start)
     checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
     batches: Batches

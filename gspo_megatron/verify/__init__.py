@@ -1,3 +1,3 @@
-"""The same gradients on every layout, on the user's machine."""
+"""Verifies on the user's machine that gradients are the same on every layout."""
 
 import gspo_megatron.platform  # noqa: F401  (prepares the process for megatron.core)

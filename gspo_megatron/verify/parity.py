@@ -1,6 +1,6 @@
-"""One policy update on any layout, with its whole gradient on rank 0.
+"""Computes one policy update on any layout, with its whole gradient on rank 0.
 
-Loss and gradient of a step do not depend on how model and batch are sharded: the `verify` command
+Loss and gradient of a step must not depend on the sharding of model and batch. The `verify` command
 and the tests compare them on several layouts, for a synthetic batch or a step of a run.
 """
 
@@ -59,23 +59,23 @@ from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify.results import StepResult, relative_error
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 
-_PAD_ID = 0  # padding has no influence
-_TOKEN_BUDGET = 64  # of a synthetic micro-batch: small, so that every replica has several
-DESCENT = 0.05  # learning rate between the mini-batches of an update in float64
+_PAD_ID = 0  # any id, because padding has no influence
+_TOKEN_BUDGET = 64  # for synthetic micro-batches: small, so that every replica has several
+DESCENT = 0.05  # learning rate between mini-batches in float64
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batch is cut into micro-batches, on every layout alike: the routers' auxiliary losses
-    are not linear in tokens, so only equal micro-batches have equal gradients.
+    """How to cut the batch into the same micro-batches on every layout.
 
-    `replicas` is a multiple of the data-parallel size of each compared layout; a data rank trains
-    on the micro-batches of several replicas.
+    The routers' auxiliary losses are not linear in tokens, so only equal micro-batches give equal
+    gradients. `replicas` is a multiple of the data-parallel size of each compared layout. A data
+    rank trains on the micro-batches of several replicas.
     """
 
     replicas: int = 1
     token_budget: int = 4096
-    multiple: int = 1  # of micro-batches per replica: pp for interleaved schedules
+    multiple: int = 1  # micro-batches per replica are a multiple of it: pp if interleaved
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
@@ -91,8 +91,10 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
 
 
 def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
-    """The configuration's own layout, and two of each kind of parallelism that fits the model.
-    Raises UserError where its own layout takes more ranks than `most_ranks` and than cores."""
+    """Return the configured layout, and a layout of two ranks for each parallelism that fits.
+
+    Raises UserError if the configured layout needs more ranks than both `most_ranks` and the number
+    of CPU cores."""
     own = config.layout()
     if own.world_size > max(most_ranks, os.cpu_count() or 1):
         raise UserError(
@@ -109,7 +111,7 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
 
 
 def common_cut(config: Config, layouts: Sequence[Layout], *, is_step: bool) -> Cut:
-    """Micro-batches that every layout can run alike."""
+    """Return a cut into micro-batches that every layout can run."""
     replicas, multiple = 1, 1
     for layout in layouts:
         parallel = resolve_parallel(apply_layout(config, layout), layout.world_size)
@@ -127,9 +129,11 @@ def run_update(
     cut: Cut | None = None,
     mini_batches: int = 1,
 ) -> StepResult:
-    """Build the policy on the running processes and update it on `batch`, by the code of a training
-    step from the redistribution of sequences on. All ranks call it, after `check_config`. The
-    metrics are the step's, the gradients those of the last mini-batch.
+    """Build the policy on the running processes and update it on `batch`.
+
+    This uses the code of a training step, beginning with the redistribution of sequences. All ranks
+    call it, after `check_config`. The result has the metrics of the step and the gradients of the
+    last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     rate = config.optimizer.learning_rate
@@ -141,10 +145,10 @@ def run_update(
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
     if not resolve_objective(section).corrections:
-        # Old log-probs are the rollout's. (A correction has a ratio to the rollout's of its own.)
+        # The rollout's log-probs serve as old log-probs, unless a correction compares the two.
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    if section.kl_in == "reward":  # the batch has advantages in place of rewards
+    if section.kl_in == "reward":  # the batch has advantages instead of rewards; keep them
         as_given = AdvantageEstimator(section, lambda values, _: values.float())
         objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
@@ -156,20 +160,20 @@ def run_update(
 
 @dataclass(frozen=True)
 class Task:
-    """One update to compute: written to a file for the ranks that compute it."""
+    """An update to compute. It is written to a file for the ranks that compute it."""
 
-    config: Config  # on the layout of these ranks
+    config: Config  # with the layout of these ranks
     vocab_size: int
     cut: Cut
-    kept: StepInputs | None = None  # None: a synthetic batch
-    checkpoint: Path | None = None  # see _run_kept_step, as the two below
+    kept: StepInputs | None = None  # inputs of a recorded step; None: a synthetic batch
+    checkpoint: Path | None = None  # for this and the next two fields see _run_kept_step
     optimizer: bool = False
     updates: bool = False
 
 
 def run_task(path: Path) -> None:
-    """Compute the task in this file; every rank calls it. Rank 0 writes the StepResult beside it,
-    with the suffix .result."""
+    """Compute the task in a file; every rank calls this. Rank 0 writes the StepResult beside the
+    file, with the suffix .result."""
     task: Task = pickle.loads(path.read_bytes())
     ranks = start_processes()
     if task.kept is None:
@@ -183,13 +187,14 @@ def run_task(path: Path) -> None:
 
 
 def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
-    """Compute a kept step by the code of a training step. All ranks call it; step and checkpoint
-    (None: the weights that the run began with) have passed the checks of `find_weights`.
+    """Compute a recorded step with the code of a training step. All ranks call this.
 
-    The gradients are those of the first mini-batch, which depend only on the weights. With
-    `updates` the mini-batches change the weights as in the run, with the state of the checkpoint's
-    `optimizer` or a new one. Without it all of them use these weights. If a gradient norm is not
-    finite, which ends a run, the loss is NaN and `lost_in` is the mini-batch.
+    `find_weights` has checked the step and the checkpoint. Without a checkpoint, the step uses the
+    weights that the run began with. The gradients are those of the first mini-batch, because they
+    depend only on the weights. With `updates`, the mini-batches change the weights as in the run;
+    with `optimizer`, the optimizer's state comes from the checkpoint, otherwise it is new. Without
+    `updates`, all mini-batches use the same weights. A gradient norm that is not finite would end a
+    run: here the loss is NaN and `lost_in` is the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     steps, updates = config.training.steps, config.objective.mini_batches
@@ -202,13 +207,13 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     if policy.lora is not None and checkpoint is not None:
         load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
-        # the weights that RL started from, as far as they are known
+        # The weights at the start of RL: the checkpoint's reference or the run's first weights.
         reference = None if checkpoint is None else reference_of(checkpoint)
         if reference is None:
             hf = load_initial_weights(config, policy)
         else:
             load_model(reference, policy)
-    # its reference policy has the weights of this moment
+    # The updater takes the current weights as its reference policy.
     updater = PolicyUpdater(
         policy,
         recorder,
@@ -224,7 +229,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         if task.optimizer:
             load_optimizer(checkpoint, policy, recorder)
             load_trainer_state(recorder, RunState.read(checkpoint).trainer)
-            # A run in bf16: these are the fp32 weights, each only on the rank that updates it.
+            # In bf16 this restores fp32 weights, each only on the rank that updates it. Send them
+            # to the other ranks.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)
@@ -246,11 +252,11 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     lost_in = None
     try:
         metrics = update_policy(updater, sequences, index, plans, advantages)
-    except FloatingPointError:  # on all ranks: the norm is that of the whole gradient
+    except FloatingPointError:  # raised on all ranks, because the norm is over the whole gradient
         metrics, lost_in = {"loss": math.nan}, recorder.updates
     metrics["grad_norm"] = recorder.kept_norm
     tear_down_model_parallel()
-    # Over a group advantages add up to 0, and so nearly does a step's loss.
+    # The advantages of a group add up to 0, so the loss is near 0. Compare it with their size.
     scale = float(advantages.abs().mean())
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
@@ -268,8 +274,10 @@ def _set_up(
 
 
 def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
-    """All reduced gradients as whole tensors on rank 0 (nothing on the others), without padding of
-    the vocabulary; and the largest relative difference between two ranks' copies of one."""
+    """Gather all reduced gradients as whole tensors on rank 0, without padding of the vocabulary.
+
+    Also returns the largest relative difference between two ranks' copies of a gradient. Other
+    ranks get an empty result."""
     _complete_shards(policy)
     everything = [shard for model in policy.models for shard in parameter_shards(model)]
     mine = [shard for shard in everything if shard.parameter.requires_grad]
@@ -280,7 +288,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
             dist.send(_gradient(shard), dst=0)
         return {}, 0.0
     tensors: dict[str, Tensor] = {}
-    filled: dict[str, dict[tuple[int, ...], int]] = {}  # elements by offset
+    filled: dict[str, dict[tuple[int, ...], int]] = {}  # name -> offset -> number of elements
     replica_error = 0.0
     for source, pieces in enumerate(catalogue):
         for number, (name, shape, offset, size) in enumerate(pieces):
@@ -309,7 +317,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
 
 @dataclass
 class Recorder(Trainer):
-    """Keeps the gradients of the last update, or of the first."""
+    """A trainer that records the gradients of the last update, or of the first one."""
 
     policy: Policy
     keeps_first: bool = False
@@ -317,14 +325,15 @@ class Recorder(Trainer):
     gradients: dict[str, Tensor] = field(default_factory=dict)
     replica_error: float = 0.0
     kept_norm: float = math.nan
-    updates: int = 0  # begun
+    updates: int = 0  # number of updates that have begun
 
     def update(self) -> tuple[float, float]:
-        """See Trainer.update. float64 weights, which no optimizer takes, follow the gradient."""
+        """Update like `Trainer.update` and record the gradients. float64 weights, which no
+        optimizer supports, use gradient descent."""
         self.updates += 1
         if self.updates == 1 or not self.keeps_first:
             self.gradients, self.replica_error = gather_gradients(self.policy)
-            # from what rank 0 has gathered
+            # Only rank 0 has the gradients, so it computes the norm and broadcasts it.
             squares = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
             for gradient in self.gradients.values():
                 squares += gradient.double().square().sum()
@@ -334,7 +343,7 @@ class Recorder(Trainer):
             return self.kept_norm, 0.0
         if self.policy.config.params_dtype != torch.float64:
             return super().update()
-        # Megatron-Core's norm and clipping refuse float64
+        # Megatron-Core's norm and clipping refuse float64.
         with torch.no_grad():
             for model in self.policy.models:
                 for parameter in filter(lambda p: p.requires_grad, model.parameters()):
@@ -343,14 +352,16 @@ class Recorder(Trainer):
 
 
 def _gradient(shard: Shard) -> Tensor:
-    owner: Any = shard.parameter  # to which Megatron-Core adds main_grad
+    owner: Any = shard.parameter  # Megatron-Core adds the attribute main_grad
     gradient = shard.view(owner.main_grad)
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
 
 
 def _complete_shards(policy: Policy) -> None:
-    """Gather the shares of the gradients. A data rank of the distributed optimizer has the reduced
-    gradients of its own share of a buffer only."""
+    """Gather the shards of the gradients on all ranks.
+
+    With the distributed optimizer, a data rank has reduced gradients only in its shard of a
+    buffer."""
     for chunk in policy.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -371,7 +382,8 @@ def plan_alike(
     mini_batches: int,
     branches: Branches | None = None,
 ) -> list[MiniBatch]:
-    """The same micro-batches for each layout whose data-parallel size divides `cut.replicas`."""
+    """Plan the same micro-batches on every layout whose data-parallel size divides
+    `cut.replicas`."""
     data_parallel_size = resolve_parallel(config, dist.get_world_size()).data_parallel_size
     assert cut.replicas % data_parallel_size == 0
     plans = plan_step(
@@ -398,7 +410,7 @@ def plan_alike(
 def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
-    """Send each sequence to its ranks; pairs of sequences come from the data ranks in turn."""
+    """Send each sequence to its ranks. Pairs of sequences start on the data ranks in turn."""
     group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
@@ -417,7 +429,7 @@ def distribute(
         tokens=join(batch.tokens),
         prompt_lengths=lengths - responses,
         response_lengths=responses,
-        # in float64 the anchor of the ratios must not be rounded to float32 on its way
+        # In float64, the log-ratios must not be rounded to float32 on the way.
         rollout_logprobs=join(batch.log_ratios).to(
             torch.promote_types(policy.config.params_dtype, torch.float32)
         ),
@@ -446,8 +458,10 @@ def _set_old_logprobs(
     sequences: Sequences,
     index: StepIndex,
 ) -> None:
-    """Replace the wanted log-ratios, which were sent as the rollout's log-probs, by log-probs: the
-    policy's minus the log-ratio. Only the last pipeline stage reads them."""
+    """Replace the log-ratios in `sequences.rollout_logprobs` by log-probs.
+
+    They become the policy's log-probs minus the log-ratios. Only the last pipeline stage reads
+    them."""
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index

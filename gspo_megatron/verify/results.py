@@ -1,4 +1,4 @@
-"""What one policy update computed on a layout, and how far two such results differ."""
+"""The result of one policy update on a layout, and the comparison of two results."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_LINES_SHOWN = 8  # of parameters that differ in what is not finite
+_LINES_SHOWN = 8  # shown parameters that are not finite in different places
 
 
 @dataclass
 class StepResult:
-    """What a policy update computed. The gradients are on rank 0 only."""
+    """The result of a policy update. The gradients are on rank 0 only."""
 
-    metrics: dict[str, float]  # with loss and grad_norm
+    metrics: dict[str, float]  # at least loss and grad_norm
     gradients: dict[str, Tensor] = field(default_factory=dict)  # whole parameters, on the CPU
     replica_error: float = 0.0  # largest relative difference between copies of a gradient
-    loss_scale: float = 0.0  # size of the terms in the sum that is the loss
-    lost_in: int | None = None  # the mini-batch, from 1, whose gradient norm ended the step
+    loss_scale: float = 0.0  # size of the terms whose sum is the loss
+    lost_in: int | None = None  # the mini-batch (from 1) whose gradient norm was not finite
 
 
 def compare(
     reference: Mapping[str, Tensor], other: Mapping[str, Tensor], *, not_finite: bool = False
 ) -> list[tuple[str, float]]:
-    """The relative error of every gradient, largest first; `not_finite`: see relative_error."""
+    """Return the relative error of every gradient, largest first. See `relative_error`."""
     assert reference.keys() == other.keys(), reference.keys() ^ other.keys()
     errors = [
         (name, relative_error(other[name], value, not_finite=not_finite))
@@ -38,11 +38,12 @@ def compare(
 def relative_error(
     value: Tensor, reference: Tensor, *, not_finite: bool = False, scale: float = 0.0
 ) -> float:
-    """||value - reference|| over ||reference||, or over `scale` if that is larger. Infinite if the
-    divisor is 0, or the difference is not finite.
+    """Return ||value - reference|| / max(||reference||, scale).
 
-    With `not_finite`, elements that are NaN on both sides, or the same infinity, count as equal,
-    and the norms are those of the other elements: for two results that diverged alike.
+    The result is infinite if the divisor is 0 or the difference is not finite.
+
+    `not_finite` is for two results that diverged in the same way. With it, elements that are NaN on
+    both sides, or the same infinity, count as equal, and the norms are over the other elements.
     """
     value, reference = value.double(), reference.double()
     if not_finite:
@@ -57,10 +58,11 @@ def relative_error(
 
 
 def metric_error(result: StepResult, expected: StepResult, name: str) -> float:
-    """Relative error of the loss or the gradient norm. A loss near 0 is compared with the size of
-    the terms in its sum. Values that are not finite have no error if they are the same on both
-    sides, otherwise an infinite one, and so have the losses of steps that ended in different
-    mini-batches."""
+    """Return the relative error of the loss or the gradient norm.
+
+    A loss near 0 is compared with the size of the terms in its sum. Values that are not finite have
+    the error 0 if they are the same on both sides, otherwise infinity. If the steps ended in
+    different mini-batches, the error of the loss is infinite."""
     if name == "loss" and result.lost_in != expected.lost_in:
         return math.inf
     scale = expected.loss_scale if name == "loss" else 0.0
@@ -68,7 +70,7 @@ def metric_error(result: StepResult, expected: StepResult, name: str) -> float:
 
 
 def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
-    """Lines about the values that are not finite: on one side alone, then on both sides alike."""
+    """Return lines about values that are not finite: those that differ, then those that agree."""
     lines = []
     ends = [side.lost_in or "none" for side in (result, expected)]
     if ends != ["none", "none"]:
@@ -99,15 +101,16 @@ def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
 
 
 def _metric(result: StepResult, expected: StepResult, name: str) -> tuple[Tensor, Tensor]:
-    """[] float64 each."""
+    """Return a metric of both results as float64 scalars."""
     sides = (result.metrics[name], expected.metrics[name])
     value, wanted = torch.tensor(sides, dtype=torch.float64)
     return value, wanted
 
 
 def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
-    """The elements that are not finite in one of two tensors and differ in the other: their number
-    and the first of them. None if there are none."""
+    """Describe the elements that differ and are not finite in at least one of two tensors.
+
+    Returns their number and the first one as text; None if there are none."""
     value, reference = value.double(), reference.double()
     finite, equal = _both_finite(value, reference)
     places = (~(finite | equal)).nonzero()
@@ -121,6 +124,6 @@ def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
 
 
 def _both_finite(value: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """[...] of bool each: finite on both sides; equal on both sides, where NaN equals NaN."""
+    """Return two masks [...] bool: finite on both sides; equal, where NaN equals NaN."""
     finite = value.isfinite() & reference.isfinite()
     return finite, (value == reference) | (value.isnan() & reference.isnan())

@@ -1,4 +1,4 @@
-"""Random sequences with ratios and advantages that make an objective show all of its sides."""
+"""Random sequences with ratios and advantages that reach every case of an objective."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gspo_megatron.config.schema import ObjectiveSection
 
 @dataclass(frozen=True)
 class SyntheticBatch:
-    """Sequences of a step, the same on every rank."""
+    """The sequences of a step, the same on every rank."""
 
     tokens: list[Tensor]  # [length] int64 each, prompt and response
     response_lengths: list[int]
     advantages: list[float]
-    log_ratios: list[Tensor]  # [response] float32 each: what log pi - log pi_old shall be
-    routes: list[Tensor] | None = None  # [length, all layers, k] each: a rollout's experts
+    log_ratios: list[Tensor]  # [response] float32 each: the intended log pi - log pi_old
+    routes: list[Tensor] | None = None  # [length, all layers, k] each: a rollout's routes
     masks: list[Tensor] | None = None  # [response] bool each: tokens to learn from; None: all
     token_advantages: list[Tensor] | None = None  # [response] float32 each, instead of `advantages`
-    # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
+    # (prompt, response) tokens of each branch of each sequence; None: one branch each.
     branches: list[list[tuple[int, int]]] | None = None
 
     def in_response(self) -> list[Tensor] | None:
-        """[length] bool each, as in RolloutBatch."""
+        """Return [length] bool for each sequence, as in RolloutBatch; None without branches."""
         if self.branches is None:
             return None
         kinds = [torch.arange(2 * len(each)) % 2 == 1 for each in self.branches]
@@ -37,7 +37,7 @@ class SyntheticBatch:
         ]
 
     def masked_lengths(self) -> list[int]:
-        """[num_sequences]: response tokens to learn from."""
+        """Return [num_sequences]: the number of response tokens to learn from."""
         if self.masks is None:
             return self.response_lengths
         return [int(mask.sum()) for mask in self.masks]
@@ -52,17 +52,17 @@ def synthetic_batch(
     longest: int = 24,
     seed: int = 1,
 ) -> SyntheticBatch:
-    """Ragged random sequences whose ratios lie inside and outside the objective's clip range, on
-    both sides and with advantages of both signs, never near a bound.
+    """Return random sequences of different lengths.
 
-    The advantages are not centred: the loss of a centred batch is a difference of nearly equal
-    numbers, and rounding alone would be a large part of it.
+    Their ratios lie inside and outside the objective's clip range, on both sides, with advantages
+    of both signs, and never near a bound. The advantages are not centred: the loss of a centred
+    batch is a difference of nearly equal numbers, with a large share of rounding errors.
     """
     assert 2 <= shortest <= longest
     generator = torch.Generator().manual_seed(seed)
     recipe = resolve_objective(objective)
     numbers = recipe.parameters
-    # log-ratios at which the rule starts to act
+    # The log-ratios at which clipping begins.
     low = -numbers.get("log_clip", -math.log1p(-numbers.get("clip_low", 0.2)))
     high = numbers.get("log_clip", math.log1p(numbers.get("clip_high", 0.2)))
     levels = torch.tensor([2.5 * low, 0.5 * low, 0.5 * high, 2.5 * high])

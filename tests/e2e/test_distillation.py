@@ -66,5 +66,5 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
     alone = train(config, "objective.distillation.teacher=null", expect=2).stderr.splitlines()
     assert alone == [
         "reward.name = 'none': there is nothing to learn from without "
-        "objective.distillation.teacher; allowed: another reward"
+        "objective.distillation.teacher or url; allowed: another reward"
     ]

@@ -2,7 +2,7 @@
 
 It is called once for each response and returns a number; a higher one is better. `sample` has
 
-    sample.prompt     the prompt; of messages the text of the last user message
+    sample.prompt     the prompt; if it is messages, the text of the last user message
     sample.messages   the prompt as messages
     sample.response   what the model wrote, without the end-of-sequence token
     sample.answer     the field `answer` of the prompt's row
@@ -17,9 +17,9 @@ import re
 
 
 def reward(sample, partial: float = 0.2) -> float:
-    """1 if the last number of the response is the answer; otherwise `partial` times the share of
-    the response's characters that are digits: a first direction for a model that never answers
-    right. Set it to 0 for a model that already does."""
+    """Return 1 if the last number of the response is the answer. Otherwise return `partial` times
+    the share of digits in the response, which helps a model that never answers right. Set `partial`
+    to 0 for a model that already answers right."""
     numbers = re.findall(r"\d+", sample.response)
     if numbers and numbers[-1] == sample.answer:
         return 1.0

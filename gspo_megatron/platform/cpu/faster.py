@@ -1,9 +1,9 @@
-"""Speed on a CPU, and nothing else: all of this could go, and every result would stay.
+"""Makes Megatron-Core faster on a CPU. No result depends on this, except for rounding.
 
-Megatron-Core needs what `needed` substitutes. What is here, in `host_collectives` and in `windows`
-only saves time, and GSPO_CPU_FASTER=0 in the environment of all ranks turns it off. Sums then come
-in another order: results agree within rounding (tests/parallel/test_cpu_faster.py). `models` has
-functions of its own for CPUs, which ask `applies_to`. With CUDA nothing is replaced.
+The substitutes of `needed` are necessary. Those here, in `host_collectives` and in `windows` only
+save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off. Sums then run in
+another order, and results agree within rounding (tests/parallel/test_cpu_faster.py). `models` has
+functions of its own for CPUs, which check `applies_to`. With CUDA nothing is replaced.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from gspo_megatron.platform.cpu.needed import is_needed
 
 IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 
-# Options of glibc's mallopt (malloc.h), with values in bytes. The last one is as large as is legal.
+# Options of glibc's mallopt (malloc.h), with values in bytes. The last one has the largest value
+# that is allowed.
 MALLOC_OPTIONS = {
     -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
-    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are apart and go back when they are freed
+    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 }
 
 
 def applies_to(tensor: torch.Tensor) -> bool:
-    """True if a function for CPUs shall compute with `tensor`."""
+    """Return True if a function for CPUs is to compute with `tensor`."""
     return IS_ON and tensor.is_cpu
 
 
 def prepare_torch() -> None:
-    """Replace what Megatron-Core takes from torch. Some of its modules keep collectives under names
-    of their own, so this comes before its import."""
+    """Replace the functions of torch that Megatron-Core uses. This comes before its import, because
+    some of its modules keep collectives under names of their own."""
     if IS_ON and is_needed():
         _keep_freed_memory()
         for name, own in COLLECTIVES.items():
@@ -46,7 +47,7 @@ def prepare_torch() -> None:
 
 
 def adapt_megatron() -> None:
-    """Replace functions of Megatron-Core that a rank alone, or packed sequences, need not run."""
+    """Replace functions of Megatron-Core that a single rank or packed sequences do not need."""
     if not (IS_ON and is_needed()):
         return
     from megatron.core.models.common.embeddings import rope_utils
@@ -58,8 +59,8 @@ def adapt_megatron() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keep the memory that an update frees for the next one. By default glibc gives it back to the
-    system, which then has to clear thousands of pages a step."""
+    """Keep the memory that an update frees for the next update. By default glibc gives it back to
+    the system, which then has to clear thousands of pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
@@ -67,8 +68,8 @@ def _keep_freed_memory() -> None:
 
 
 def _step_without_compiler() -> None:
-    """Have torch's optimizers not import torch's compiler, a second of each rank's start. They do
-    so only to tell it that it shall leave them alone, and nothing is compiled on a CPU."""
+    """Keep torch's optimizers from importing torch's compiler, which takes a second of each rank's
+    start. They import it only to exclude themselves from it, and nothing is compiled on a CPU."""
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method: Any = getattr(torch.optim.Optimizer, name)
         setattr(torch.optim.Optimizer, name, getattr(method, "__wrapped__", method))
@@ -79,11 +80,12 @@ def _step_without_compiler() -> None:
 
 
 def _share_gloo_devices() -> None:
-    """Let all process groups use the first one's devices. Each device has a thread that wakes up a
-    hundred times a second, and Megatron-Core makes twenty groups, most of them of one rank."""
+    """Let all process groups use the devices of the first group. Each device has a thread that
+    wakes up a hundred times a second. Megatron-Core makes twenty groups, most of them of one rank.
+    """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    known: dict[int, Any] = {}  # by process: a fork has none of the threads
+    known: dict[int, Any] = {}  # by process, because a fork has none of the threads
 
     @functools.wraps(native)
     def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
@@ -102,8 +104,8 @@ def _share_gloo_devices() -> None:
 
 
 def _unless_sorted(native: Any) -> Any:
-    """Skip the dispatcher's second sort where the tokens are in order: with all experts on a rank
-    it copies them as they are."""
+    """Skip the dispatcher's second sort if the tokens are in order already. With all experts on one
+    rank, this sort only copies them."""
 
     @functools.wraps(native)
     def sort(
@@ -121,8 +123,8 @@ def _unless_sorted(native: Any) -> Any:
 
 
 def _unless_alone(native: Any) -> Any:
-    """Skip the all-to-all of one rank. Stock runs an autograd function for it, three times a layer,
-    each of which takes 10 to 20 microseconds a pass."""
+    """Skip the all-to-all in a group of one rank. Stock runs an autograd function for it three
+    times a layer, and each takes 10 to 20 microseconds a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,8 +134,9 @@ def _unless_alone(native: Any) -> Any:
 
 
 def _turned_at_once(native: Any) -> Any:
-    """Rotary embedding of packed sequences. Stock slices the angles of each sequence anew, in every
-    layer for queries and for keys; here a micro-batch has tables, which its boundaries carry."""
+    """Replace the rotary embedding of packed sequences. In every layer, for queries and for keys,
+    stock slices the angles of each sequence again. Here a micro-batch has tables of them, which are
+    stored as an attribute of `cu_seqlens`."""
 
     @functools.wraps(native)
     def turn(
@@ -143,16 +146,16 @@ def _turned_at_once(native: Any) -> Any:
         *others: Any,
         mscale: float = 1.0,
         cp_group: Any = None,
-        **switches: Any,  # each turns other pairs of channels; the names differ between versions
+        **switches: Any,  # each rotates other pairs of channels; names differ between versions
     ) -> torch.Tensor:
         named = {"mscale": mscale, "cp_group": cp_group}
-        in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not turned
+        in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not rotated
         if in_part or others or any(switches.values()):
             return native(states, cu_seqlens, freqs, *others, **named, **switches)
         tables = vars(cu_seqlens).setdefault("rotary_tables", {})
         key = (id(freqs), mscale, cp_group, states.dtype)
         if key not in tables:
-            # What becomes of (1, 0) is (cos, sin).
+            # Rotating (1, 0) gives (cos, sin).
             unit = states.new_zeros((len(states), 1, states.shape[-1]))
             unit[..., : states.shape[-1] // 2] = 1.0
             cos, sin = native(unit, cu_seqlens, freqs, **named).chunk(2, dim=-1)
@@ -163,7 +166,7 @@ def _turned_at_once(native: Any) -> Any:
 
 
 class _Turn(torch.autograd.Function):
-    """Pairs (first half, second half of the channels) turned by angles."""
+    """Rotates pairs of channels by angles. A pair has one channel of each half."""
 
     @staticmethod
     def forward(
@@ -179,7 +182,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """states [tokens, heads, dim], cos [tokens, 1, dim], sin [tokens, 1, dim / 2]."""
+    """Rotate states [tokens, heads, dim] by cos [tokens, 1, dim] and sin [tokens, 1, dim / 2]."""
     turned = states * cos
     (low, high), (low_out, high_out) = states.chunk(2, dim=-1), turned.chunk(2, dim=-1)
     low_out.addcmul_(high, sin, value=-sign)

@@ -1,9 +1,9 @@
-"""Collectives of the ranks of one host without GPUs, by memory that they share.
+"""Collectives between the ranks of one host without GPUs, through shared memory.
 
-Gloo copies tensors, passes them through sockets, and sums all of a buffer where a rank needs its
-share of it. Here ranks write what others need into a window, and read what they need themselves.
-`substitute` leaves to gloo what they cannot do: groups over several hosts, work in the background,
-unusual operations.
+Gloo copies tensors, passes them through sockets, and sums a whole buffer even if a rank needs only
+its share. Here each rank writes what others need into a window of shared memory, and reads what it
+needs itself. `substitute` leaves all other cases to gloo: groups over several hosts, work in the
+background, unusual operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 class Done:
-    """The handle of work in the background that is done: that of a rank alone."""
+    """The handle of background work in a group of one rank, which is done at once."""
 
     def wait(self, _timeout: Any = None) -> bool:
         return True
@@ -39,12 +39,12 @@ class Done:
 
 
 def substitute(native: Collective, own: Collective) -> Collective:
-    """A collective of torch.distributed that runs as `own` where it can. `own` takes the group
-    first, then the arguments of `native` by name.
+    """Return a collective of torch.distributed that calls `own` if possible, else `native`. `own`
+    takes the group first, then the arguments of `native` by name.
 
-    A rank alone has at most to copy. (Gloo would copy in a thread with an OpenMP team of its own,
-    even in the background, and with two teams libgomp puts the threads of both to sleep between
-    operations: all that follows takes up to twice as long.)
+    A group of one rank needs at most a copy. (Gloo would copy in a thread with an OpenMP team of
+    its own, even in the background. With two teams, libgomp puts the threads of both to sleep
+    between operations, and all later work takes up to twice as long.)
     """
     signature = inspect.signature(native)
     operations = _REDUCTIONS if own is all_reduce else (dist.ReduceOp.SUM,)
@@ -54,10 +54,10 @@ def substitute(native: Collective, own: Collective) -> Collective:
         values = signature.bind(*args, **named).arguments
         in_background = values.pop("async_op", False)
         group = values.pop("group", None) or dist.group.WORLD
-        # All ranks of the group answer the same: tensors are contiguous, as gloo needs them, or
+        # All ranks of the group decide the same. Tensors are contiguous, as gloo needs them, or
         # their rank ends with an error.
         is_ours = (
-            isinstance(group, dist.ProcessGroup)  # else this rank is not in it
+            isinstance(group, dist.ProcessGroup)  # else this rank is not in the group
             and values.get("op", dist.ReduceOp.SUM) in operations
             and all(value.is_cpu for value in values.values() if isinstance(value, Tensor))
             and (group.size() == 1 or (not in_background and window_of(group) is not None))
@@ -71,7 +71,7 @@ def substitute(native: Collective, own: Collective) -> Collective:
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduce a tensor; all ranks get the same bits."""
+    """Reduce a tensor. All ranks get the same bits."""
     if group.size() == 1:
         return
     rank, reduction, flat = group.rank(), _REDUCTIONS[op], tensor.detach().view(-1)
@@ -108,8 +108,8 @@ def all_gather(group: dist.ProcessGroup, tensor_list: list[Tensor], tensor: Tens
 def reduce_scatter_tensor(
     group: dist.ProcessGroup, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """A share is this rank's own one plus those of the ranks before it, the nearest first. It only
-    adds: `substitute` leaves other operations to gloo."""
+    """Sum this rank's share over all ranks: its own values first, then those of the ranks before
+    it, the nearest first. Only sums come here: `substitute` leaves other operations to gloo."""
     assert op == dist.ReduceOp.SUM, f"reduce_scatter by {op}"
     rank, size = group.rank(), group.size()
     shares, total = _shares(input, group), output.detach().view(-1)
@@ -142,7 +142,7 @@ def all_to_all_single(
     incoming[rank].copy_(outgoing[rank])
     if size == 1:
         return
-    # The longest of all ranks: so many turns they take together.
+    # The longest part on any rank decides how many turns all ranks take.
     longest = torch.tensor([max(len(each) for each in outgoing)])
     all_reduce(group, longest, dist.ReduceOp.MAX)
     for piece, memory, meet in turns(group, "all_to_all", int(longest), input.dtype, rows=size):
@@ -158,11 +158,11 @@ def all_to_all_single(
 
 
 def _shares(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, elements of a share]."""
+    """Return a view [ranks, elements of a share]."""
     return whole.detach().view(group.size(), whole.numel() // group.size())
 
 
-# Those of torch.distributed that run between the ranks of a host, by name.
+# The collectives of torch.distributed that are replaced, by name.
 COLLECTIVES = {
     own.__name__: own
     for own in (

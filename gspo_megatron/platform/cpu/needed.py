@@ -2,9 +2,9 @@
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
 dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
-same code as on GPUs. Tensor factories are wrapped; all other operations run as they are. With CUDA
+same code as on GPUs. Tensor factories are wrapped; all other operations are unchanged. With CUDA
 `install` does nothing. tests/unit/platform/test_cpu_needed.py fails when an upgrade of
-Megatron-Core makes a substitution superfluous. What only saves time is in `faster`.
+Megatron-Core makes a substitution superfluous. Code that only saves time is in `faster`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_needed() -> bool:
 
 
 def install() -> None:
-    """Make `megatron.core` importable and runnable on a CPU; called once."""
+    """Make `megatron.core` importable and runnable on a CPU. Called once."""
     if not is_needed():
         return
     _redirect_factories()
@@ -106,9 +106,9 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _redirect_factories() -> None:
-    # `with torch.device(...)` lists the factories at its first use. Made after this, the list would
-    # lack the native ones, and models of transformers, built on "meta" and filled later, would
-    # keep uninitialised buffers.
+    # `with torch.device(...)` lists the factories at its first use. The list must be made before
+    # they are replaced. Otherwise it would lack the native ones, and models of transformers, which
+    # are built on "meta" and filled later, would keep uninitialised buffers.
     torch.utils._device._device_constructors()
     _substitute(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
@@ -132,12 +132,13 @@ def _redirect_tensor_methods() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """A new function each time: dynamo has rules by function and refuses two for the same one."""
+    """Return a new function that does nothing: dynamo has rules by function and refuses two rules
+    for the same one."""
     return lambda *_args, **_kwargs: None
 
 
 def _replace_cuda_runtime() -> None:
-    # Megatron's RNG tracker forks 'the CUDA generator': here the CPU's default one.
+    # Megatron's RNG tracker forks the CUDA generator, which is here the CPU's default generator.
     def get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -172,7 +173,7 @@ def _adapt_megatron() -> None:
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # stock returns CPU tensors unchanged, and all_to_all_single needs a list of ints
+        # stock returns CPU tensors unchanged, but all_to_all_single needs a list of ints
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
             return Splits(tensor.tolist())
         return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
@@ -187,7 +188,8 @@ def _adapt_megatron() -> None:
 
 
 def _uneven(native: Any, substitute: Any) -> Any:
-    """Gloo gathers and scatters only equal shares; expert tensor parallelism has unequal ones."""
+    """Use `substitute` for unequal shares, which expert tensor parallelism has. Gloo gathers and
+    scatters only equal shares."""
 
     @functools.wraps(native)
     def collective(
@@ -203,7 +205,7 @@ def _uneven(native: Any, substitute: Any) -> Any:
 
 
 def _gather_uneven(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Pad to the largest share, gather, cut."""
+    """Pad each share to the largest one, gather, and cut the padding off."""
     most = max(sizes)
     padded = input_.new_zeros((most, *input_.shape[1:]))
     padded[: len(input_)] = input_
@@ -213,7 +215,7 @@ def _gather_uneven(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.
 
 
 def _reduce_scatter_uneven(input_: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Sum everything, keep this rank's share."""
+    """Sum the whole tensor over all ranks, and keep this rank's share."""
     total = input_.clone()
     torch.distributed.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()].contiguous()

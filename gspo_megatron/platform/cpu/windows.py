@@ -1,7 +1,8 @@
-"""Memory that the ranks of one host share, a window for each process group, where they also meet.
+"""Memory that the ranks of one host share: a window for each process group. It also synchronises
+these ranks.
 
 Gloo's ranks sleep until a message wakes them, which takes 1 ms on average on a virtual machine. In
-a window each rank counts its arrivals, and the others look.
+a window each rank counts its arrivals, and the other ranks read the count.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
-MOST_BYTES = 32 * 2**20  # of a window
-_PREFIX = "gspo-megatron-window-"  # of the names of windows, which they have for a moment
-_FORGOTTEN_SECONDS = 60.0  # so old, it was left by a rank that was killed in that moment
+MOST_BYTES = 32 * 2**20  # the largest window
+_PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
+_FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
 LINE = 64  # bytes of a cache line: each rank's numbers have their own
-WORDS = LINE // 8  # int64 in it: the count of arrivals, and two signs of what it came for
+WORDS = LINE // 8  # int64 in a line; three are used: the count of arrivals and two purposes
 
-# A rank that waits asks again and again, and gives its core away each time. After that it sleeps
-# between two looks, a twentieth of what it has waited.
+# A rank that waits first polls for this long, and gives its core away each time. Then it sleeps
+# between two polls, for a twentieth of the time that it has waited.
 SPIN_SECONDS = 0.005
-NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest
+NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest sleep
 
-# Python has no memory barriers. These processors show writes to others in the order of the program.
+# Python has no memory barriers. On these processors other cores see writes in program order.
 ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
 
 class Window:
-    """The memory of a group. `halves` are its two halves in turns, [ranks, bytes] uint8 each."""
+    """The memory of a group. `halves` yields its two halves in turn, each [ranks, bytes] uint8."""
 
     def __init__(self, group: dist.ProcessGroup, file: int) -> None:
-        """file: a descriptor, which the window closes. Raises OSError where it cannot be mapped."""
+        """file: a descriptor, which the window closes. Raises OSError if it cannot be mapped."""
         self.file, self.rank, size = file, group.rank(), group.size()
         finalize(self, os.close, file)
-        # A lock lasts as long as the process, however it ends; the others can see that.
+        # The lock lasts until the process ends for any reason. So others see whether it has ended.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(file, 0)
         words = memoryview(memory).cast("q")[: size * WORDS]
@@ -65,10 +66,12 @@ class Window:
         self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     def meet(self, purpose: int) -> None:
-        """Wait for all ranks of the group, which come for the same purpose. Raises RuntimeError if
-        one has another, has ended, or does not come within the group's time limit."""
+        """Wait for all ranks of the group, which must come for the same purpose. Raises
+        RuntimeError if a rank comes for another one, has ended, or does not come within the group's
+        time limit."""
         self.meetings += 1
-        # Two by turns: nobody writes the next but one before all have been at the next meeting.
+        # Two words in turn: no rank writes the same word again before all have come to the next
+        # meeting.
         purposes = self.purposes[self.meetings % 2]
         purposes[self.rank] = purpose
         self.arrivals[self.rank] = self.meetings
@@ -101,17 +104,18 @@ class Window:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # for the others to see it
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that the other ranks see it too
         return True
 
 
-# By group; None where it has none.
+# By group; None for a group without a window.
 _windows: WeakKeyDictionary[dist.ProcessGroup, Window | None] = WeakKeyDictionary()
 
 
 def window_of(group: dist.ProcessGroup) -> Window | None:
-    """The window of a group; None if its ranks are on several hosts, there is not enough memory, or
-    it is of no use. Every rank of the group calls this: the first call makes the window."""
+    """Return the window of a group. Returns None if its ranks are on several hosts, if memory is
+    short, or if the processor or the backend allows no window. Every rank of the group calls this,
+    because the first call makes the window."""
     if group not in _windows:
         is_ordered = platform.machine() in ORDERED_PROCESSORS
         is_real = dist.get_backend(group) == "gloo"  # torch's "fake" ranks are not there
@@ -122,12 +126,13 @@ def window_of(group: dist.ProcessGroup) -> Window | None:
 def turns(
     group: dist.ProcessGroup, work: str, count: int, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Tensor, Callable[[], None]]]:
-    """Cuts `count` elements into pieces that fit into the window. For each piece: its slice, the
-    memory for it [ranks, rows, elements of the piece], and the function to meet by.
+    """Cut `count` elements into pieces that fit into the window. For each piece, yield its slice,
+    the memory for it [ranks, rows, elements of the piece], and the function to meet by.
 
-    In each turn every rank writes to its place, all meet, and each reads what the others wrote. One
-    half is written again in the next turn but one: by then all have met once more, so all have read
-    it. `work` names the collective: ranks that are in another one, or in other sizes, are found.
+    In each turn every rank writes to its place, all meet, and each reads what the others wrote. A
+    half is written again two turns later. By then all ranks have met once more, so all have read
+    it. `work` names the collective, so that ranks in another collective, or with other sizes, are
+    detected.
     """
     window = window_of(group)
     assert window is not None
@@ -143,8 +148,9 @@ def turns(
 
 
 def _make(group: dist.ProcessGroup) -> Window | None:
-    """Make the window of a group; None for all of its ranks if one of them cannot have it."""
-    dist.barrier(group)  # the first one waits here, where no file of its own could stay behind
+    """Make the window of a group, or return None on all of its ranks if one of them cannot use
+    it."""
+    dist.barrier(group)  # a rank that is early waits here, before it has made a file
     size, path, window = group.size(), "", None
     try:
         if group.rank() == 0:
@@ -155,22 +161,22 @@ def _make(group: dist.ProcessGroup) -> Window | None:
         if told[0] and os.path.exists(told[0]):  # on another host it is not there
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
-        # Megatron-Core lets torch collect all_reduce, all_gather_into_tensor and
-        # reduce_scatter_tensor here, to run them later.
+        # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
+        # all_gather_into_tensor and reduce_scatter_tensor here, to run them later.
         has_window = torch.full((size,), window is not None)
         for source in range(size):
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
     finally:
         if path:
-            with contextlib.suppress(FileNotFoundError):  # another run took it for forgotten
+            with contextlib.suppress(FileNotFoundError):  # another run may have removed it
                 os.unlink(path)  # the memory is freed when the last rank has ended, however it ends
     return window if bool(has_window.all()) else None
 
 
 def _new_file(size: int) -> str:
-    """A file in memory for `size` ranks, of which every page exists. (Writing to one that the file
-    system has no room for would kill the process.) Raises OSError if it would leave little room for
-    others."""
+    """Make a file in memory for `size` ranks, and allocate all of its pages. (Writing to a page for
+    which the file system has no room would kill the process.) Raises OSError if the file would
+    leave little room for others."""
     _remove_forgotten()
     room = os.statvfs(MEMORY)
     unit = 2 * size * size * LINE  # a cache line from each rank to each, in both halves
@@ -189,8 +195,8 @@ def _new_file(size: int) -> str:
 
 
 def _remove_forgotten() -> None:
-    """Remove this user's windows that still have names. (If the ranks of one were only stopped,
-    they cannot open it any more, and do without.)"""
+    """Remove this user's old windows that still have names. (If the ranks of a window were only
+    suspended, they cannot open it any more, and work without it.)"""
     with os.scandir(MEMORY) as entries:
         for entry in entries:
             if not entry.name.startswith(_PREFIX):

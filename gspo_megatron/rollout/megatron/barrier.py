@@ -1,8 +1,8 @@
-"""The turns of episodes of one rank, brought together for the engine: it generates a turn of every
-episode at a time.
+"""Collects the turns that the episodes of a rank wait for, so that the engine generates one turn
+of every episode in one batch.
 
-`Barrier` is where the episodes wait. The functions below say which turn of the engine's batch is
-which, and join the experts that this rank recorded.
+The episodes wait in `Barrier`. The functions below map the engine's batch to turns, and join the
+routes that this rank recorded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.episodes import Played
 from gspo_megatron.types import RolloutBatch
 
-# Where the turns of a branch are: the round and the row of each. A number instead: so many tokens
-# without routes, of an episode that had no turn.
+# For each branch, the (round, row) of each of its turns. For an episode without a turn, its number
+# of tokens, which have no routes.
 Places = Sequence[list[tuple[int, int]] | int]
 
 
 @dataclass(eq=False)
 class MegatronTurn:
-    """A turn that the engine of this rank generated: see `rollout.episodes.Response`."""
+    """A turn that the engine of this rank generated: see `rollout.episodes.GeneratedTurn`."""
 
     token_ids: np.ndarray  # [tokens] int32
     logprobs: np.ndarray  # [tokens] float32
     truncated: bool
-    place: tuple[int, int] | None  # its round and its row there; None: of a failed episode
-    routes: np.ndarray | None = None  # never: each rank has those of its own layers
-    versions: np.ndarray | None = None  # never: they are those of the step
+    place: tuple[int, int] | None  # (round, row); None: the placeholder of a failed episode
+    routes: np.ndarray | None = None  # always None: each rank has the routes of its own layers
+    versions: np.ndarray | None = None  # always None: all tokens have the weights of the step
 
 
 @dataclass(frozen=True)
 class _Call:
-    """An episode, or all single turns of a prompt, that waits for the engine."""
+    """A call of the engine by an episode, or for all single turns of a prompt."""
 
     asked: TurnRequest
     samples: Sequence[int]
@@ -49,8 +49,10 @@ class _Call:
 
 
 class Barrier:
-    """Where episodes wait for their next turns; all single turns of a prompt wait together. Each is
-    known by the number of its first sample."""
+    """Lets episodes wait for their next turns. All single turns of a prompt wait as one call.
+
+    The key of a call is the number of its first sample.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
@@ -65,15 +67,17 @@ class Barrier:
 
     @property
     def waiting(self) -> dict[int, _Call]:
-        """What the engine is asked for, in the order of the samples. An episode may have given up a
-        turn."""
+        """The calls that wait, in the order of the samples, without those that were cancelled."""
         return {n: call for n, call in sorted(self._calls.items()) if not call.answer.done()}
 
     def _waits(self, sample: int) -> bool:
         return sample in self._calls and not self._calls[sample].answer.done()
 
     async def until_all_wait(self, running: Mapping[int, asyncio.Task[Any]]) -> None:
-        """Until each of the episodes waits or has ended. Raises what is no fault of theirs."""
+        """Wait until every episode waits for a turn or has ended.
+
+        Raises RolloutError and UnplayableError; other failures of an episode are in its result.
+        """
         while any(not task.done() and not self._waits(n) for n, task in running.items()):
             self.news.clear()
             await self.news.wait()
@@ -81,10 +85,10 @@ class Barrier:
         for sample, task in running.items():
             if task.done():
                 task.result()
-                self._calls.pop(sample, None)  # it left a call behind
+                self._calls.pop(sample, None)  # an ended episode may leave a call behind
 
     def answer(self, turns: Sequence[MegatronTurn]) -> None:
-        """Give out the turns of all that wait, in their order."""
+        """Return to each waiting call its turns. turns: in the order of `waiting`."""
         start = 0
         for call in self.waiting.values():
             end = start + len(call.samples)
@@ -94,7 +98,7 @@ class Barrier:
 
 
 def turns_of(batch: RolloutBatch, number: int) -> list[MegatronTurn]:
-    """The turns in the order of the calls. number: of the round."""
+    """Return the turns of a batch in the order of the calls. number: the number of the round."""
     ids = batch.tokens[response_mask(batch)].cpu().numpy().astype(np.int32)
     logprobs = batch.rollout_logprobs.cpu().numpy()
     turns, start = [], 0
@@ -107,7 +111,7 @@ def turns_of(batch: RolloutBatch, number: int) -> list[MegatronTurn]:
 
 
 def places_of(played: Sequence[Played]) -> Places:
-    """Of each branch of these responses."""
+    """Return the places of the turns of each branch of these responses."""
     return [
         len(each.tokens) if branch[0].place is None else [turn.place for turn in branch]
         for each in played
@@ -116,8 +120,11 @@ def places_of(played: Sequence[Played]) -> Places:
 
 
 def routes_of(places: Places, rounds: Sequence[RolloutBatch]) -> np.ndarray:
-    """[tokens, layers of this rank, k]: each token has the experts of the turn in which it was
-    first fed. Zeros for episodes without a turn."""
+    """Join the routes of all rounds: [tokens, layers of this rank, k].
+
+    Each token gets the experts of the first turn in which it was fed to the model. Tokens of
+    episodes without a turn get zeros.
+    """
     first = rounds[0].routes
     assert first is not None, "the engine records them"
     if places == [[(0, row)] for row in range(len(rounds[0].response_lengths))]:  # single turns
@@ -138,7 +145,7 @@ def routes_of(places: Places, rounds: Sequence[RolloutBatch]) -> np.ndarray:
 
 
 def response_mask(batch: RolloutBatch) -> Tensor:
-    """[tokens] bool: those of responses."""
+    """Return [tokens] bool, True on response tokens."""
     lengths = torch.stack([batch.prompt_lengths, batch.response_lengths], 1).flatten()
     is_response = torch.arange(len(lengths), device=lengths.device) % 2 == 1
     return is_response.repeat_interleave(lengths)

@@ -1,7 +1,7 @@
-"""Rollouts by the training model itself, on whatever layout it is sharded.
+"""The in-process rollout engine: the training model generates responses, on any layout.
 
-There is no second copy of the weights. Data-parallel and context-parallel ranks draw different
-responses; the ranks of a model replica (TP x PP) work on the same ones.
+There is no second copy of the weights. Data-parallel and context-parallel ranks generate different
+responses; the ranks of a model replica (TP x PP) work on the same responses.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# How many tokens are sampled between two checks of which sequences have ended. A check synchronises
-# with the device (and, with experts over several ranks, runs a collective); a token sampled in vain
-# costs one decoding step.
+# Tokens per row between two checks of which responses have ended. A check synchronises with the
+# device (and, if ranks share experts, runs a collective). A late check costs useless decoding
+# steps for rows that have ended.
 CHECK_INTERVAL = 4
 
-# Free rows wait for others until they are this share of the batch: prompts that start together
-# share one forward pass.
+# New responses start once this share of the rows is free, so that several prompts share one
+# forward pass.
 REFILL_SHARE = 1 / 16
 
-# Without others to start, rows that have ended are dropped once this share of the batch is left.
-# That copies the cache of the others, about as much as two passes read of it.
+# If no response is queued, ended rows leave the batch once at most this share of the rows is
+# needed. That copies the cache of the other rows, about as much data as two passes read.
 KEEP_SHARE = 7 / 8
 
 
@@ -67,12 +67,12 @@ class MegatronEngine:
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
-        """eos_id: one or several; batch_size: responses decoded together on a rank (None: all of
-        them); when one ends, the next starts in its row; decode: token ids to text, needed for
-        stops; special_tokens: their ids by name, for stops that name one; record_routes: return
-        the experts of every token with the responses; router_noise: its standard deviation on the
-        routers' scores while sampling; greedy decoding has none, so that an evaluation measures the
-        policy itself."""
+        """eos_id: one or several ids; batch_size: responses decoded together on a rank (None: all);
+        when one ends, the next starts in its row; decode: token ids to text, needed for stops;
+        special_tokens: ids by name, for stops that are or contain special tokens; record_routes:
+        return the experts of every token with the responses; router_noise: standard deviation of
+        the noise on the routers' scores. Greedy decoding has no noise, so that an evaluation
+        measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
@@ -85,8 +85,8 @@ class MegatronEngine:
         self.replica, self.source = model_replica()
         modules = (module for model in policy.models for module in model.modules())
         self.num_routers = sum(isinstance(module, TopKRouter) for module in modules)
-        # Are experts spread over ranks that work on different responses? Then all these ranks must
-        # run the same number of forward passes.
+        # If ranks that work on different responses share experts, all of them must run the same
+        # number of forward passes.
         tp = parallel_state.get_tensor_model_parallel_world_size()
         etp = parallel_state.get_expert_tensor_parallel_world_size()
         self.lockstep = parallel_state.get_expert_model_parallel_world_size() > 1 or tp % etp > 0
@@ -94,12 +94,13 @@ class MegatronEngine:
         self.equal_batches = self.lockstep and not policy.config.variable_seq_lengths
 
     def update_weights(self) -> None:
-        """Nothing to do: the engine decodes with the trained weights themselves."""
+        """Do nothing: the engine decodes with the trained weights themselves."""
 
     @torch.no_grad()
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
-        # a rank without requests runs no forward pass, and the others would wait for its weights
+        # Without this, a rank without requests runs no forward pass, and the other ranks would wait
+        # for its weights.
         self.policy.finish_parameter_gather()
         self.policy.eval()
         generation = _Generation(self, requests, sampling, seed)
@@ -108,9 +109,11 @@ class MegatronEngine:
         return generation.responses.batch(requests, generation.samples)
 
     def _split_stops(self, stop: Sequence[str]) -> tuple[Tensor, list[StopStrings]]:
-        """The ids of all tokens that end a response [end ids], and the stops to find in its text.
-        Decoding leaves special tokens out: a stop that is one of them goes by its id, and those
-        with such tokens inside are looked for in a text that has these tokens."""
+        """Return the ids of all tokens that end a response [end ids], and the stops to search for.
+
+        Decoding leaves special tokens out. So a stop that is a special token is found by its id,
+        and stops that contain special tokens are searched for in a text that includes these.
+        """
         if not stop:
             return torch.tensor(self.eos_ids, device=self.device), []
         assert self.decode is not None, "stop strings need the tokenizer"
@@ -126,7 +129,8 @@ class MegatronEngine:
         return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over all ranks, where all must join every forward pass."""
+        """Return the maximum of each value over all ranks in lockstep, else the values of this
+        rank."""
         if not self.lockstep:
             return list(values)
         agreed = torch.tensor(values, device=self.device)
@@ -136,7 +140,7 @@ class MegatronEngine:
     def _sample_tokens(
         self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The next token of each sequence and its log-prob, the same on the whole replica."""
+        """Return the next token of each sequence and its log-prob, on all ranks of the replica."""
         sampled = torch.empty((2, len(uniform)), dtype=torch.float64, device=self.device)
         if hidden is not None:
             logits = self.policy.models[-1].next_token_logits(hidden)
@@ -149,9 +153,11 @@ class MegatronEngine:
     def _forward(
         self, ids: Tensor, positions: Tensor, randomness: RouterRandomness | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """One pass of ids [sequences, length] through all stages. Returns, on the last stage, the
-        hidden states [sequences, length, hidden], and the routes [sequences, length, layers, k] if
-        they are recorded."""
+        """Run ids [sequences, length] through all stages.
+
+        Returns the hidden states [sequences, length, hidden] on the last stage, and the routes
+        [sequences, length, layers, k] if they are recorded.
+        """
         watched: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
         if randomness is not None:
             numbers = randomness.numbers(positions)
@@ -163,7 +169,7 @@ class MegatronEngine:
         if not self.record_routes:
             return hidden, None
         sequences, length = ids.shape
-        # Routers see the first token of all sequences, then the second.
+        # Routers get the first token of all sequences, then the second.
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
         if not layers:  # a stage of dense layers
             return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
@@ -172,26 +178,26 @@ class MegatronEngine:
 
 @dataclass
 class _Plan:
-    """What all ranks do at a check."""
+    """The work of all ranks until the next check."""
 
-    rows: int  # to go on with; 0: every rank is ready
+    rows: int  # rows of the batch; 0: every rank is finished
     starts: int  # responses that this rank starts in free rows
-    prompts: int  # rows of the prefill; 0: no rank runs one
-    longest_prompt: int  # tokens of the prefill
+    prompts: int  # rows of the prefill; 0: no rank runs a prefill
+    longest_prompt: int  # tokens of a prefill row
     steps: int  # tokens to sample until the next check
 
 
 @dataclass
 class _Prefilled:
-    """Prompts that went through the model."""
+    """Results of a prefill."""
 
     states: PromptStates
     lengths: Tensor  # [prompts] int64
-    hidden: Tensor | None  # [prompts, hidden] of their last tokens, on the last stage
-    routes: Tensor | None  # [prompts, length, layers, k], where they are recorded
+    hidden: Tensor | None  # [prompts, hidden] of the prompts' last tokens, on the last stage
+    routes: Tensor | None  # [prompts, length, layers, k]; None: not recorded
 
     def last(self) -> _Prefilled:
-        """The last of them, without the memory of the others."""
+        """Return a copy of the last prompt, so that the memory of the others can be freed."""
 
         def cut(values: Tensor) -> Tensor:
             return values[-1:].clone()
@@ -205,18 +211,19 @@ class _Prefilled:
 
 
 class _Generation:
-    """One call of generate: the queue of responses, and the rows of the batch that draw them.
+    """One call of generate: the queue of responses, and the rows of the batch that generate them.
 
-    A response passes through four states, and `run` is their loop:
+    `run` loops over the four states of a response:
 
         admit    it gets a free row, in the order of the queue (`_admit`)
-        prefill  its prompt goes through the model, once for all responses of a group (`_prefill`);
-                 of a group that has started in part the prompt's keys and values are kept
+        prefill  its prompt goes through the model, once for all responses of a group (`_prefill`).
+                 Keys and values of the prompt are kept until all responses of the group start
         decode   its row gets a token (`_sample_tokens`), which goes through the model (`_decode`)
         retire   at a check, its row has ended: by a token, a stop string or the limit. The row is
                  free for another response or leaves the batch (`_retire`)
 
-    What all ranks must do alike between two checks is agreed on in `_plan`.
+    In `_plan`, the ranks agree on the work that must be the same on all of them until the next
+    check.
     """
 
     def __init__(
@@ -241,11 +248,11 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # its prompt, if others of its group have started
+        self.prefilled: _Prefilled | None = None  # its prompt, if its group has partly started
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
-        """Draw all responses of this rank, and take part in the forward passes of the others."""
+        """Generate all responses of this rank, and join the forward passes of the other ranks."""
         models, count = self.engine.policy.models, len(self.samples)
         self.rows = Rows.idle(min(self.engine.batch_size or count, count), self.responses)
         plan = self._plan()
@@ -269,8 +276,10 @@ class _Generation:
                 hidden = self._admit(self._decode(), plan)
 
     def _retire(self, searched: Tensor) -> _Plan:
-        """End the rows whose text has a stop string, store what has ended, and agree on the next
-        plan. searched [rows]: the lengths up to which texts were looked at."""
+        """End the rows whose text has a stop string, store all lengths, and agree on the next plan.
+
+        searched [rows]: the lengths up to which stop strings have been searched for.
+        """
         for stop_strings in self.stop_strings:
             self.rows.end_at_stop_strings(stop_strings, searched, CHECK_INTERVAL, self.responses)
         self.rows.store(self.responses)
@@ -282,20 +291,20 @@ class _Generation:
         return plan
 
     def _plan(self) -> _Plan:
-        """Agree on what to do with the rows that are free, and on the forward passes until the next
-        check. Reads from the device once.
+        """Agree on the use of free rows, and on the forward passes until the next check.
 
-        Where ranks share experts, the maximum of six numbers over all of them decides:
+        Reads from the device once. If ranks share experts, they use the maxima over all ranks of
+        six numbers:
 
-            needed   rows for the responses that are going or queued; 0: all responses are drawn
-            is_time  whether enough rows are free to start others in them; 0: nobody starts any
-            prompts  prompts of the prefill; 0: nobody runs one
+            needed   rows for the responses in progress or queued; 0: all responses are finished
+            is_time  whether enough rows are free to start responses in them; 0: no rank starts any
+            prompts  prompts of the prefill; 0: no rank runs a prefill
             longest  tokens of the longest of these prompts
-            left     the most tokens that a response that is going may still get
-            starts   responses to start; above 0 the limit of a response takes the place of `left`
+            left     the most tokens that a response in progress may still get
+            starts   responses to start; above 0, the limit of a response replaces `left`
 
-        `needed`, `prompts` and `longest` are also the shapes of the passes where every rank must
-        have the same; elsewhere a rank without work passes a dummy.
+        `needed`, `prompts` and `longest` are also the shapes of the passes if all ranks need the
+        same shapes. Otherwise a rank without work runs a dummy.
         """
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
         lengths, left = self.rows.progress() if rows else ([], 0)
@@ -315,23 +324,26 @@ class _Generation:
         if not any_is_time:
             starts = any_starts = prompts = 0
         if not engine.equal_batches:
-            # a rank with nothing to do passes a dummy
+            # a rank without work runs a dummy
             most, prompts = most and max(1, needed), prompts and max(1, len(new))
             longest_of_all = longest
         steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)
         return _Plan(most, starts, prompts, longest_of_all, steps)
 
     def _prompts_before(self, response: int) -> int:
-        """How many prompts have been prefilled when all responses before this one have started."""
+        """Return the number of prompts that all responses before this one need prefilled."""
         return -(-response // self.per_prompt)
 
     def _admit(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
-        """Start the next responses in free rows. Returns `hidden` [rows, hidden], on the last
-        stage, with that of their prompts' last tokens."""
+        """Start the next responses in free rows.
+
+        Returns `hidden` [rows, hidden] on the last stage. The started rows now hold the hidden
+        states of their prompts' last tokens.
+        """
         first, last = self.next, self.next + plan.starts
         started, prefilled = self._prompts_before(first), self._prompts_before(last)
         free = self.rows.free(plan.starts)
-        known = min(last, started * self.per_prompt) - first  # of a group that has started
+        known = min(last, started * self.per_prompt) - first  # responses of a group in progress
         if known:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
@@ -341,7 +353,7 @@ class _Generation:
             if prefilled > started:
                 self.prefilled = prefills.last()
         if last % self.per_prompt == 0:
-            self.prefilled = None  # all of its group have started
+            self.prefilled = None  # the whole group has started
         self.next = last
         lengths = map(len, self.prompts[first // self.per_prompt : prefilled])
         self.spans.others = max(self.spans.others, max(lengths, default=1))
@@ -350,8 +362,11 @@ class _Generation:
     def _start(
         self, rows: Tensor, first: int, prefilled: _Prefilled, hidden: Tensor | None
     ) -> Tensor | None:
-        """Start the responses from `first` on in `rows` [n], by the first of the prefilled prompts.
-        Returns `hidden` [rows, hidden] with theirs."""
+        """Start the n responses from number `first` on in `rows` [n].
+
+        The first of the prefilled prompts is that of response `first`. Returns `hidden`
+        [rows, hidden], as `_admit` does.
+        """
         if hidden is None and prefilled.hidden is not None:
             hidden = prefilled.hidden.new_zeros((len(self.rows), prefilled.hidden.shape[1]))
         if len(rows) == 0:
@@ -372,8 +387,10 @@ class _Generation:
         return hidden
 
     def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
-        """A forward pass of these of the prompts. Dummies of one token, with sample index 0, fill
-        the batch up."""
+        """Run the prompts `numbers` through the model.
+
+        Dummies of one token, with sample index 0, fill the batch up to `plan.prompts`.
+        """
         dummies = plan.prompts - len(numbers)
         prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]
         longest = plan.longest_prompt
@@ -389,13 +406,13 @@ class _Generation:
         return _Prefilled(states, lengths, hidden, routes)
 
     def _sample_tokens(self, hidden: Tensor | None) -> None:
-        """Draw a token in every row. hidden [rows, hidden]: where they come from."""
+        """Sample a token in every row from `hidden` [rows, hidden]."""
         tokens, logprobs = self.engine._sample_tokens(hidden, self.sampling, self.rows.uniform())
         self.rows.add(tokens, logprobs, self.end_ids, self.responses)
         self.spans.grow(self.max_length)
 
     def _decode(self) -> Tensor | None:
-        """A forward pass of the last sampled tokens -> [rows, hidden] on the last stage."""
+        """Run the last sampled tokens through the model -> [rows, hidden] on the last stage."""
         rows, positions = self.rows, self.rows.positions
         self.cache.start_token(positions, self.spans, self.long_rows)
         randomness = self._randomness(rows.samples)
@@ -411,10 +428,10 @@ class _Generation:
 
 
 class _PipelineForward:
-    """One forward pass through all pipeline stages (and virtual stages).
+    """Runs one forward pass through all pipeline stages (and virtual stages).
 
-    Decoding sends one small message a stage and token. Megatron's training schedules are made for
-    many micro-batches with gradients and are of no use here.
+    Decoding sends one small message for each stage and token. Megatron's training schedules are
+    made for many micro-batches with gradients and do not fit here.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -428,8 +445,8 @@ class _PipelineForward:
         self.following = ranks[(self.rank + 1) % self.size]
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor) -> Tensor | None:
-        """input_ids [sequences, length] -> hidden [sequences, length, hidden] on the last stage,
-        None elsewhere."""
+        """Run the pass. input_ids [sequences, length] -> hidden [sequences, length, hidden] on the
+        last stage, None elsewhere."""
         output = None
         for chunk, model in enumerate(self.models):
             if chunk > 0 or self.rank > 0:
@@ -451,6 +468,6 @@ class _PipelineForward:
 
     def _send(self, output: Tensor) -> None:
         if self.size == 1:
-            self._passed = output  # virtual stages of a single rank
+            self._passed = output  # for the next virtual stage of this rank
         else:
             dist.send(output.contiguous(), dst=self.following, group=self.group)

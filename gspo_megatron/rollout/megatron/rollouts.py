@@ -1,8 +1,8 @@
-"""Responses by the policy itself, with the model that is trained.
+"""The RolloutSource of the in-process engine: runs episodes, generates and scores on the ranks.
 
-One rank of each model replica, its leader, runs the environments and scores. The others generate
-with it: they are told what stands before the turns, and at the end what the responses are. Each
-rank adds the routes of its own layers.
+One rank of each model replica, its leader, runs the environments and the reward. The other ranks
+join the leader's forward passes: the leader sends them the tokens before each turn, and at the end
+the responses. Each rank adds the routes of its own layers.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
 
-# What the ranks of a replica know of a turn, or of all single turns of a prompt: the numbers of the
-# samples, as many in all calls.
+# A turn, or all single turns of a prompt, with the numbers of its samples. All calls of a round
+# have the same number of samples.
 _Call = tuple[TurnRequest, Sequence[int]]
 
-_SEED_OF_TURN = 1 << 56  # turns of a sample have random numbers of their own
+_SEED_OF_TURN = 1 << 56  # gives each turn of a sample different random numbers
 
 
 @dataclass
 class Generated:
-    """The responses of a rank before they are scored."""
+    """The responses of a rank before scoring."""
 
-    # on the leader of the replica:
+    # only on the leader of the replica:
     group: RolloutGroup | None
-    episodes: list[Episode]  # in the order of the group; none of single turns
+    episodes: list[Episode]  # in the order of the group; empty for single turns
     places: Places
     # on all ranks:
-    rounds: list[RolloutBatch]  # what the engine generated
+    rounds: list[RolloutBatch]  # the engine's output in each round
 
 
 class MegatronRollouts:
-    """See RolloutSource. Every rank makes one, and calls its methods at the same time."""
+    """Implements RolloutSource. Every rank makes one and calls its methods at the same time."""
 
     def __init__(
         self,
@@ -73,20 +73,20 @@ class MegatronRollouts:
         device: torch.device,
         layers: Sequence[int] = (),
     ) -> None:
-        """episodes: None for single turns; layers: numbers of this rank's layers, from 1, whose
-        routes the engine returns, if it does."""
+        """episodes: None for single turns; layers: numbers, from 1, of this rank's layers whose
+        routes the engine returns; empty if it returns none."""
         self.engine, self.episodes = engine, episodes
         self.device, self.layers = device, layers
         self.replica, _ = model_replica()
         self.leader = dist.get_process_group_ranks(self.replica)[0]
         self.is_leader = dist.get_rank() == self.leader
-        # One for the whole run: a client that the environment keeps belongs to it.
+        # One loop for the whole run, because a client that the environment keeps is bound to it.
         self.loop = asyncio.new_event_loop()
         weakref.finalize(self, _end, self.loop)
         self.report: Callable[[str], None] = lambda text: None
 
     def begin(self, request: RolloutRequest) -> None:
-        """Nobody has time for it before `take`."""
+        """Do nothing: the ranks start a request in `take`."""
 
     def take(
         self,
@@ -96,11 +96,13 @@ class MegatronRollouts:
         *,
         router_noise: bool,
     ) -> RolloutShare:
-        """See RolloutSource. The reward may be slow or not deterministic: one rank of each model
-        replica calls it and sends the scores to the others.
+        """Generate and score responses. See RolloutSource.
 
-        Raises RewardError, on all ranks, where it failed or gave no reward on any of them, and
-        EpisodeError where an episode failed, unless `reward.on_failure` says otherwise.
+        The reward may be slow or nondeterministic, so one rank of each model replica calls it and
+        sends the scores to the other ranks.
+
+        Raises, on all ranks, RewardError if the reward failed or returned no reward on any rank,
+        and EpisodeError if an episode failed, unless `reward.on_failure` says otherwise.
         """
         generated = self.generate(
             prompts,
@@ -118,12 +120,12 @@ class MegatronRollouts:
         return {}
 
     def after_checkpoint(self, step: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: this source keeps nothing between steps."""
 
     def close(self) -> None:
-        """Nothing has to end."""
+        """Do nothing."""
 
-    # The parts of `take`, in their order
+    # The parts of `take`, in order
 
     def generate(
         self,
@@ -134,12 +136,14 @@ class MegatronRollouts:
         *,
         router_noise: bool = True,
     ) -> Generated:
-        """`per_prompt` responses to each prompt; prompts: by their numbers in the step;
-        router_noise: that of the engine, if it has any. Raises UnplayableError, on all ranks, where
-        the environment of any does."""
+        """Generate `per_prompt` responses to each prompt.
+
+        prompts: by their numbers in the step; router_noise: see RolloutSource.take. Raises
+        UnplayableError on all ranks if the environment of any rank raises it.
+        """
         samples = [range(number * per_prompt, (number + 1) * per_prompt) for number in prompts]
         barrier, running = Barrier(), {}
-        # Without an environment all ranks of a replica do the same, and need not be told.
+        # Without an environment all ranks of a replica make the same calls, without messages.
         if self.is_leader or self.episodes is None:
             running = self._start(barrier, [*prompts.values()], samples, sampling.max_tokens)
         rounds: list[RolloutBatch] = []
@@ -162,8 +166,10 @@ class MegatronRollouts:
     def score(
         self, generated: Generated, prompts: Mapping[int, Prompt], scorer: GroupScorer
     ) -> tuple[FailedCalls, float]:
-        """Write the scores into the leader's group. Returns the failures on all ranks, and the
-        seconds of the slowest."""
+        """Write the scores into the leader's group.
+
+        Returns the failures on all ranks, and the seconds of the slowest rank.
+        """
         group, scores, failed = generated.group, [], FailedCalls()
         samples, judged, problem = [], None, None
         if group is not None:
@@ -187,9 +193,11 @@ class MegatronRollouts:
     def _agree(
         self, scorer: GroupScorer, problem: UserError | None, failed: FailedCalls
     ) -> tuple[FailedCalls, float]:
-        """The failures of all ranks, and the seconds of the slowest, on all ranks; afterwards they
-        know the names of the parts. Raises EpisodeError or RewardError, on all ranks, with the
-        problem of any rank, or where names differ."""
+        """Return, on all ranks, the failures of all ranks and the seconds of the slowest rank.
+
+        Also gives all ranks the names of the reward's parts. Raises EpisodeError or RewardError on
+        all ranks if any rank has a problem, or if the names differ.
+        """
         names = scorer.scorer.part_names
         has_news = problem is not None or names != scorer.part_names
         known = all_gather_numbers([has_news, *failed, scorer.scorer.take_seconds()])
@@ -213,12 +221,12 @@ class MegatronRollouts:
                 f"{' and '.join(map(describe, parts))} on different ranks; the same names are "
                 "wanted in every call"
             )
-        if parts:  # not where all calls failed
+        if parts:  # empty if all calls failed
             scorer.part_names = scorer.scorer.part_names = parts[0]
         return agreed
 
     def share(self, generated: Generated) -> RolloutGroup:
-        """The leader's group, on the whole replica, with the routes of this rank's layers."""
+        """Return the leader's group on all ranks of the replica, with this rank's routes."""
         group, places, rounds = generated.group, generated.places, generated.rounds
         has_routes = bool(rounds) and rounds[0].routes is not None
         if self.replica.size() > 1:
@@ -238,7 +246,7 @@ class MegatronRollouts:
         samples: Sequence[Sequence[int]],
         max_tokens: int,
     ) -> dict[int, asyncio.Task[list[Played]]]:
-        """The players of this rank, by the number of their first sample."""
+        """Start the tasks of this rank; returns them by the number of their first sample."""
         running = {}
         for prompt, numbers in zip(prompts, samples, strict=True):
             works = players(
@@ -257,8 +265,10 @@ class MegatronRollouts:
     def _calls(
         self, barrier: Barrier, running: Mapping[int, asyncio.Task[Any]]
     ) -> list[_Call] | None:
-        """What this replica wants from the engine; None: no rank wants anything more. Raises
-        UnplayableError, on all ranks, with the first of their problems."""
+        """Return this replica's calls of the engine; None: no rank needs any more.
+
+        Raises UnplayableError on all ranks, with the problem of the first rank that has one.
+        """
         problem = None
         if running:
             try:
@@ -276,7 +286,7 @@ class MegatronRollouts:
         return calls if count else None
 
     def _told(self, value: T) -> T:
-        """The leader's, on the whole replica."""
+        """Return the leader's value on all ranks of the replica."""
         if self.replica.size() == 1:
             return value
         told = [value]
@@ -296,7 +306,7 @@ def _requests(calls: Sequence[_Call], *, router_noise: bool) -> Requests:
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
-    """Also what an environment left running in it, which asyncio would complain about."""
+    """Close the loop. First cancel what an environment left running, to avoid asyncio warnings."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()

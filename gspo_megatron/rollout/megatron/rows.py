@@ -1,4 +1,4 @@
-"""Responses as they grow: their storage, and the rows of the batch that draws them."""
+"""Storage for responses in progress, and the rows of the batch that generates them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from gspo_megatron.types import RolloutBatch
 
 @dataclass
 class Responses:
-    """All responses of a rank. What stands after the end of a response is void. One response and
-    one token are spare: they take what rows without a response draw."""
+    """All responses of a rank. Values after the end of a response mean nothing.
+
+    There is one spare response and one spare token. They take the tokens of rows that have no
+    response in progress.
+    """
 
     tokens: Tensor  # [responses + 1, max_tokens + 1] int64
     logprobs: Tensor  # [responses + 1, max_tokens + 1] float32
     lengths: Tensor  # [responses + 1] int64, with the end token
     ended: Tensor  # [responses + 1] bool; false: cut off at max_tokens
-    # [responses + 1, positions, MoE layers of this rank, k], with the prompts; where recorded
+    # [responses + 1, positions, MoE layers of this rank, k], also of prompts; None: not recorded
     routes: Tensor | None
 
     @classmethod
@@ -39,7 +42,7 @@ class Responses:
 
     @property
     def spare(self) -> int:
-        """The number of the response that is none."""
+        """The number of the spare response."""
         return len(self.lengths) - 1
 
     @property
@@ -47,7 +50,7 @@ class Responses:
         return self.tokens.shape[1] - 1
 
     def batch(self, requests: Requests, samples: Tensor) -> RolloutBatch:
-        """All of them, flat. samples [responses]: their sample indices."""
+        """Return all responses as one flat batch. samples [responses]: their sample indexes."""
         device, per_prompt = samples.device, requests.responses_per_prompt
         tokens, logprobs, lengths, ended = (
             values[: self.spare]
@@ -77,36 +80,39 @@ class Responses:
 
 
 def _before(ends: Tensor, length: int) -> Tensor:
-    """[rows, length] bool: the positions before the rows' `ends` [rows]."""
+    """Return [rows, length] bool, True on positions before the rows' `ends` [rows]."""
     return torch.arange(length, device=ends.device) < ends[:, None]
 
 
 def padded(
     prompts: Sequence[Sequence[int]], longest: int, pad_id: int, device: torch.device
 ) -> Tensor:
-    """[prompts, longest], padded on the right."""
+    """Return the prompts, padded on the right: [prompts, longest]."""
     rows = [(*p, *(pad_id,) * (longest - len(p))) for p in prompts]
     return torch.tensor(rows, dtype=torch.long, device=device).view(len(prompts), longest)
 
 
 @dataclass
 class Rows:
-    """The rows of the running batch. Each draws one response after another, as far as there are
-    some; a row that is not `going` draws in vain. All tensors have [rows] first."""
+    """The rows of the running batch. Each row generates one response after another.
+
+    The tokens of a row that is not `going` are discarded. The first dimension of all tensors is
+    [rows].
+    """
 
     response: Tensor  # int64: the number of the response
     samples: Tensor  # int64: its sample index
-    limits: Tensor  # int64: tokens that it may have
+    limits: Tensor  # int64: the most tokens of the response
     prompt_lengths: Tensor  # int64
     lengths: Tensor  # int64: tokens of the response so far
     going: Tensor  # bool
-    ended: Tensor  # bool: by an end token or a stop string
-    tokens: Tensor  # int64: the last one sampled
+    ended: Tensor  # bool: ended by an end token or a stop string
+    tokens: Tensor  # int64: the last sampled token
     uniforms: Tensor  # [rows, max_tokens + 1] float64: the random numbers of the response
 
     @classmethod
     def idle(cls, count: int, responses: Responses) -> Rows:
-        """Rows without a response: sample 0, a prompt of one token."""
+        """Return rows without a response: sample 0, a prompt of one token."""
         device = responses.tokens.device
 
         def full(value: int | bool) -> Tensor:
@@ -131,7 +137,7 @@ class Rows:
 
     @property
     def positions(self) -> Tensor:
-        """[rows]: of the last sampled tokens."""
+        """[rows]: the positions of the last sampled tokens."""
         return self.prompt_lengths + self.lengths - 1
 
     def start(
@@ -143,7 +149,7 @@ class Rows:
         prompt_lengths: Tensor,
         seed: int,
     ) -> None:
-        """Let `rows` [n] draw other responses from now on; the other arguments [n] are theirs."""
+        """Start new responses in `rows` [n]; the other tensors [n] describe these responses."""
         self.response[rows], self.samples[rows] = response, samples
         self.limits[rows] = limits
         self.prompt_lengths[rows], self.lengths[rows] = prompt_lengths, 0
@@ -151,22 +157,22 @@ class Rows:
         self.uniforms[rows] = uniforms(seed, samples, self.uniforms.shape[1])
 
     def free(self, count: int) -> Tensor:
-        """[count]: the first rows that are not going."""
+        """Return the numbers [count] of the first rows that are not going."""
         return self.going.int().argsort(stable=True)[:count]
 
     def keep(self, count: int) -> Tensor:
-        """Drop all rows but `count`, free ones first. Returns the numbers of those kept."""
+        """Keep `count` rows; drop the others, free rows first. Returns the kept rows' numbers."""
         rows = self.going.logical_not().int().argsort(stable=True)[:count]
         vars(self).update({name: values[rows] for name, values in vars(self).items()})
         return rows
 
     def uniform(self) -> Tensor:
-        """[rows] float64: the random numbers of the next tokens."""
+        """Return the random numbers of the next tokens, [rows] float64."""
         return self.uniforms.gather(1, self.lengths[:, None])[:, 0]
 
     def add(self, tokens: Tensor, logprobs: Tensor, end_ids: Tensor, responses: Responses) -> None:
-        """The next token of each row [rows] and its log-prob."""
-        # beyond the end of a response this is void
+        """Add the next token of each row [rows] and its log-prob."""
+        # the values of rows that are not going mean nothing
         responses.tokens[self.response, self.lengths] = tokens
         responses.logprobs[self.response, self.lengths] = logprobs
         self.tokens, self.lengths = tokens, self.lengths + self.going
@@ -177,10 +183,11 @@ class Rows:
     def end_at_stop_strings(
         self, stop_strings: StopStrings, searched: Tensor, most_new: int, responses: Responses
     ) -> None:
-        """End the responses whose text contains a stop string. The tokens after it are void.
+        """End the responses whose text contains a stop string; cuts off the tokens after it.
 
-        searched [rows]: their tokens that are known to hold none, all but the last `most_new`; of
-        rows that drew nothing since, as many as they have. Reads from the device once."""
+        searched [rows]: how many tokens of each row were searched already. At most `most_new`
+        tokens follow them; rows without new tokens are skipped. Reads from the device once.
+        """
         width = stop_strings.window + most_new
         columns = self.lengths[:, None] - width + torch.arange(width, device=searched.device)
         ids = responses.tokens[self.response[:, None], columns.clamp(min=0)]
@@ -198,13 +205,16 @@ class Rows:
             self.ended[rows], self.going[rows] = True, False
 
     def store(self, responses: Responses) -> None:
-        """Write down how long the responses are, and which have ended."""
+        """Store how long the responses are, and which have ended."""
         responses.lengths[self.response] = self.lengths
         responses.ended[self.response] = self.ended
 
     def progress(self) -> tuple[list[int], int]:
-        """Of each row, the tokens of its sequence, prompt included, or 0 if it is not going; and
-        the most tokens that a response may still get. Reads from the device once."""
+        """Return the sequence length of each row, and the most tokens that any row may still get.
+
+        The length includes the prompt; it is 0 for a row that is not going. Reads from the device
+        once.
+        """
         going = self.going
         lengths = torch.where(going, self.prompt_lengths + self.lengths, 0)
         left = torch.where(going, self.limits - self.lengths, 0).max()
@@ -212,5 +222,5 @@ class Rows:
         return of_rows, left
 
     def longest(self, count: int) -> Tensor:
-        """[count]: the rows that are going with the longest sequences."""
+        """Return the numbers [count] of the going rows with the longest sequences."""
         return torch.where(self.going, self.prompt_lengths + self.lengths, 0).topk(count).indices

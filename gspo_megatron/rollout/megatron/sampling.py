@@ -1,7 +1,7 @@
-"""Random numbers, the choice of the next token, and stop strings.
+"""Random numbers, sampling of the next token, and stop strings.
 
-Every random number is derived from seed, sample index and position: a response does not depend on
-the layout, on the other responses of its batch, or on resuming.
+Every random number depends only on seed, sample index and position. So a response does not depend
+on the layout, on the other responses of its batch, or on resuming.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from gspo_megatron.rollout.engine import Sampling
 
 
 def _wrapped(value: int) -> int:
-    """An unsigned 64-bit constant as the signed integer with the same bits."""
+    """Return the signed integer with the same bits as an unsigned 64-bit constant."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-BLOCK = 128  # most tokens of the vocabulary that are added up together
+BLOCK = 128  # the most tokens of the vocabulary in one partial sum
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = (_wrapped(0xBF58476D1CE4E5B9), _wrapped(0x94D049BB133111EB))
 
 
 def uniforms(seed: int, samples: Tensor, num_positions: int) -> Tensor:
-    """[samples, positions] float64 in (0, 1), by SplitMix64 (Steele, Lea, Flood 2014) over a
-    counter: three rounds of its finaliser join seed, sample index and position."""
+    """Return random numbers, [samples, positions] float64 in (0, 1).
+
+    Uses SplitMix64 (Steele, Lea, Flood 2014) over a counter: three rounds of its finaliser mix
+    seed, sample index and position.
+    """
     positions = torch.arange(num_positions, device=samples.device)
     state = _finalise(torch.full_like(samples, _wrapped(seed * _GAMMA % (1 << 64))))
     state = _finalise(state + samples * _wrapped(_GAMMA))[:, None]
     bits = _finalise(state + (positions + 1) * _wrapped(_GAMMA))
-    # The top 52 bits, centred in their interval: neither 0 nor 1 can come out.
+    # The top 52 bits, centred in their interval: the result is never 0 or 1.
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -46,26 +49,31 @@ def _finalise(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's is arithmetic and would copy the sign bit."""
+    """Shift right logically; torch's shift is arithmetic and would copy the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class RouterRandomness:
-    """Random numbers for noise on the routers' scores (routing/noise.py). They depend on seed,
-    sample, position and layer alone, and differ from those that sample the tokens."""
+    """Random numbers for noise on the routers' scores (routing/noise.py).
+
+    They depend only on seed, sample, position and layer, and differ from the random numbers that
+    sample tokens.
+    """
 
     seed: int
     samples: Tensor  # [sequences]; for a prompt, the first of its samples
 
     def at(self, rows: Tensor | slice) -> RouterRandomness:
-        """For some of the sequences."""
+        """Return the random numbers for some of the sequences."""
         return RouterRandomness(self.seed, self.samples[rows])
 
     def numbers(self, positions: Tensor) -> Callable[[int, int], Tensor]:
-        """positions [sequences, length] -> a function of (layer, experts) that returns [tokens,
-        experts] float64 in (0, 1). Tokens are ordered as routers see them: the first of all
-        sequences, then the second."""
+        """Return a function of (layer, experts) that returns [tokens, experts] float64 in (0, 1).
+
+        positions: [sequences, length]. Tokens have the routers' order: the first token of all
+        sequences, then the second.
+        """
         # Room for 2^20 positions and 2^24 samples.
         tokens = ((self.samples[:, None] << 20) + positions).t().flatten()
         # With `seed` itself, layer 0 would repeat the numbers that sample tokens.
@@ -73,10 +81,10 @@ class RouterRandomness:
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Next tokens and their log-probs under softmax(logits / temperature), both [sequences].
+    """Return next tokens and their log-probs under softmax(logits / temperature), [sequences] each.
 
-    logits [sequences, vocabulary] fp32, uniform [sequences] float64. Tokens are sampled by
-    inverting the cumulative distribution, over the tokens that top-k and top-p leave.
+    logits [sequences, vocabulary] fp32, uniform [sequences] float64. Sampling inverts the
+    cumulative distribution of the tokens that top-k and top-p leave.
     """
     greedy = sampling.temperature == 0
     if not greedy and sampling.temperature != 1.0:
@@ -90,12 +98,14 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[
 
 
 def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
-    """weights [sequences, vocabulary], uniform [sequences, 1] -> [sequences, 1]: the first token
-    whose cumulative weight is above the threshold. Its block is found first: running sums of a
-    whole vocabulary in float64 take ten times as long as the softmax."""
+    """Return the first token whose cumulative weight is above the threshold, [sequences, 1].
+
+    weights: [sequences, vocabulary]; uniform: [sequences, 1]. Finds the token's block first,
+    because running sums over a whole vocabulary in float64 take ten times as long as the softmax.
+    """
     size = weights.shape[1]
-    # Near the square root the two kinds of sums cost the same. Vocabularies are often a multiple of
-    # 128, which needs no padding.
+    # A width near the square root balances the cost of the two sums. A vocabulary is often a
+    # multiple of 128 and then needs no padding.
     width = min(BLOCK, 1 << ((size - 1).bit_length() + 1) // 2)
     missing = -size % width
     padded = F.pad(weights, (0, missing)) if missing else weights
@@ -104,16 +114,19 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = sums.cumsum(1, dtype=torch.float64)
     threshold = uniform * ends[:, -1:]
     block = _first_above(ends, threshold)
-    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # rounding: not below
+    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # not below 0 by rounding
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
     index = block * width + _first_above(cumulative, within)
-    return index.clamp(max=size - 1)  # NaN is above nothing
+    return index.clamp(max=size - 1)  # no sum is above NaN
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
-    """[sequences, n], [sequences, 1] -> [sequences, 1]. Rounding may have lifted the threshold to
-    the last sum or above; the first sum above the next smaller number adds a weight that is not 0.
+    """Return the index of the first sum above the threshold: [sequences, n], [sequences, 1] ->
+    [sequences, 1].
+
+    Rounding may lift the threshold to the last sum or above. It is then lowered to the number just
+    below the last sum, so that the chosen index has a weight above 0.
     """
     highest = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     index = torch.searchsorted(cumulative, torch.minimum(threshold, highest), right=True)
@@ -121,7 +134,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Set to zero what top-k and then top-p leave out; the likeliest token always stays."""
+    """Set to zero the tokens that top-k and then top-p leave out; never the likeliest token."""
     size = probabilities.shape[-1]
     limit = min(sampling.top_k, size) if sampling.top_k else size
     if limit == size and sampling.top_p >= 1.0:
@@ -136,7 +149,7 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
 def with_special_tokens(
     decode: Callable[[Sequence[int]], str], names: Mapping[int, str]
 ) -> Callable[[Sequence[int]], str]:
-    """`decode`, which leaves special tokens out, with those in `names` written by their names."""
+    """Return a `decode` that writes the special tokens in `names`, which `decode` leaves out."""
 
     def decode_all(ids: Sequence[int]) -> str:
         runs = ((name, list(run)) for name, run in groupby(ids, names.get))
@@ -148,13 +161,13 @@ def with_special_tokens(
 class StopStrings:
     """Finds the token that completes a stop string in a response.
 
-    Only the last tokens are decoded. A token with text has at least one byte, so a stop string of n
-    UTF-8 bytes has at most n such tokens. Some more are decoded, because special tokens have no
+    It decodes only the last tokens. A token with text has at least one byte, so a stop string of n
+    UTF-8 bytes has at most n such tokens. A few more are decoded, because special tokens have no
     text, decoders drop a leading space, and the first token may begin inside a character.
     """
 
     SPARE_TOKENS = 8
-    BROKEN = "\ufffd"  # what decoders write for bytes that are no whole character
+    BROKEN = "\ufffd"  # decoders write it for bytes that are not a whole character
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         """texts: the stop strings, at least one; decode: token ids to text."""
@@ -162,10 +175,10 @@ class StopStrings:
         self.window = max(len(text.encode()) for text in texts) + self.SPARE_TOKENS  # tokens
 
     def end(self, ids: Sequence[int], searched: int) -> int | None:
-        """The number of tokens up to the one that completes the first stop string, or None.
+        """Return the number of tokens up to the one that completes the first stop string, or None.
 
-        The first `searched` tokens are known to hold none. Of them, `ids` needs the last `window`
-        only.
+        The first `searched` tokens are known to contain no stop string. `ids` need only have the
+        last `window` of them.
         """
         text = self._text(ids)
         if self.BROKEN not in text and not self._in(text):
@@ -177,8 +190,11 @@ class StopStrings:
         return any(stop in text for stop in self._texts)
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of `ids`. They may begin with the last bytes of a character, for which some
-        decoders take the characters that follow for broken too: leave up to 3 tokens out."""
+        """Decode `ids`, if necessary without the first tokens.
+
+        `ids` may begin inside a character, and some decoders then also replace the characters that
+        follow. Leaves up to 3 tokens out.
+        """
         for start in range(4):
             text = self._decode(ids[start:])
             if not text.startswith(self.BROKEN) or self._in(text):

@@ -1,4 +1,4 @@
-"""A node's end of `remote.py`: starts and ends the servers that the rollout service wants here."""
+"""The agent of a node (see `remote.py`): starts and ends servers for the rollout service."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from gspo_megatron.rollout.vllm.remote import (
 )
 
 _LOOK_SECONDS = 0.5
-# Longer than SILENT_SECONDS: a service that stands still for a moment finds its servers again.
+# Without a heartbeat of the service for this time, the agent ends the servers. It is longer than
+# SILENT_SECONDS, so that servers survive a short pause of the service.
 FORGOTTEN_SECONDS = 60.0
 
 
 @dataclass
 class _Started:
-    """A server that was started, or could not be."""
+    """A server that was started or failed to start."""
 
     boot: str
     process: ServerProcess | None = None
-    ended: str | None = None  # how, in words
+    ended: str | None = None  # how it ended, in words
 
     def as_told(self) -> dict[str, Any]:
-        """Its state in JSON, for the service."""
+        """Return its state as JSON values, for the service."""
         if self.process is None:
             return {"boot": self.boot, "url": None, "ended": self.ended}
         self.ended = self.ended or self.process.has_ended()
@@ -43,21 +44,21 @@ class _Started:
 
 
 class NodeAgent:
-    """Has the servers that a run wants on this node."""
+    """Runs the servers of a run on this node."""
 
     def __init__(
         self, folder: Path, name: str, host: str | None = None, python: str | None = None
     ) -> None:
-        """folder: of the nodes' files, which may not exist yet; name: of this node in the run;
-        host: the address that servers listen on, or None: that on the way to the service; python:
-        replaces the interpreter that the run names."""
+        """folder: folder of the nodes' files, which may not exist yet; name: this node's name in
+        the run; host: the address that servers listen on; None: the one towards the service;
+        python: replaces the interpreter that the run names."""
         self.folder, self.name, self.host, self.python = folder, name, host, python
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
         self.servers: dict[str, _Started] = {}
 
     async def run(self, ended: asyncio.Event) -> None:
-        """Until `ended` is set; then all servers have ended too."""
+        """Run servers until `ended` is set, then end them all."""
         try:
             while not ended.is_set():
                 self.wanted.read()
@@ -72,12 +73,12 @@ class NodeAgent:
             self._tell()
 
     def _is_forgotten(self) -> bool:
-        """Tells whether no living service asks for servers."""
+        """Return whether no heartbeat of a service came for FORGOTTEN_SECONDS."""
         heard = self.wanted.heard
         return heard is None or time.monotonic() - heard > FORGOTTEN_SECONDS
 
     async def _end_others(self) -> None:
-        """End the servers that are not wanted."""
+        """End the servers that the service does not list."""
         wanted = {} if self._is_forgotten() else self.wanted.servers
         others = {
             number: started
@@ -110,8 +111,10 @@ class NodeAgent:
         return ServerProcess([self.python or python, *words], environ, log, host)
 
     def _way_to_service(self) -> str:
-        """Not the address of this host's own name: that may be one of this host alone. Raises
-        RolloutError."""
+        """Return this node's address towards the service. Raises RolloutError.
+
+        The address of this host's name may be reachable only from this host.
+        """
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:
             raise RolloutError(
@@ -121,10 +124,10 @@ class NodeAgent:
         return way
 
     def _tell(self) -> None:
-        """Not before the run has made the folder: a new run wants its own to be empty."""
+        """Write the report, if the run has made the folder: a new run needs an empty folder."""
         if self.folder.is_dir():
             servers = {number: started.as_told() for number, started in self.servers.items()}
-            # A full disk: the service hears nothing, and acts on that.
+            # With a full disk the service gets no heartbeat, and acts on that.
             with contextlib.suppress(DataError):
                 self.report.write(servers)
 
@@ -133,7 +136,7 @@ class NodeAgent:
 
 
 def _devices(gpus: list[int]) -> dict[str, str]:
-    """The variable for those of this node's GPUs. Raises RolloutError where it has fewer."""
+    """Return the variable that selects this node's GPUs. Raises RolloutError if it has too few."""
     if not gpus:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

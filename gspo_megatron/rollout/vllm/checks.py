@@ -1,5 +1,4 @@
-"""What a server must be before it gets any weights: able to do all that the run needs, and of the
-trainer's model and tokenizer."""
+"""Checks a server before it gets any weights: abilities that the run needs, model and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,29 +16,32 @@ from gspo_megatron.rollout.vllm.client import ServerClient, ServerRefused, malfo
 from gspo_megatron.rollout.vllm.process import WORKER
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
-# A path that the run needs, and how a server gets it.
+# Paths that the run needs -> the setting with which a server has the path.
 _NEEDED_PATHS = {
     "/inference/v1/generate": "--enable-scale-out",
     "/server_info": _DEV_MODE,
     "/collective_rpc": _DEV_MODE,
     "/update_weight_version": f"{_DEV_MODE}, and vLLM 0.30 or newer",
 }
-# Two tokenizers that agree on it may still differ, but are hardly of two models.
+# Tokenizers that agree on this text hardly ever belong to different models.
 _TEXT = "Let x1 = 3.14 · 10² km/h; if (a_b != NULL) {\n\treturn 'naïve';\n}  日本語, Привет 🙂 "
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A text as the trainer's tokenizer takes it."""
+    """A text and its ids by the trainer's tokenizer."""
 
     text: str
     ids: Sequence[int]
-    is_needed: bool  # the servers look for texts that end a response
+    is_needed: bool  # the servers need a tokenizer, to search for texts that end a response
 
 
 def tokenized(tokenizer: Tokenizer, *, is_needed: bool) -> Tokenized | None:
-    """For a comparison with the servers' tokenizer; None: there is none. vLLM has no tokenizers of
-    sentencepiece's form, and its servers get and give token ids alone then."""
+    """Tokenize a text for a comparison with the servers' tokenizer.
+
+    Returns None for sentencepiece tokenizers: vLLM does not support them, so its servers then
+    exchange only token ids.
+    """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     special = tokenizer.special_tokens
@@ -49,37 +51,38 @@ def tokenized(tokenizer: Tokenizer, *, is_needed: bool) -> Tokenized | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its servers."""
+    """What a run needs from its servers."""
 
     max_model_len: int
-    dtype: str  # as vLLM names it
+    dtype: str  # vLLM's name of it
     with_routes: bool
-    must_stream: bool = False  # rank 0 sends new weights to its workers
+    must_stream: bool = False  # rank 0 must be able to stream new weights to the server
     tokenized: Tokenized | None = None
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a server can do beyond that."""
+    """Optional abilities of a server."""
 
     is_extended: bool = False  # has our worker extension
-    workers: int = 0  # processes that hold its weights; 0: more than one engine
-    counts_tokens: bool = False  # tells how many tokens each response under way has
-    sequences: int = 0  # that it works on at a time; 0: it does not say
+    workers: int = 0  # processes that hold its weights; 0: it has more than one engine
+    counts_tokens: bool = False  # reports the number of tokens of responses in progress
+    sequences: int = 0  # number of sequences it works on at a time; 0: not reported
     gives_parts: bool = False  # has our middleware: several responses for one request
 
     @property
     def can_stream(self) -> bool:
-        """Whether rank 0 can send it weights."""
+        """Whether rank 0 can stream weights to it."""
         return self.is_extended and self.workers > 0
 
 
 async def check_server(
     client: ServerClient, needs: Needs, folder: str, *, seconds: float
 ) -> Abilities:
-    """What the server can do. folder: of the trainer's weights.
+    """Check a server and return its abilities.
 
-    Raises RolloutError with all that it lacks, in one line. `seconds` are for each call.
+    folder: the trainer's weights; seconds: time limit for each call. Raises RolloutError, which
+    lists in one line everything that the server lacks.
     """
     paths = await client.paths(seconds=seconds)
     lacks = [f"does not answer {p}: {how}" for p, how in _NEEDED_PATHS.items() if p not in paths]
@@ -102,7 +105,7 @@ async def check_server(
         lacks += _differences(ours, await client.model(seconds=seconds))
         with contextlib.suppress(ServerRefused):  # an extension of an earlier version
             counts = await client.response_tokens(seconds=seconds)
-            # of several engines only the first one answers
+            # with several engines only the first one answers
             is_whole = layout["data_parallel_size"] == 1
             abilities = replace(abilities, counts_tokens=is_whole and counts is not None)
     elif is_on_cpu and ours.num_moe_experts:
@@ -124,7 +127,7 @@ async def check_server(
 
 
 def _lacks(found: Mapping[str, Any], needs: Needs) -> Iterator[str]:
-    """found: the server's own configuration."""
+    """Yield what the server lacks. found: the server's own configuration."""
     model = found["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
         yield f"gives {model['logprobs_mode']}: --logprobs-mode processed_logprobs"
@@ -137,7 +140,7 @@ def _lacks(found: Mapping[str, Any], needs: Needs) -> Iterator[str]:
 
 
 def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the trainer's model and that of a server's config.json."""
+    """Yield the differences between the trainer's model and the server's config.json."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get("rope_type") == "deepseek_yarn":
         # vLLM writes the name of its own rotary layer into the configuration of latent attention
@@ -149,7 +152,7 @@ def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
         return
     theirs = shape_of(preset)
     different = list(shape_conflicts(ours, preset))
-    if not different:  # weights of the one fit into the other, and mean something else there
+    if not different:  # the weights fit, but the models may still compute differently
         different = [
             (f"megatron.{name}", ours.megatron.get(name), theirs.megatron.get(name))
             for name in differences(ours, preset)

@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: tokens in, tokens out, new weights, and what it is able to do."""
+"""The HTTP client of one vLLM server: generation, new weights, and the server's abilities."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     unpack,
 )
 
-HEALTH = "/health"  # of vLLM, which every server answers without a token
+HEALTH = "/health"  # vLLM's path, which every server answers without a token
 MODEL = "policy"  # the name under which started servers serve the model
 
-# How a server is paused for new weights, and what becomes of responses under way. They go on
-# after it: with what the new weights make of their tokens, or with what the old ones have made.
+# Ways to pause a server for new weights. With the first two, responses in progress continue after
+# the pause: with keys and values that the new weights recompute, or with the old ones.
 RECOMPUTE = {"mode": "keep", "clear_cache": "true"}
 KEEP = {"mode": "keep", "clear_cache": "false"}
-# They end before it, and the pause lasts as long.
+# The pause waits until responses in progress have ended.
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
 _FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
-_LATER = (408, 429)  # of a proxy: request timeout, too many requests
-_KEPT_SECONDS = 2.0  # for which a connection without a request is kept; vLLM closes it after 5
+_LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
+_KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
 _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-_BUFFER = 1 << 22  # bytes of an answer that may wait: those of a part come at once
+_BUFFER = 1 << 22  # bytes of an answer to buffer: all bytes of a record arrive together
 
 
 class ServerGone(Exception):  # noqa: N818 (not the program's error: the request goes elsewhere)
@@ -62,11 +62,11 @@ class ServerGone(Exception):  # noqa: N818 (not the program's error: the request
 
 
 class NoAnswer(ServerGone):
-    """Nobody has answered: away, or late."""
+    """No answer came: the server is away or late."""
 
 
 class ServerRefused(Exception):  # noqa: N818 (the request is at fault, or the server's setup)
-    """The server will not do that; asking again, or another one, is of no use."""
+    """The server refuses the request; a repetition, or another server, does not help."""
 
 
 class OutOfFilesError(RolloutError):
@@ -80,17 +80,19 @@ class OutOfFilesError(RolloutError):
 
 
 class ServerClient:
-    """The HTTP calls of one server. Every call has a deadline, and raises ServerGone or
-    ServerRefused; or OutOfFilesError."""
+    """The HTTP calls of one server. Every call may raise ServerGone, ServerRefused and
+    OutOfFilesError."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None = None) -> None:
-        """token: of a server that the user names, and so trusts."""
+        """token: the token of a server that the user names, and therefore trusts."""
         self.url, self._session, self._token = url.rstrip("/"), session, token
         self._is_ours, self._has_proven = False, True
 
     def begin(self, token: str) -> None:
-        """The server is one of ours, and starts now with this token. It is sent nothing that is
-        secret before `why_not_proven` has found that the token is known there."""
+        """Use the token of a server that this run starts now.
+
+        Nothing secret is sent until `why_not_proven` has confirmed that the server knows the token.
+        """
         self._token, self._is_ours, self._has_proven = token, True, False
 
     async def generate(
@@ -105,9 +107,12 @@ class ServerClient:
         salt: str | None = None,
         model: str | None = None,
     ) -> Response:
-        """A response to the token ids `prompt`; `sampling`: vLLM's SamplingParams; name: of the
-        request, as in `response_tokens`; salt: what is remembered of prompts with another one is
-        not used; model: an adapter's name, or None: the model itself."""
+        """Generate a response to the token ids `prompt`.
+
+        sampling: vLLM's SamplingParams; name: the request's name in `response_tokens`; salt:
+        vLLM's prefix cache reuses only prompts with the same salt; model: an adapter's name, or
+        None for the model itself.
+        """
         given: dict[str, Any] = {"token_ids": list(prompt)}
         given["sampling_params"] = {"logprobs": 0, **sampling}
         given |= {} if name is None else {"request_id": name}
@@ -129,10 +134,12 @@ class ServerClient:
         salt: str | None = None,
         model: str | None = None,
     ) -> AsyncGenerator[list[tuple[int, Response]]]:
-        """Several responses to one prompt, as they end, with their numbers in the part: those that
-        have ended together at a time. Only of a server with our middleware; there is no deadline.
-        names, seeds: of each of them, the seeds as numbers for `seed_of`; the other arguments are
-        those of `generate`."""
+        """Generate several responses to one prompt (a part of a group).
+
+        Yields (number in the part, response) for responses that ended together. Needs a server
+        with our middleware; there is no deadline. names, seeds: one for each response, the seeds
+        as numbers for `seed_of`. For the other arguments see `generate`.
+        """
         body = part_request(
             prompt, sampling, names, seeds, facts, routes=routes, salt=salt, model=model
         )
@@ -152,17 +159,17 @@ class ServerClient:
                 yield ended
 
     async def take_back(self, names: Sequence[str], *, seconds: float) -> set[str]:
-        """End those of these responses of parts that are still drawn. Returns the names of those
-        that have ended before: their answers are on their way."""
+        """Cancel these responses of parts. Returns the names of those that have already ended;
+        their answers will still arrive."""
         found = await self._call("POST", TAKE_BACK, {"names": list(names)}, seconds=seconds)
         with malformed():
             return set(found["ended"])
 
     async def gives_parts(self, *, seconds: float) -> bool:
-        """Whether it has our middleware, in the form that this client speaks."""
+        """Return whether the server has our middleware in the version of this client."""
         try:
             found = await self._call("GET", ABOUT, seconds=seconds)
-        except (ServerGone, ServerRefused):  # it knows no such route, and may say so as it likes
+        except (ServerGone, ServerRefused):  # a server without this route may send any error
             return False
         return isinstance(found, dict) and found.get("form") == FORM
 
@@ -177,13 +184,14 @@ class ServerClient:
         pause: Mapping[str, str] = RECOMPUTE,
         paused: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
-        """Replace the weights by those of a Hugging Face folder, or by what rank 0 sends: `stream`
-        has the arguments of `GspoWorker.receive_weights`. `pause` says what becomes of requests
-        under way; what the server remembers of prompts is forgotten, but with KEEP. `paused` is
-        entered and left while the server stands still.
+        """Load weights from a Hugging Face folder, or from rank 0 if `stream` is given.
 
-        forgets_prepacked: the server has our worker extension. On CPUs vLLM packs experts for its
-        kernels at the first load only, and would silently ignore the new ones."""
+        stream: the arguments of `GspoWorker.receive_weights`; pause: RECOMPUTE, KEEP or WAIT; all
+        but KEEP clear the server's prefix cache; paused: a context that is entered and left during
+        the pause.
+
+        forgets_prepacked: True if the server has our worker extension. On CPUs vLLM packs experts
+        for its kernels only at the first load, and would silently ignore new ones."""
         await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
             async with paused or contextlib.nullcontext():
@@ -218,7 +226,7 @@ class ServerClient:
             return list(found["results"])
 
     async def response_tokens(self, *, seconds: float) -> dict[str, int] | None:
-        """GspoWorker.response_tokens, by the names that were given to `generate`."""
+        """Return GspoWorker.response_tokens, by the names that `generate` got."""
         found = await self._remote("response_tokens", {}, seconds)
         with malformed():
             workers = found["results"]
@@ -228,7 +236,7 @@ class ServerClient:
             return {key[0]: int(count) for key, count in named if key is not None}
 
     async def weight_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
-        """GspoWorker.weight_sums of every worker; only where the server has it."""
+        """Return GspoWorker.weight_sums of every worker; the server needs our worker extension."""
         found = await self._remote("weight_sums", {"folder": folder}, seconds)
         with malformed():
             return list(found["results"])
@@ -239,7 +247,7 @@ class ServerClient:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """Ask for its health; None: it is healthy. Anybody may answer that."""
+        """Check the server's health; None: it is healthy. Another program could answer this too."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
@@ -247,24 +255,28 @@ class ServerClient:
         return None
 
     async def why_not_ready(self, *, seconds: float) -> str | None:
-        """Ask for its health, and where it is one of ours for its proof; None: both are there.
-        Raises ServerGone where another program answers in its place."""
+        """Check the health, and the proof of a server that this run started; None: it is ready.
+
+        Raises ServerGone if another program answers instead of the server.
+        """
         why = await self.why_not_healthy(seconds=seconds)
         if why is None and self._is_ours:
             try:
                 wrong = await self.why_not_proven(seconds=seconds)
             except NoAnswer as error:
-                return str(error)  # which is no wrong proof: it is asked again
+                return str(error)  # not a wrong proof, so the caller may try again
             if wrong:
                 raise ServerGone(wrong)
         return why
 
     async def why_not_proven(self, *, seconds: float) -> str | None:
-        """Ask for a proof; None: whoever listens at the url knows the token of this start. Another
-        program may have taken its port. Raises NoAnswer where nothing is known, because the server
-        is busy, for example: it may be asked again."""
+        """Check that the program at the url knows the token of this start; None: it does.
+
+        Another program may have taken the server's port. Raises NoAnswer if no answer came, for
+        example because the server is busy; the caller may try again.
+        """
         assert self._token is not None, "a server that was started without a token"
-        challenge = secrets.token_hex(32)  # new each time: an old answer is of no use
+        challenge = secrets.token_hex(32)  # new each time, so that an old answer cannot be reused
         try:
             found = await self._call("GET", PROOF, query={"challenge": challenge}, seconds=seconds)
         except NoAnswer:
@@ -278,8 +290,11 @@ class ServerClient:
         return None
 
     async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
-        """vLLM's own metrics, by name without the prefix. in_short: the few that `Fleet` needs,
-        picked by our middleware: all of them are 1,000 lines."""
+        """Return vLLM's metrics, by name without the prefix.
+
+        in_short: only the few that `Fleet` needs, which our middleware selects; all are 1,000
+        lines.
+        """
         if in_short:
             found = await self._call("GET", FIGURES, seconds=seconds)
             with malformed():
@@ -295,13 +310,13 @@ class ServerClient:
             return {**info["vllm_config"], "max_model_len": models["data"][0]["max_model_len"]}
 
     async def paths(self, *, seconds: float) -> set[str]:
-        """The paths that the server answers: what it is able to do."""
+        """Return the paths that the server answers; they show its abilities."""
         found = await self._call("GET", "/openapi.json", seconds=seconds)
         with malformed():
             return set(found["paths"])
 
     async def model(self, *, seconds: float) -> dict[str, Any]:
-        """config.json of its model, as a server with our worker extension tells it."""
+        """Return config.json of the server's model; the server needs our worker extension."""
         found = await self._remote("tell_config", {}, seconds)
         with malformed():
             return dict(json.loads(found["results"][0]))
@@ -336,7 +351,7 @@ class ServerClient:
             if as_text or not content:
                 return content.decode(errors="replace")
             try:
-                return from_json(content)  # long responses: in a fifth of json's time
+                return from_json(content)  # 5 times as fast as json for long responses
             except ValueError as error:
                 raise ServerGone(f"{path}: the answer is not JSON: {error}") from error
 
@@ -358,19 +373,21 @@ class ServerClient:
         seconds: float | None,
         query: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer, of which the body is not yet here. What goes wrong with the connection, until
-        the end of the block, raises ServerGone."""
+        """Send a request and yield the answer before its body has arrived.
+
+        Errors of the connection raise NoAnswer, also inside the `with` block.
+        """
         asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
         asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
-        asked["allow_redirects"] = not self._is_ours  # ours sends nobody elsewhere
+        asked["allow_redirects"] = not self._is_ours  # our servers never redirect
         try:
             try:
                 answer = await self._session.request(verb, self.url + path, **asked)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
-                # The server may have closed a connection that was idle, as this request was on its
-                # way. One that is away is not there for a new connection either.
+                # The server may have closed an idle connection while this request was on its way,
+                # so try once more on a new connection. A server that is away fails again.
                 answer = await self._session.request(verb, self.url + path, **asked)
             async with answer:
                 yield answer
@@ -384,14 +401,17 @@ class ServerClient:
 
 
 def connected_session() -> aiohttp.ClientSession:
-    """A session for the clients of all servers, without a limit on connections. A connection is
-    kept for less time than a server keeps it, so that hardly ever both use and close it at once."""
+    """Return a session for the clients of all servers, without a limit on connections.
+
+    It closes idle connections earlier than a server does, so that a server rarely closes a
+    connection that a new request has just begun to use.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS)
     return aiohttp.ClientSession(connector=connector, read_bufsize=_BUFFER)
 
 
 def _fail(path: str, status: int, text: str) -> NoReturn:
-    """Raise what an answer with an error status means."""
+    """Raise ServerGone or ServerRefused for an answer with an error status."""
     told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(
@@ -404,7 +424,7 @@ def _fail(path: str, status: int, text: str) -> NoReturn:
 
 
 async def _record(content: aiohttp.StreamReader) -> bytes | None:
-    """The next record of a part; None: there is none."""
+    """Read the next record of a part; None: the answer has ended."""
     try:
         (length,) = LENGTH.unpack(await content.readexactly(LENGTH.size))
         return await content.readexactly(length)
@@ -416,7 +436,7 @@ async def _record(content: aiohttp.StreamReader) -> bytes | None:
 
 @contextlib.contextmanager
 def malformed() -> Generator[None]:
-    """An answer of another form than vLLM's."""
+    """Raise ServerGone for the errors of reading an answer that is not in vLLM's format."""
     try:
         yield
     except MALFORMED as error:

@@ -1,4 +1,4 @@
-"""Prompts that are sent to the servers; responses are scored group by group and stored."""
+"""Runs requests in the rollout service: generates on servers, scores each group and stores it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def request_from_json(given: Mapping[str, Any]) -> RolloutRequest:
-    """The inverse of `request_to_json`."""
+    """Make a request from the value of `request_to_json`."""
     sampling: dict[str, Any] = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
     request: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
     return RolloutRequest(**request)
@@ -48,8 +48,10 @@ def request_to_json(request: RolloutRequest) -> dict[str, Any]:
 
 
 class Scorers:
-    """Scores groups. Without workers one after the other, in the main thread: reward functions may
-    rely on signals, which Python takes there only. With workers many groups at a time."""
+    """Scores groups: with reward workers many at a time, else one by one in the main thread.
+
+    Reward functions may use signals, which Python handles only in the main thread.
+    """
 
     def __init__(self, config: Config, inputs: Inputs) -> None:
         wanted, suites = config.reward, config.evaluation.suites
@@ -62,12 +64,12 @@ class Scorers:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def work(self) -> None:
-        """Score until `stop`. To be called by the main thread."""
+        """Score until `stop`. The main thread calls this."""
         while (job := self._jobs.get()) is not None:
             job()
 
     def stop(self) -> None:
-        """From any thread, or a signal handler."""
+        """Make `work` return. Any thread or a signal handler may call this."""
         self._jobs.put(None)
 
     async def score(
@@ -78,9 +80,11 @@ class Scorers:
         key: str,
         episodes: Sequence[Episode] = (),
     ) -> None:
-        """Make a group in the main thread, write the rewards into its columns there, and call
-        `then` with it. key: of the prompt's file, which decides the reward; episodes: of the
-        responses, where there are several turns."""
+        """Make a group, write the rewards into its columns and call `then` with it.
+
+        All three happen in the main thread. key: the key of the prompt's file, which selects the
+        reward; episodes: the episodes of the responses, if there is an environment.
+        """
         scoring = self._of_suites.get(key, self._scorer)
         scorer = scoring.scorer
         given = scorer.given(episodes)
@@ -120,7 +124,7 @@ class Scorers:
                 await scoring.scorer.workers.close()
 
     async def _in_main(self, call: Callable[[], _T]) -> _T:
-        """The call's result, from the main thread."""
+        """Run a call in the main thread; returns its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
 
@@ -141,7 +145,7 @@ class Scorers:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if future.done():  # nobody waits any more
+    if future.done():  # the caller was cancelled
         return
     if error is None:
         future.set_result(result)
@@ -149,22 +153,22 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = 
         future.set_exception(error)
 
 
-_END_SECONDS = 5.0  # for requests under way, where the service ends
+_END_SECONDS = 5.0  # time for requests in progress to end when the service ends
 
 
 class RunningRequest:
-    """A request under way, or done."""
+    """A request in progress or done."""
 
     def __init__(self, request: RolloutRequest) -> None:
         self.request = request
-        self.file: RequestFile | None = None  # until it is read
+        self.file: RequestFile | None = None  # None: not read yet
         self.error: UserError | None = None
-        self.tokens = 0  # of finished responses
-        self.scoring = 0  # groups whose responses are there, and their rewards not
+        self.tokens = 0  # tokens of finished turns
+        self.scoring = 0  # groups that have responses but no rewards yet
         self.task: asyncio.Task[None] | None = None
 
     def status(self) -> dict[str, Any]:
-        """For rank 0."""
+        """Return the status for rank 0."""
         error = self.error
         return {
             "finished": 0 if self.file is None else len(self.file.finished),
@@ -188,9 +192,9 @@ class ServedRequests:
         origin: str,
         episodes: EpisodeRunner | None = None,
     ) -> None:
-        """prompts: by the key of their files; stops: what ends a response, as vLLM's
-        SamplingParams; folder: of the bank; origin: of responses and rewards: finished groups of
-        another one are not used; episodes: None for single turns."""
+        """prompts: by the key of their files; stops: vLLM's SamplingParams that end a response;
+        folder: the folder of the store; origin: fingerprint of all that decides responses and
+        rewards; groups with another origin are not used; episodes: None for single turns."""
         self.pool, self.scorers, self.prompts = pool, scorers, prompts
         self.stops, self.folder, self.origin = stops, folder, origin
         self.episodes = episodes
@@ -198,8 +202,10 @@ class ServedRequests:
         self._are_over = False
 
     def begin(self, request: RolloutRequest) -> RunningRequest:
-        """Start a request, or return the one that was started already. Its error is a DataError
-        where the bank cannot be written."""
+        """Start a request, or return it if it has started already.
+
+        Its `error` is a DataError if the store cannot be written.
+        """
         running = self.running.get(request.name)
         if running is None or running.request != request or running.error is not None:
             running = RunningRequest(request)
@@ -208,19 +214,19 @@ class ServedRequests:
         return running
 
     async def close(self) -> None:
-        """End those under way: nobody waits for them any more."""
+        """Cancel all requests in progress."""
         self._are_over = True
         tasks = [each.task for each in self.running.values() if each.task is not None]
         for task in tasks:
             task.cancel()
-        if tasks:  # code of the user's environment may take its time
+        if tasks:  # code of the user's environment may end late
             await asyncio.wait(tasks, timeout=_END_SECONDS)
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
     async def _run(self, running: RunningRequest) -> None:
-        """Whatever ends it early is the request's error: somebody waits for its end."""
+        """Run a request. Every exception becomes its error, because rank 0 waits for its end."""
         try:
             await self._request(running)
         except UserError as error:
@@ -235,7 +241,7 @@ class ServedRequests:
     async def _request(self, running: RunningRequest) -> None:
         request = running.request
         content = {**request_to_json(request), "origin": self.origin}
-        # it may be large, and is read as a whole
+        # in a thread, because the file may be large and is read completely
         running.file = await asyncio.to_thread(RequestFile, self.path(request.name), content)
         numbers = [request.first + n for n in range(len(request.rows))]
         missing = [number for number in numbers if number not in running.file.finished]
@@ -249,7 +255,7 @@ class ServedRequests:
             running.file.close()
 
     async def _group(self, running: RunningRequest, number: int) -> None:
-        """Generate, score and keep the responses to one prompt."""
+        """Generate, score and store the responses to one prompt."""
         request, file = running.request, running.file
         assert file is not None, "it is closed when all groups have ended"
         prompt = self.prompts[request.key][request.rows[number - request.first]]
@@ -260,7 +266,7 @@ class ServedRequests:
         def make() -> RolloutGroup:
             has_episodes = self.episodes is not None
             group = assemble(played, samples, request.per_prompt, has_episodes=has_episodes)
-            played.clear()  # all of it is in the columns
+            played.clear()  # frees memory; the group has all of it
             return group
 
         running.scoring += 1
@@ -272,7 +278,7 @@ class ServedRequests:
     async def _play(
         self, running: RunningRequest, prompt: Prompt, samples: Sequence[int]
     ) -> list[Played]:
-        """The responses to a prompt."""
+        """Generate the responses to a prompt."""
         request = running.request
         works = players(
             prompt,
@@ -285,7 +291,7 @@ class ServedRequests:
         return [each for played in await all_of(works.values()) for each in played]
 
     def _no_turn(self, request: RolloutRequest, prompt_tokens: int) -> Response:
-        """See `players`."""
+        """Make the placeholder turn of a failed episode: see `players`."""
         assert self.episodes is not None
         settings, routes = self.pool.settings, None
         if settings.needs.with_routes and request.sampling.temperature > 0:
@@ -301,7 +307,7 @@ class ServedRequests:
     async def _turns(
         self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
-        """A turn of each of the samples. Its seed is that of the request and its numbers."""
+        """Generate a turn of each sample. Request seed, sample and turn number give its seed."""
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)
@@ -312,12 +318,12 @@ class ServedRequests:
         return responses
 
     def _sampling(self, request: RolloutRequest, asked: TurnRequest) -> dict[str, Any]:
-        """vLLM's SamplingParams of a turn, without the seed."""
+        """Return vLLM's SamplingParams of a turn, without the seed."""
         room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
         return {
             "temperature": request.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),
-            # of a suite: a step's are off, see config/rules.py
+            # only suites use these two; for steps they are off, see config/rules.py
             "top_p": request.sampling.top_p,
             "top_k": request.sampling.top_k,
             **self.stops,

@@ -1,7 +1,7 @@
-"""All servers of a run: they are started, watched, put out and started again.
+"""Starts, watches and restarts all servers of a run.
 
-A server that dies, hangs or fails the check of its weights gets no more requests; those that it had
-go to others (`scheduler`). One that we started is started again with the newest weights.
+A server that dies, hangs or fails the check of its weights gets no more requests; its requests go
+to other servers (`scheduler`). A server that this run started is restarted with the newest weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gspo_megatron.rollout.vllm.weights import (
     Weights,
 )
 
-_LOOK_SECONDS = 1.0  # between two looks at a server
+_LOOK_SECONDS = 1.0  # between two checks of a server's health
 
 
 class Fleet:
@@ -34,14 +34,14 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
         self.servers, self.settings = list(servers), settings
-        self.changes = WeightChanges()  # a server has begun or ceased to serve
+        self.changes = WeightChanges()  # announced when a server begins or stops serving
         loader = WeightLoader if settings.base is None else AdapterLoader
         self.loader = loader(settings, self.changes)
         self.began = time.time()
         self._watcher: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """End the servers that we started."""
+        """End the servers that this run started."""
         if self._watcher is not None:
             self._watcher.cancel()
         for server in self.servers:
@@ -51,14 +51,16 @@ class Fleet:
         await asyncio.gather(*(process.end() for process in ours))
 
     def problems(self) -> list[str]:
-        """Why servers are out."""
+        """Return why servers are out, one line for each."""
         return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
 
     # New weights
 
     def take_weights(self, weights: Weights) -> dict[str, int]:
-        """Make these the newest weights. Returns to whom rank 0 has to send them, where it sends
-        them: key of a server -> number of its workers."""
+        """Make these the newest weights.
+
+        Returns the servers to which rank 0 must stream them: key of a server -> number of workers.
+        """
         self.loader.take_weights(weights)
         for number, server in enumerate(self.servers):
             if weights.stream is not None and server.serves and server.can_stream:
@@ -66,8 +68,10 @@ class Fleet:
         return {s.stream_key: s.abilities.workers for s in self.servers if s.stream_key}
 
     async def update_servers(self) -> None:
-        """Bring all servers to the newest weights; the first time, start them. Raises RolloutError
-        where no server is left, or where one is at fault that the user has to mend."""
+        """Load the newest weights on all servers; the first call starts them.
+
+        Raises RolloutError if no server is left, or if any server fails at the start.
+        """
         weights, first = self.loader.newest, self._watcher is None
         await self.changes.announce()
         if first:
@@ -77,12 +81,12 @@ class Fleet:
             server.bringing = asyncio.create_task(_after(server.bringing, work))
         await asyncio.gather(*(each.bringing for each in self.servers if each.bringing))
         left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
-        # At the start every server has to be sound: a run that begins with fewer was set up wrong.
+        # A server that fails at the start means a wrong setup, so all servers must work.
         if not left or (first and len(left) < len(self.servers)):
             raise RolloutError("\n".join(self.problems()))
 
     async def _renew(self, server: Server, weights: Weights) -> None:
-        """New weights for a server that serves, if it has not got them by a restart."""
+        """Load new weights on a running server, unless a restart has already loaded them."""
         if server.why_out is not None or server.version == weights.version:
             return
         server.working.begin()
@@ -99,7 +103,7 @@ class Fleet:
     # Start and restart
 
     async def _start(self, server: Server) -> None:
-        """Start a server, or reach one that runs, and give it its first weights."""
+        """Start a server, or connect to a running one, and check or load its first weights."""
         weights = await self.loader.newest_in_folder()
         folder = self.settings.base or str(weights.folder)
         deadline = time.monotonic() + self.settings.update_seconds
@@ -107,7 +111,7 @@ class Fleet:
             if server.start is not None:
                 server.process = server.start(folder)
             await self._wait_until_ready(server, deadline)
-            left = max(deadline - time.monotonic(), 0.1)  # vLLM looks at the whole machine for it
+            left = max(deadline - time.monotonic(), 0.1)  # vLLM may examine the whole machine
             server.abilities = await check_server(
                 server.client, self.settings.needs, folder, seconds=left
             )
@@ -121,7 +125,7 @@ class Fleet:
     async def _wait_until_ready(self, server: Server, deadline: float) -> None:
         while True:
             if server.process is not None:
-                server.client.url = server.process.url  # on another node it is known later
+                server.client.url = server.process.url  # known later on another node
             why = await server.client.why_not_ready(seconds=CALL_SECONDS)
             if why is None:
                 return
@@ -135,17 +139,20 @@ class Fleet:
             await asyncio.sleep(0.2)
 
     def _most_requests(self, server: Server) -> int:
-        """How many requests may be on their way to it. Where new weights come in between, none
-        waits there for its turn, and the check of the weights finds a place."""
+        """Return the limit of requests in flight to a server.
+
+        If new weights arrive during responses, no request may wait inside the server, and one
+        place stays free for the check of the weights.
+        """
         if not self.settings.max_staleness or not server.abilities.sequences:
             return MOST_REQUESTS
         return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
 
     def lose_server(self, server: Server, why: str) -> None:
-        """Put a server out that served and is away, and start it again."""
+        """Take a server that is away out of service, and restart it."""
         if server.serves:
             server.version = None
-            # at once: the requests that it had look for a server that may come back
+            # set at once: its lost requests look for a server that may come back
             server.bringing = asyncio.create_task(self._replace(server, why))
 
     async def _replace(self, server: Server, why: str) -> None:
@@ -153,7 +160,7 @@ class Fleet:
         await self._restart(server)
 
     async def _put_out(self, server: Server, why: str) -> None:
-        """Send it nothing any more, and what it had to others."""
+        """Stop sending requests to a server, cancel its requests and kill its process."""
         server.version = server.stream_key = None
         for call in {response.call for response in server.in_flight}:
             assert call is not None
@@ -167,7 +174,7 @@ class Fleet:
         await self.changes.announce()
 
     async def _restart(self, server: Server) -> None:
-        """Start one of ours again, while it has restarts left, with the newest weights."""
+        """Restart a server of this run with the newest weights, while restarts are left."""
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
             print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
@@ -180,10 +187,10 @@ class Fleet:
     # Health
 
     async def _watch(self) -> None:
-        """Look at every server again and again: a process that has ended, and silence."""
+        """Check all servers regularly for an ended process and for silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OutOfFilesError):  # the requests for responses tell it
+            with contextlib.suppress(OutOfFilesError):  # requests for responses report this error
                 await asyncio.gather(*(self._look_at(s) for s in self.servers if s.serves))
             await self.changes.announce()
 

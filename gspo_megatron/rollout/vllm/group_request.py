@@ -1,9 +1,9 @@
 """A request for several responses to one prompt, sent to one server.
 
-A request costs the service more than all that it does with the response. So a group, or as much of
-it as a server has room for, is one request, where the server has our middleware; of other servers
-each response is a request of its own. Each response is an `InFlightResponse`: it arrives when it
-has ended, may be taken back alone, and of a request that fails only the missing ones are generated
+A request costs the service more time than handling its responses. So if the server has our
+middleware, a group, or the part for which the server has room, is one request. On other servers
+each response is a separate request. Each response is an `InFlightResponse`: it arrives when it has
+ended, and may be taken back alone. If a request fails, only its missing responses are generated
 again.
 """
 
@@ -22,17 +22,17 @@ from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
 
-Seed = Sequence[int] | None  # numbers for `seed_of`; None: the sampling has what it needs
+Seed = Sequence[int] | None  # numbers for `seed_of`; None: add no seed to the sampling parameters
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The request itself, which is the same for every server."""
+    """The part of a request that is the same for every server."""
 
     prompt: Sequence[int]
     sampling: Mapping[str, object]  # vLLM's SamplingParams
-    version: int  # of the weights, or a later one
-    rollout: str  # name of the RolloutRequest: those of earlier names go first
+    version: int  # lowest weights version that may generate
+    rollout: str  # name of the RolloutRequest; names that sort first are sent first
     routes: bool
     facts: ModelFacts
     salt: str | None = None
@@ -41,19 +41,21 @@ class GroupSpec:
 
 @dataclass(eq=False)
 class GroupRequest:
-    """The request is sent when the object is made. `cancel` ends it, at any time."""
+    """A request to one server. Making the object sends it; `cancel` ends it at any time."""
 
     server: Server
     spec: GroupSpec
-    seeds: Sequence[Seed]  # of each response
+    seeds: Sequence[Seed]  # one for each response
     generate_again: Callable[[Seed], asyncio.Task[list[Response]]]
     when_some_end: Callable[[], None]
     responses: list[InFlightResponse] = field(default_factory=list)
-    again: dict[int, asyncio.Task[list[Response]]] = field(default_factory=dict)  # by number
+    again: dict[int, asyncio.Task[list[Response]]] = field(
+        default_factory=dict
+    )  # by response number
 
     def __post_init__(self) -> None:
         assert self.server.version is not None, "a server that serves nothing"
-        self.life = self.server.restarts  # of the server
+        self.life = self.server.restarts  # shows later whether the server has restarted
         stem = uuid.uuid4().hex[:24]
         self.call = asyncio.create_task(self._receive())
         for number in range(len(self.seeds)):
@@ -64,20 +66,23 @@ class GroupRequest:
         self.server.add_in_flight(self.responses)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the request, and what is generated again for it."""
         self.call.cancel()
         self.end()
         for task in self.again.values():
             task.cancel()
 
     def end(self) -> None:
-        """The server has nothing of it any more."""
+        """Stop counting the responses as requests of the server."""
         self.server.remove_in_flight(self.responses)
         self.when_some_end()
 
     def missing(self) -> list[int]:
-        """Numbers of the responses that have not arrived, or with weights of which the server has
-        not passed the check; without those that are generated again already."""
+        """Return the numbers of the responses that must be generated again.
+
+        They have not arrived, or the server has not passed the check of their weights. Responses
+        that were taken back are not included.
+        """
         newest = self.server.checked_version if self.server.restarts == self.life else -1
         return [
             number
@@ -86,12 +91,12 @@ class GroupRequest:
         ]
 
     def newest_version(self) -> int:
-        """The newest weights of what has arrived."""
+        """Return the newest weights version of the responses that have arrived; -1: none has."""
         arrived = (each.version for each in self.responses if each.answer is not None)
         return max(arrived, default=-1)
 
     async def _receive(self) -> None:
-        """Raises ServerGone or ServerRefused; what has arrived by then stays."""
+        """Receive the responses. Raises ServerGone or ServerRefused; earlier responses stay."""
         client, spec = self.server.client, self.spec
         named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt, "model": spec.model}
         if not self.server.abilities.gives_parts:
@@ -109,7 +114,7 @@ class GroupRequest:
             async for ended in answers:
                 self._arrived(ended)
                 if self.again and not self._is_under_way():
-                    return  # it waits for no others: those that were taken back end with it
+                    return  # only responses that were taken back are left; closing cancels them
         if any(each.answer is None and not each.is_taken_back for each in self.responses):
             raise ServerGone("an answer that lacks responses of a part")
 

@@ -1,7 +1,8 @@
-"""Responses on their way, and which weights drew which of their tokens.
+"""Responses in flight, and the weights version of each of their tokens.
 
-New weights come while responses are under way. The server stands still then, and tells how many
-tokens each response has: these are of the weights before, the next ones of the new weights.
+New weights may arrive while responses are in progress. The server is then paused and reports how
+many tokens each response has. The old weights generated these tokens; the new weights generate the
+next ones.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 @dataclass(eq=False)
 class InFlightResponse:
-    """A response on its way from a server."""
+    """A response that a server generates."""
 
-    version: int  # of the weights that draw its next token
-    # (version, tokens up to its last one) of the weights before
+    version: int  # weights version that generates the next token
+    # for earlier weights: (version, number of tokens up to its last one)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # for the server
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # the request's name on the server
     answer: Response | None = None
-    call: asyncio.Task[Any] | None = None  # of its group request
+    call: asyncio.Task[Any] | None = None  # the call of its group request
     is_taken_back: bool = False  # it had no token yet when new weights came
     when_taken_back: Callable[[InFlightResponse], None] | None = None
 
@@ -35,32 +36,35 @@ class InFlightResponse:
         return self.spans[0][0] if self.spans else self.version
 
     def versions(self, count: int) -> np.ndarray:
-        """[count] int32: the version of the weights that drew each token of the response."""
+        """Return the weights version of each token of the response, [count] int32."""
         return versions_of([*self.spans, (self.version, count)], count)
 
     def arrive(self, response: Response) -> None:
-        """Take the answer. Where the server reports versions, these count."""
+        """Store the answer. The versions that a server reports take precedence."""
         count = len(response.token_ids)
         if response.spans is None:
             response.versions = self.versions(count)
         else:
-            # a server without any update has a word of its own for its first weights
+            # before the first update, a server reports a name that is not a number
             first = self.first_version
             spans = [(int(n) if n.isdecimal() else first, end) for n, end in response.spans]
             response.versions = versions_of(spans, count)
         self.answer = response
 
     def take_back(self) -> None:
-        """Give it up, so that it is sent again as if it had never been sent."""
+        """Give the response up; it is generated again from the start."""
         self.is_taken_back = True
         if self.when_taken_back is not None:
             self.when_taken_back(self)
 
 
 def versions_of(spans: Iterable[tuple[int, int]], count: int) -> np.ndarray:
-    """[count] int32 of spans (version, tokens up to its last one); ends beyond `count` mean it."""
+    """Return the version of each token, [count] int32.
+
+    spans: (version, number of tokens up to its last one); a number above `count` means `count`.
+    """
     versions, ends = zip(*spans, strict=True)
-    if len(versions) == 1 and ends[0] >= count:  # as nearly always: one number for all tokens
+    if len(versions) == 1 and ends[0] >= count:  # the usual case: one stored number for all tokens
         return np.ndarray((count,), np.int32, np.array(versions, np.int32), strides=(0,))
     lengths = np.diff(np.minimum(ends, count), prepend=0)
     assert (lengths >= 0).all() and lengths.sum() == count, f"spans {versions} {ends} of {count}"
@@ -73,12 +77,12 @@ def split_at_update(
     version: int,
     ended: Collection[str] = (),
 ) -> None:
-    """Mark in the responses that the server, which still stands, goes on with `version`.
+    """Record in the responses that the paused server will continue with the weights `version`.
 
-    counts: tokens of the responses that it has begun, by name. These go on. One that it does not
-    know, and whose answer is not here, has no token yet; or its answer is still on its way, which
-    would be of the weights before. Where it cannot be told which, it is taken back. ended: names of
-    those of which it is known that they have ended.
+    counts: number of tokens of each response that the server has begun, by name; these responses
+    continue. ended: names of responses that are known to have ended. Any other response without an
+    answer has no token yet, or its answer by the old weights is still on its way. These two cases
+    cannot be distinguished, so it is taken back.
     """
     for each in responses:
         if each.answer is not None or each.is_taken_back or each.name in ended:

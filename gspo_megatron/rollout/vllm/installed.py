@@ -1,4 +1,4 @@
-"""What the vLLM of an interpreter can do, as programs in its own environment find out."""
+"""Finds out what an interpreter's vLLM supports, by programs that run in its environment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gspo_megatron.files import parse_json
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
 _DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
-# Without importing vLLM: that takes ten seconds. The models that it has, and the sizes of its
-# attention kernels for CPUs, are constants in the source text.
+# This does not import vLLM, which takes ten seconds. vLLM's models, and the head sizes of its
+# attention kernels for CPUs, are constants in its source text.
 _LOOK = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
@@ -59,16 +59,18 @@ print(json.dumps(found))
 
 
 def unserved(config: Config) -> list[str]:
-    """Why the vLLM that this run starts cannot serve its model, in a line: an architecture that it
-    does not have, or attention that it has no kernel for on CPUs. [] where nothing is wrong, or
-    where this cannot be known here."""
+    """Return the problem, as one line, that prevents this run's vLLM from serving the model.
+
+    vLLM may lack the architecture, or a CPU kernel for its attention. Returns [] if there is no
+    problem, or if this machine cannot know.
+    """
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():
         return []
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
-    with contextlib.suppress(ConfigError):  # of a model that no family has
-        hf = _config_json(config.model.hf_path)  # of the folder that the servers start with
+    with contextlib.suppress(ConfigError):  # no family has this model
+        hf = _config_json(config.model.hf_path)  # the servers start with this folder
         family = family_of_shape(shape) if hf is None else family_of(hf)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
@@ -108,7 +110,8 @@ def _config_json(folder: str | None) -> dict[str, Any] | None:
 
 
 def _look_at(python: str) -> dict[str, Any]:
-    """{} where that has no vLLM, or one whose source text is of another form."""
+    """Return facts about the interpreter's vLLM; {} if it has none, or if its source text has
+    another structure."""
     try:
         return json.loads(_run(python, _LOOK, _SECONDS).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -117,7 +120,7 @@ def _look_at(python: str) -> dict[str, Any]:
 
 @functools.cache
 def device_of(python: str) -> str:
-    """The kind of device that the interpreter's vLLM is for: cpu, cuda. Raises RolloutError."""
+    """Return the device type of the interpreter's vLLM: cpu or cuda. Raises RolloutError."""
     try:
         done = _run(python, _DEVICE, _IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of this machine, and what it is started with."""
+"""Runs a vLLM server as a process of this machine, and makes its command and environment."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ GUARD = "gspo_vllm_worker.TokenGuard"
 END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 600
-_LOOKED_AT = 1 << 16  # bytes at the end of a log
+_LOOKED_AT = 1 << 16  # bytes at the end of a log to read
 _ERROR = re.compile(r"\w(Error|Exception)(: |$)")
-_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # of argparse, below all options it knows
-_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")  # of pydantic
+_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # argparse prints it after all its options
+_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")  # by pydantic
 _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
 _PREFIX = re.compile(
     r"^(\([^)]*\)\s+)*([A-Z]+ [\d: -]+\[[^\]]*\] )?"
 )  # (process) LEVEL time [file]
-_LONGEST = 40  # of the path of a folder for sockets
+_LONGEST = 40  # characters of a temporary folder's path, so that paths of sockets fit
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerProcess:
-    """Started when it is made. It ends with the process that started it."""
+    """A server process. The constructor starts it, and it ends when its starter ends."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class ServerProcess:
         host: str = "127.0.0.1",
         port: int | None = None,
     ) -> None:
-        """words: its command without the address; environ: what is added to our own variables; log:
-        a file for its output, or None: it goes to our stderr; port: None: any that is free. Raises
-        RolloutError where it cannot be started."""
+        """words: the command without the address; environ: variables to add to this process's own;
+        log: a file for the output; None: this process's stderr; port: None: any free port. Raises
+        RolloutError if the server cannot be started."""
         self.log = log
         self._held = hold_port(host, port or 0)
         port = self._held.getsockname()[1]
@@ -87,20 +87,20 @@ class ServerProcess:
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **environ, **self._own_environment()},
-                    start_new_session=True,  # its engine processes end with its group
+                    start_new_session=True,  # a process group, to end its engine processes with it
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 wrong = f"cannot be run: {error.strerror}; allowed: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
-            unstarted.pop_all()  # what goes again unless it has been started
+            unstarted.pop_all()  # the server runs: keep its port and folder
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def has_ended(self) -> str | None:
-        """How it has ended, in words; None while it runs."""
+        """Return in words how the server ended; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -109,7 +109,7 @@ class ServerProcess:
         return f"ended with exit code {code}: {self.last_lines()}"
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL for what is left of its group some seconds later."""
+        """Send SIGTERM, and after at most END_SECONDS kill what is left of its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             self._process.terminate()
         for _ in range(int(END_SECONDS / 0.1)):
@@ -119,7 +119,7 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the server and its engine processes at once."""
+        """Kill the server and its engine processes at once."""
         self._held.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill_group(self._process.pid)
@@ -129,31 +129,32 @@ class ServerProcess:
 
     def _own_environment(self) -> dict[str, str]:
         return {
-            STARTER_VARIABLE: str(os.getpid()),  # it ends with this process
+            STARTER_VARIABLE: str(os.getpid()),  # the server ends when this process ends
             FOLDER_VARIABLE: self._folder,
             "TMPDIR": self._folder,
-            "VLLM_RPC_BASE_PATH": self._folder,  # of the sockets between its processes
-            # All of these are on this machine; by itself gloo looks up the name of the host.
+            "VLLM_RPC_BASE_PATH": self._folder,  # for the sockets between its processes
+            # All its processes are on this machine. By default gloo looks up the host's name.
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
 
     def last_lines(self) -> str:
-        """The end of its log, for a message."""
+        """Return the end of its log, for a message."""
         return "see above" if self.log is None else last_lines_of(self.log)
 
     def errors(self) -> str:
-        """The last ones in its log, to be added to a message."""
+        """Return the last errors in its log, as text to append to a message."""
         return "" if self.log is None else f"; {errors_of(self.log)}"
 
 
 def _temporary_folder() -> str:
-    """A new folder that only this user may enter. Paths of sockets have 107 bytes at most."""
+    """Make a folder that only this user may enter, with a short path: a socket's path has at most
+    107 bytes."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="gspo-server-", dir=usual if len(usual) <= _LONGEST else "/tmp")
 
 
 def last_lines_of(log: Path) -> str:
-    """The last errors in a log, or else its last lines, and where it is."""
+    """Return the last errors in a log, or else its last lines, and the log's path."""
     try:
         lines, errors = _end_of(log)
     except OSError:
@@ -164,7 +165,7 @@ def last_lines_of(log: Path) -> str:
 
 
 def _refused_settings(lines: Sequence[str]) -> str | None:
-    """Which settings vLLM has refused at its start; None where it says of none."""
+    """Return the settings that vLLM refused at its start; None: the log names none."""
     if lines and (unknown := _UNKNOWN_OPTION.search(lines[-1])):
         return f"{unknown[1]}; vLLM refuses rollout.vllm.options"
     last = max((n for n, line in enumerate(lines) if _ERROR.search(line)), default=None)
@@ -177,7 +178,7 @@ def _refused_settings(lines: Sequence[str]) -> str | None:
 
 
 def errors_of(log: Path) -> str:
-    """The last errors in a log, if there are any, and where it is."""
+    """Return the last errors in a log, if any, and the log's path."""
     try:
         _, errors = _end_of(log)
     except OSError:
@@ -190,22 +191,26 @@ def _joined(lines: Sequence[str]) -> str:
 
 
 def _end_of(log: Path) -> tuple[list[str], list[str]]:
-    """The last lines of a log, and the errors among them. vLLM's processes write the error of the
-    one that failed first several times, and then that they have lost it. Raises OSError."""
+    """Return the last lines of a log, and the errors among them. Raises OSError.
+
+    Several vLLM processes write the error of the one that failed first, and then that they lost it.
+    """
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
         found = file.read().decode(errors="replace").splitlines()
     lines = [line.strip() for line in found if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
-    # of one error, told by several processes, the last time
+    # keep only the last line if several processes wrote the same error
     distinct = {_PREFIX.sub("", line): line for line in causes or errors}
     return lines, list(distinct.values())
 
 
 def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
-    """The command of a server that answers only to those who have its token, without its address.
-    arguments: vLLM's options by name, as {max_num_seqs: 64}; true stands for a flag."""
+    """Return the command, without the address, of a server that requires its token.
+
+    arguments: vLLM's options by name, such as {max_num_seqs: 64}; True sets a flag.
+    """
     named = {"served_model_name": MODEL, "middleware": GUARD, **arguments}
     return [python, "-m", "gspo_vllm_server", *option_words(named)]
 
@@ -213,20 +218,22 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 def needed_arguments(
     folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1, latent: bool = False
 ) -> dict[str, Any]:
-    """Options that every run needs of a server. folder: of weights; dtype: as vLLM names it;
-    routes: it reports the experts of its tokens; workers: over which its tensors are split; latent:
-    the model has multi-head latent attention."""
+    """Return the options that every server of a run needs.
+
+    folder: the weights; dtype: vLLM's name of it; routes: report the experts of tokens; workers:
+    number of workers that share the tensors; latent: the model has multi-head latent attention.
+    """
     own: dict[str, Any] = {}
     if on_cpu:
-        # After a part of a prompt vLLM undoes its draw, and sets the generator of the request's
-        # seed back. Generators on CPUs cannot go back, and the engine dies.
+        # After a chunk of a prompt, vLLM discards the sampled token and rewinds the generator of
+        # the request's seed. CPU generators cannot rewind, and the engine crashes.
         own = {"enforce_eager": True, "enable_chunked_prefill": False}
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
         if latent:
-            # The kernel that vLLM 0.30 takes on CPUs with AMX knows bf16 alone. Its rotary kernel
-            # for CPUs turns the keys of latent attention wrongly unless the model has YaRN: nothing
-            # fails, and log-probs are off by 0.1 nats and more.
+            # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
+            # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:
+            # there is no error, but log-probs are off by 0.1 nats and more.
             own["attention_backend"] = "CPU_MLA"
             own["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     return {
@@ -234,7 +241,7 @@ def needed_arguments(
         "dtype": dtype,
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
-        "generation_config": "vllm",  # not the model's own temperature and the like
+        "generation_config": "vllm",  # ignore the model's own temperature and other defaults
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
         **own,
@@ -252,7 +259,7 @@ def adapter_environment() -> dict[str, str]:
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
-    """{max_num_seqs: 64, enforce_eager: true} -> --max-num-seqs 64 --enforce-eager."""
+    """Turn {max_num_seqs: 64, enforce_eager: true} into --max-num-seqs 64 --enforce-eager."""
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -267,17 +274,17 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
 
 
 def cpu_environment() -> dict[str, str]:
-    """Variables for vLLM's CPU build; variables that are set already stay."""
+    """Return variables for vLLM's CPU build, without those that the environment already sets."""
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
-        # else a worker is a process of its own even if it is the only one: 9 s of CPU at each start
+        # Otherwise even a single worker is a separate process: 9 s of CPU time at each start.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # else its engine imports once more what the server has imported: 7 s of CPU at each start
+        # Otherwise the engine imports the server's modules again: 7 s of CPU time at each start.
         "GSPO_SERVER_FORKS": "1",
-        # glibc keeps what is freed: a reload allocates the weights layer by layer, and pages that
-        # come from the system anew take longer than the copies
+        # glibc keeps freed memory. A reload allocates the weights layer by layer, and new pages
+        # from the system would take longer than the copies.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
@@ -285,32 +292,31 @@ def cpu_environment() -> dict[str, str]:
 
 
 def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[str, str]:
-    """Variables of every server: the routes for new weights, for those who have the token, and
-    nothing from the network."""
+    """Return the variables of every server: its token, routes for new weights, no network."""
     return {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": "",  # it would be a second token
         "HF_HUB_OFFLINE": "1",
         TOKEN_VARIABLE: token,
-        # not the trainer's: the server's environment has packages of its own
+        # replaces the trainer's path, because the server's environment has its own packages
         "PYTHONPATH": str(WORKER_FOLDER),
         **({"CUDA_VISIBLE_DEVICES": ",".join(device_numbers)} if device_numbers else {}),
     }
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for the server; 0: any that is free. Raises RolloutError.
+    """Return a socket that reserves a port for a server; 0: any free port. Raises RolloutError.
 
-    A server needs seconds before it takes its port, and must not lose it to another program, which
-    would be asked in its place. With SO_REUSEPORT alone, the system shares the port with sockets
-    that have this option, too (see `gspo_vllm_server`), and that belong to the same user; nobody
-    else gets it, with any options, as long as this socket is open. It does not listen itself.
+    A server opens its port only after seconds. In that time another program must not take it and
+    get the server's requests. With SO_REUSEPORT alone, the system shares the port only with sockets
+    of the same user that also have this option (see `gspo_vllm_server`). No other socket gets the
+    port while this one is open. This socket does not listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)
     try:
-        if port:  # not shared with another server of this user
+        if port:  # do not share it with another server of this user
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
@@ -324,16 +330,20 @@ def hold_port(host: str, port: int) -> socket.socket:
 
 
 def raise_open_files() -> None:
-    """Let this process have as many files and connections as its hard limit allows. The usual soft
-    limit, 1,024, is less than the responses under way of a few servers."""
+    """Raise the limit of open files and connections to the hard limit.
+
+    The usual soft limit, 1,024, is below the number of responses in progress on a few servers.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def end_with_parent() -> None:
-    """Runs in a new process before its program: SIGTERM when the process that started it dies,
-    whatever kills that. Slurm sends the SIGUSR1 that tells the ranks to stop to all processes of
-    the step: it is ignored."""
+    """Prepare a new process before its program starts: it gets SIGTERM when its parent dies.
+
+    It also ignores SIGUSR1: Slurm sends this signal, which tells the ranks to stop, to all
+    processes of the step.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

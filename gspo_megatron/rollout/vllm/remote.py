@@ -1,12 +1,13 @@
-"""Servers on other nodes: the service says which it wants, and an agent on each node has them.
+"""Runs servers on other nodes: the service lists them in a file, and an agent on each node starts
+them.
 
-    RUN/rollouts/servers/NODE.wanted.json    service -> agent: the servers that are to run there
-    RUN/rollouts/servers/NODE.json           agent -> service: those that run, and how others ended
+    RUN/rollouts/servers/NODE.wanted.json    service -> agent: the servers that should run there
+    RUN/rollouts/servers/NODE.json           agent -> service: running servers, and how others ended
 
-The nodes of a job share the run folder, and need nothing else to find each other. Each side writes
-its file again every two seconds, as a sign of life. Clocks of nodes differ, so what counts is when
-the file last changed by the reader's own clock. All decisions are the service's: an agent only
-starts and ends what it is told to. `agent.py` is the other end.
+The nodes of a job share the run folder and need no other connection to find each other. Each side
+rewrites its file every two seconds, as a heartbeat. The clocks of nodes differ, so a reader notes
+by its own clock when a file last changed. The service makes all decisions; an agent (`agent.py`)
+only starts and ends the listed servers.
 """
 
 from __future__ import annotations
@@ -26,36 +27,38 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.rollout.vllm.process import END_SECONDS, errors_of
 
-FOLDER = "servers"  # in the bank's folder
+FOLDER = "servers"  # in the folder of the store
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 30.0  # without a sign of life
+SILENT_SECONDS = 30.0  # without a heartbeat a node counts as lost
 _LOOK_SECONDS = 0.5
 
 
 def wanted_file(folder: Path, node: str) -> Path:
-    """The file of the service: which servers a node has to run, and their tokens."""
+    """Return the path of the service's file: servers that a node should run, with their tokens."""
     return folder / f"{node}.wanted.json"
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """The file of the node's agent."""
+    """Return the path of the agent's file."""
     return folder / f"{node}.json"
 
 
 class HeartbeatFile:
-    """A side's file. That side writes it again and again, the other side reads it."""
+    """A file that one side writes regularly and the other side reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.servers: dict[str, Any] = {}  # of the newest; by number
-        self.heard: float | None = None  # when it last changed; None: never while we looked
-        self.address: str | None = None  # of the side that writes it; an agent has none
+        self.servers: dict[str, Any] = {}  # from the newest content; by number
+        self.heard: float | None = None  # when the file last changed; None: no change seen yet
+        self.address: str | None = None  # the writer's address; None for an agent
         self._beat: float | None = None
         self._written, self._written_at = {}, -math.inf
 
     def write(self, servers: Mapping[str, Any], address: str | None = None) -> None:
-        """Write it where something has changed, or a sign of life is due. Only the user may read
-        it. address: of the service. Raises DataError."""
+        """Write the file if the content has changed or a heartbeat is due.
+
+        Only this user may read it. address: the service's address. Raises DataError.
+        """
         content = {"servers": dict(servers), "address": address}
         if content != self._written or time.monotonic() - self._written_at > BEAT_SECONDS:
             text = json.dumps({"beat": time.time(), **content})
@@ -69,7 +72,7 @@ class HeartbeatFile:
         except FileNotFoundError:
             self.servers = {}
             return
-        except (OSError, *WRONG_VALUES):  # NFS, while it is replaced: the next look will tell
+        except (OSError, *WRONG_VALUES):  # on NFS during a replacement: read it again later
             return
         if self._beat not in (None, beat):
             self.heard = time.monotonic()
@@ -77,31 +80,31 @@ class HeartbeatFile:
 
 
 class Node:
-    """A node with an agent, as the service sees it."""
+    """The service's view of a node with an agent."""
 
     def __init__(self, folder: Path, name: str, address: str | None = None) -> None:
-        """address: of the service; the node's servers listen on the way to it."""
+        """address: the service's; the node's servers listen on the interface towards it."""
         self.name, self.folder, self.address = name, folder, address
         self._wanted: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
-        for file in (self.report, self.wanted):  # of an earlier start
+        for file in (self.report, self.wanted):  # left by an earlier start
             file.path.unlink(missing_ok=True)
 
     def want(self, number: str, server: dict[str, Any]) -> None:
-        """Have this server, in the place of any other of its number."""
+        """Add a server to the list; it replaces another one with the same number."""
         with self._lock:
             self._wanted[number] = server
 
     def drop(self, number: str, boot: str) -> None:
-        """Have this server no longer."""
+        """Remove a server from the list, if it still has this `boot`."""
         with self._lock:
             if self._wanted.get(number, {}).get("boot") == boot:
                 del self._wanted[number]
 
     def exchange(self) -> None:
-        """Read and write. Raises DataError."""
+        """Read the agent's file and write the service's. Raises DataError."""
         self.report.read()
         with self._lock:
             self.wanted.write(self._wanted, self.address)
@@ -114,7 +117,7 @@ class Nodes:
         self.nodes = [Node(folder, name, address) for name in names]
 
     async def run(self) -> None:
-        """Exchange files with all agents, until it is cancelled."""
+        """Exchange files with all agents until cancelled."""
         try:
             while True:
                 await asyncio.gather(*(self._exchange(node) for node in self.nodes))
@@ -125,7 +128,7 @@ class Nodes:
 
     @staticmethod
     async def _exchange(node: Node) -> None:
-        # A full disk: the agents hear nothing, and end their servers; the bank says what is wrong.
+        # With a full disk the agents get no heartbeat and end their servers. The store reports it.
         with contextlib.suppress(DataError, OSError):
             await asyncio.to_thread(node.exchange)
 
@@ -141,10 +144,10 @@ class RemoteProcess:
         environ: Mapping[str, str],
         gpus: Sequence[int],
     ) -> None:
-        """number: of the server in the run; words, environ: of its command, as for ServerProcess;
-        gpus: which of the node's, counted from 0."""
+        """number: the server's number in the run; words, environ: see ServerProcess; gpus: numbers
+        of the node's GPUs, from 0."""
         self.node, self.number = node, str(number)
-        self.boot = secrets.token_hex(8)  # no other start of any server has it
+        self.boot = secrets.token_hex(8)  # identifies this start of the server
         self.log = server_log(node.folder, number)
         self._since = time.monotonic()
         wanted = {"boot": self.boot, "words": list(words), "environ": dict(environ)}
@@ -152,20 +155,20 @@ class RemoteProcess:
 
     @property
     def url(self) -> str:
-        """Empty until the agent has started it."""
+        """The server's URL; empty until the agent has started the server."""
         return self._told("url") or ""
 
     def has_ended(self) -> str | None:
-        """How it has ended, in words; None while it runs, or is not there yet."""
+        """Return in words how the server ended; None while it runs or has not started yet."""
         heard = self.node.report.heard
-        if heard is not None:  # an agent that comes late has until the server's deadline
+        if heard is not None:  # the server's deadline limits the wait for a late agent
             silent = time.monotonic() - max(heard, self._since)
             if silent > SILENT_SECONDS:
                 return f"there is no sign of life from {self.node.name} for {silent:.0f} s"
         return self._told("ended")
 
     async def end(self) -> None:
-        """Have the agent end it; returns when that is done, or when it takes too long."""
+        """Make the agent end the server; returns when it has ended, or after a time limit."""
         self.kill()
         deadline = time.monotonic() + END_SECONDS + 3 * BEAT_SECONDS
         while time.monotonic() < deadline and self.node.report.heard is not None:
@@ -175,21 +178,24 @@ class RemoteProcess:
             await asyncio.sleep(0.1)
 
     def kill(self) -> None:
-        """Have the agent end it, whenever it hears of it: it starts no other one before."""
+        """Tell the agent to end the server, without waiting.
+
+        The agent starts no other server with this number before.
+        """
         self.node.drop(self.number, self.boot)
 
     def errors(self) -> str:
-        """The last ones in its log, to be added to a message."""
+        """Return the last errors in its log, as text to append to a message."""
         if self.node.report.heard is None:
             return f"; no agent answers from {self.node.name} (gspo-megatron serve --join)"
         return f"; {errors_of(self.log)}"
 
     def _told(self, key: str) -> Any:
-        """A value that the agent last told of this start of the server."""
+        """Return a value that the agent last reported for this start of the server."""
         entry = self.node.report.servers.get(self.number, {})
         return entry.get(key) if entry.get("boot") == self.boot else None
 
 
 def server_log(folder: Path, number: int | str) -> Path:
-    """The log of a server's output, on all nodes."""
+    """Return the path of the log of a server's output, the same on all nodes."""
     return folder / f"{number}.log"

@@ -1,7 +1,7 @@
-"""The order of requests, and the server of each.
+"""Chooses the order of requests, and a server for each.
 
 Requests wait in a queue, those of earlier rollouts first, until a server with the weights that they
-need has room. What a server loses goes to others.
+need has room. Responses that a server loses are sent to other servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Se
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
-_WORTH = 16  # a request is worth its price for a sixteenth of a server's places
+_WORTH = 16  # a part of a group is sent only to a server with 1 / _WORTH of its places free
 
 _T = TypeVar("_T")
 Chosen = TypeVar("Chosen")
@@ -30,8 +30,8 @@ Chosen = TypeVar("Chosen")
 
 @dataclass(eq=False)
 class QueueEntry(Generic[Chosen]):
-    """A request for `places`. `granted` gets (server, places) of one or more servers, for at least
-    one place and at most so many in all."""
+    """A queued request for `places`. `granted` gets (server, places) pairs with 1 to `places`
+    places in total."""
 
     key: tuple[str, int]
     places: int
@@ -43,14 +43,17 @@ class RequestQueue(Generic[Chosen]):
     """Requests that wait for a server. Those of an earlier rollout go first, in their order."""
 
     def __init__(self) -> None:
-        # by rollout and the version of the weights that it needs
+        # by (rollout, lowest weights version)
         self._waiting: dict[tuple[str, int], deque[QueueEntry[Chosen]]] = {}
-        self.places = 0  # that are waited for
+        self.places = 0  # total of all waiting requests
 
     def add(
         self, rollout: str, version: int, places: int, *, first: bool = False
     ) -> QueueEntry[Chosen]:
-        """Rollouts go in the order of their names. first: of those of its rollout."""
+        """Add a request. Rollouts are served in the order of their names.
+
+        first: put it before the other requests of its rollout.
+        """
         granted: asyncio.Future[list[tuple[Chosen, int]]]
         granted = asyncio.get_running_loop().create_future()
         entry = QueueEntry((rollout, version), places, granted)
@@ -67,10 +70,13 @@ class RequestQueue(Generic[Chosen]):
             self.places -= entry.places
 
     def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
-        """Let requests go while `choose` finds a server for them. It is given the version that
-        they need; a version whose servers it is to leave alone, because rollouts before them wait
-        for these; and the places that they want. What it raises is raised where they wait. A
-        rollout whose version no server has yet keeps no other one waiting."""
+        """Grant places while `choose` finds a server.
+
+        choose(version, kept, places): the lowest weights version of the request; a version from
+        which on servers are reserved for earlier rollouts; the places that it still needs. Errors
+        of `choose` are raised in the waiting task. A rollout does not delay later ones while it
+        needs a version that no server has yet.
+        """
         kept = math.inf
         for key in sorted(self._waiting):
             entries, version = self._waiting[key], key[1]
@@ -86,7 +92,7 @@ class RequestQueue(Generic[Chosen]):
         entries: deque[QueueEntry[Chosen]],
         choose: Callable[[int], tuple[Chosen, int] | None],
     ) -> bool:
-        """Give the first entry what there is; returns whether that was anything."""
+        """Grant the first entry all places that `choose` finds; returns False if it found none."""
         entry, granted = entries[0], []
         if entry.granted.done():  # cancelled
             self.remove(entry)
@@ -111,10 +117,10 @@ class Scheduler:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.resubmitted = 0  # responses that a server lost
+        self.resubmitted = 0  # responses sent again because a server lost them
         self._queue: RequestQueue[Server] = RequestQueue()
         self._admits_soon = False
-        self._level = 0  # responses of each server, once all that wait have gone
+        self._level = 0  # mean load of the servers if all waiting requests were sent
         fleet.changes.when_changed = self._admit_soon
 
     @property
@@ -129,10 +135,12 @@ class Scheduler:
         version: int,
         rollout: str = "",
     ) -> list[Response]:
-        """A response for each of the seeds, drawn with the weights of `version` or later ones,
-        which may become newer meanwhile, from whichever servers have the fewest requests. Those of
-        a rollout whose name sorts before others are sent first. Raises RolloutError where no
-        server is left, or where all refuse the request."""
+        """Generate a response for each seed, on the servers with the fewest requests.
+
+        version: the lowest weights version; newer weights may arrive during a response. Rollouts
+        whose names sort first are sent first. Raises RolloutError if no server is left, or if a
+        server refuses the request.
+        """
         routes = self.settings.needs.with_routes and sampling["temperature"] > 0
         spec = GroupSpec(prompt, sampling, version, rollout, routes, self.settings.facts)
         return await self._generate(spec, seeds)
@@ -140,7 +148,7 @@ class Scheduler:
     async def _generate(
         self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
     ) -> list[Response]:
-        """Send requests as places are found. first: before others of its rollout."""
+        """Send requests when places are granted. first: before other requests of the rollout."""
         requests: list[GroupRequest] = []
         rest = seeds
         try:
@@ -167,11 +175,12 @@ class Scheduler:
         return GroupRequest(server, spec_here, seeds, generate_again, self._admit_soon)
 
     async def _whole_group(self, request: GroupRequest) -> list[Response]:
-        """All responses of a request. Those that its server does not give are generated again."""
+        """Wait for all responses of a request; generates again those that its server loses."""
         server = request.server
         await asyncio.wait([request.call])
         try:
-            if not request.call.cancelled():  # as the server is out, or because all are taken back
+            # It is cancelled if the server is out, or if all responses were taken back.
+            if not request.call.cancelled():
                 request.call.result()
         except ServerRefused as error:
             raise RolloutError(f"{server.name} refuses a request: {error}") from error
@@ -192,7 +201,7 @@ class Scheduler:
         return [responses[n] for n in range(len(request.responses))]
 
     async def _wait_for_check(self, server: Server, version: int) -> None:
-        """Wait until it has passed the check of these weights, or of later ones, or is out."""
+        """Wait until the server has passed the check of these or later weights, or is out."""
         if server.checked_version < version:
             await self.fleet.changes.wait_until(
                 lambda: server.checked_version >= version or server.why_out is not None
@@ -203,8 +212,10 @@ class Scheduler:
     async def _wait_for_places(
         self, spec: GroupSpec, places: int, *, first: bool
     ) -> list[tuple[Server, int]]:
-        """Wait in the queue; which servers have room for how many of the responses. All of them
-        serve now: to be used at once."""
+        """Wait in the queue; returns servers and their numbers of places.
+
+        The servers serve at this moment, so the caller must send its requests at once.
+        """
         while True:
             entry = self._queue.add(spec.rollout, spec.version, places, first=first)
             self._admit_soon()
@@ -215,7 +226,7 @@ class Scheduler:
                 is_granted = entry.granted.done() and not entry.granted.cancelled()
                 if is_granted and entry.granted.exception() is None:
                     for server, count in entry.granted.result():
-                        server.expected -= count  # it is sent without a pause now, or never
+                        server.expected -= count  # the caller now sends it at once, or never
             serving = [
                 (server, count)
                 for server, count in granted
@@ -226,13 +237,13 @@ class Scheduler:
                 return serving
 
     def _admit_soon(self) -> None:
-        """Call `_admit` once for all that happens in this turn of the event loop."""
+        """Call `_admit` once for all changes in this turn of the event loop."""
         if self._queue.places and not self._admits_soon:
             self._admits_soon = True
             asyncio.get_running_loop().call_soon(self._admit)
 
     def _admit(self) -> None:
-        """Send what has room somewhere."""
+        """Grant places to the waiting requests."""
         self._admits_soon = False
         if self._queue.places:
             serving = [each for each in self.fleet.servers if each.version is not None]
@@ -241,9 +252,12 @@ class Scheduler:
             self._queue.admit(self._choose_server)
 
     def _choose_server(self, version: int, kept: float, places: int) -> tuple[Server, int] | None:
-        """The server with the fewest requests of those with room, and for how many of the places
-        that are wanted; None: wait. A server takes its share of all that waits, and a group as a
-        whole or as large as to be worth a request. Servers of the version `kept` are left alone."""
+        """Choose the least loaded server with room, and its number of places; None: wait.
+
+        A server gets at most its share of all waiting requests. It must have room for the whole
+        group, or for a part that is large enough (`_WORTH`). Servers of version `kept` or later
+        are not used.
+        """
         chosen, chosen_load, is_any_able = None, 0, False
         for server in self.fleet.servers:
             if server.version is None or server.version < version:
@@ -268,7 +282,10 @@ class Scheduler:
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Their results. Where one fails, or this is cancelled, the others are cancelled."""
+    """Run coroutines concurrently; returns their results.
+
+    If one fails, or this call is cancelled, the others are cancelled.
+    """
     works = list(works)
     if len(works) == 1:
         return [await works[0]]

@@ -1,4 +1,4 @@
-"""One server, as the rollout service sees it: what it has, how much it may get, how it is."""
+"""The rollout service's view of one server: its weights, requests, load and health."""
 
 from __future__ import annotations
 
@@ -16,56 +16,64 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-MOST_REQUESTS = 512  # on their way to one server: its scheduler likes a queue
-FEWEST_REQUESTS = 8  # however full its cache is
+MOST_REQUESTS = 512  # in flight to one server; its scheduler works best with a queue
+FEWEST_REQUESTS = 8  # the lower limit, even with a full cache
 _SHRINKS_BY = 0.75
-_GROWS_BY = 1 / 32  # of the most, at each look
-_FULL, _FILLING = 0.97, 0.85  # shares of the cache
+_GROWS_BY = 1 / 32  # share of the maximum, in each adjustment
+_FULL, _FILLING = 0.97, 0.85  # shares of the KV cache in use
 
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """Settings of the run, for all servers."""
+    """Settings of the run that apply to all servers."""
 
     facts: ModelFacts
     needs: Needs
     restarts: int
     update_seconds: float
     silence_seconds: float
-    max_staleness: int = 0  # above 0, new weights come while responses are under way
-    keeps_kv: bool = False  # and these go on with what the old weights made of their tokens
+    max_staleness: int = 0  # above 0, new weights arrive while responses are in progress
+    keeps_kv: bool = False  # these responses then keep the old weights' keys and values
     # The Hugging Face folder that servers start with and keep: new weights are adapters of it.
     # None: new weights are whole models.
     base: str | None = None
 
     def model(self, version: int) -> str | None:
-        """The name by which requests ask for a version; None: there is but one at a time. A name
-        of its own for each version: vLLM keeps what it remembers of prompts by the adapter's
-        name."""
+        """Return the name by which requests ask for a version; None: the model itself.
+
+        Each version has a name of its own, because vLLM keys its prefix cache by the adapter's
+        name.
+        """
         return None if self.base is None else f"{MODEL}-{version}"
 
     def salt(self, version: int) -> str | None:
-        """The cache salt of a version. vLLM forgets its prefix cache with each version, unless
-        responses under way still use it: then the salt keeps the versions apart."""
+        """Return the cache salt of a weights version.
+
+        vLLM clears its prefix cache for each version, unless responses in progress still use it.
+        Then the salt separates the versions.
+        """
         return str(version) if self.keeps_kv else None
 
 
 class RequestWindow:
-    """How many requests may be on their way to a server: fewer after it had to preempt some or
-    with a full cache, and slowly more while its cache has room."""
+    """The limit of requests in flight to a server.
+
+    It shrinks after preemptions or with a full KV cache, and grows slowly while the cache has room.
+    """
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self.most = self.size = most
         self._preemptions = 0.0
 
     def adjust(self, figures: Mapping[str, float], in_flight: int) -> None:
-        """figures: vLLM's own metrics."""
+        """Adapt the limit. figures: vLLM's own metrics."""
         usage = figures.get("kv_cache_usage_perc", 0.0)
         count = figures.get("num_preemptions_total", 0.0)
         preempted, self._preemptions = count > self._preemptions, count
-        # New weights preempt all requests, too (`kv_after_update: recompute`), in any cache.
+        # New weights also preempt all requests (`kv_after_update: recompute`), even with an empty
+        # cache, so preemptions count only with a filling one.
         if usage >= (_FILLING if preempted else _FULL):
-            # it has been told already, unless requests have become as few as that
+            # With more requests than the limit, the last reduction has not taken effect yet.
             if in_flight <= self.size:
                 fewer = int(in_flight * _SHRINKS_BY)
                 self.size = min(self.size, max(fewer, FEWEST_REQUESTS))
@@ -75,10 +83,10 @@ class RequestWindow:
 
 @dataclass
 class Clock:
-    """Seconds in which at least one thing was under way."""
+    """Counts the seconds in which at least one activity was in progress."""
 
     now: Callable[[], float] = time.monotonic
-    _before: float = 0.0  # until the last time that nothing was
+    _before: float = 0.0  # total of the earlier periods
     _since: float = 0.0
     _under_way: int = field(default=0)
 
@@ -100,30 +108,31 @@ class Clock:
 
 @dataclass(eq=False)
 class Server:
-    """One server."""
+    """The state of one server."""
 
     name: str  # for messages and logs
     client: ServerClient
-    start: Callable[[str], Process] | None = None  # of a folder of weights; None: not ours
+    # starts it with a folder of weights; None: this run does not start it
+    start: Callable[[str], Process] | None = None
     process: Process | None = None
-    version: int | None = None  # of its weights, which are checked; None: it serves nothing
+    version: int | None = None  # its checked weights version; None: it gets no requests
     why_out: str | None = "has not started yet"
-    checked_version: int = -1  # the newest version that it had and that passed the check
-    reports_versions: bool = False  # which weights drew which tokens
+    checked_version: int = -1  # the newest version with which it passed the check
+    reports_versions: bool = False  # its answers name the weights version of each token
     adapters: set[int] = field(default_factory=set)  # versions that it has loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
     window: RequestWindow = field(default_factory=RequestWindow)
-    busy: Clock = field(default_factory=Clock)  # with requests
-    working: Clock = field(default_factory=Clock)  # with requests or new weights
+    busy: Clock = field(default_factory=Clock)  # time with requests
+    working: Clock = field(default_factory=Clock)  # time with requests or new weights
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
-    stream_key: str | None = None  # of its group with rank 0, while that sends it weights
-    stream_failed: bool = False  # it gets its weights in folders from then on
-    tokens: float = 0.0  # drawn so far, by its own count
-    kv_usage: float = 0.0  # share of its cache in use
-    heard: float = 0.0  # when it last answered or drew a token
-    load_seconds: float = 0.0  # of its newest weights: it stood still
+    stream_key: str | None = None  # key of its group with rank 0, while it waits for weights
+    stream_failed: bool = False  # True: it now gets weights only in folders
+    tokens: float = 0.0  # tokens generated so far, by its own count
+    kv_usage: float = 0.0  # share of its KV cache in use
+    heard: float = 0.0  # when it last answered or generated a token
+    load_seconds: float = 0.0  # time to load the newest weights; it was paused
     check_seconds: float = 0.0
     bringing: asyncio.Task[None] | None = None  # its start, restart or update
 
@@ -137,7 +146,7 @@ class Server:
 
     @property
     def load(self) -> int:
-        """Requests that it has, or gets in a moment."""
+        """The number of requests that it has or is about to get."""
         return len(self.in_flight) + self.expected
 
     @property
@@ -145,13 +154,13 @@ class Server:
         return self.abilities.can_stream and not self.stream_failed
 
     def add_in_flight(self, responses: Collection[InFlightResponse]) -> None:
-        """Count these as requests of this server: at least one."""
+        """Count these, at least one, as requests of this server."""
         self.in_flight.update(responses)
         self.busy.begin(len(responses))
         self.working.begin(len(responses))
 
     def remove_in_flight(self, responses: Iterable[InFlightResponse]) -> None:
-        """Count these no longer. Some of them may have been removed before."""
+        """Stop counting these. Some of them may have been removed already."""
         ended = self.in_flight.intersection(responses)
         if ended:
             self.in_flight -= ended

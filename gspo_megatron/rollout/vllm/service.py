@@ -1,8 +1,8 @@
-"""The process of the rollout service: `python -m gspo_megatron.rollout.vllm.service` beside rank 0.
+"""The rollout service, a process beside rank 0: `python -m gspo_megatron.rollout.vllm.service`.
 
-Its settings, among them its port, come as JSON on stdin. That it listens, or why it cannot start,
-goes to stdout as one line of JSON. Control is HTTP on loopback with a token; `ServiceClient` is the
-other end. The service ends with rank 0, and the servers that it started end with it.
+It reads its settings, with its port, as JSON from stdin. It writes one line of JSON to stdout: that
+it listens, or why it cannot start. Rank 0 controls it by HTTP on loopback, with a token
+(`ServiceClient`). The service ends when rank 0 ends, and then its own servers end too.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
-LONGEST_WAIT = 5.0  # seconds for which a question of rank 0 may be held until there is news
+LONGEST_WAIT = 5.0  # seconds that a status request of rank 0 waits for news
 
 
 class Service:
-    """Runs in a thread of its own, beside the main thread, which scores."""
+    """The HTTP server and its state. It runs in its own thread; the main thread scores."""
 
     def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
         self.config, self.inputs, self.settings = config, inputs, settings
         self.folder = Path(str(config.logging.dir)) / FOLDER
         names, address = settings["nodes"], None
-        if names:  # their servers listen where this host reaches them
+        if names:  # servers on other nodes listen on the interface towards this host
             address = own_address_for_servers()
         self.nodes = Nodes(self.folder / SERVERS, names, address)
         self.scorers = Scorers(config, inputs)
@@ -104,18 +104,18 @@ class Service:
                 exchange.cancel()
                 await asyncio.wait([exchange])
                 await runner.cleanup()
-                if not self.rank_0_lives():  # nobody else removes it, and it may be in memory
+                if not self.rank_0_lives():  # then rank 0 cannot remove it; it may use memory
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
     def rank_0_lives(self) -> bool:
         return os.getppid() == self.settings["starter"]
 
     def end(self) -> None:
-        """End the service; called from another thread."""
+        """End the service. Other threads may call this."""
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.ended.set)
 
-    # What it consists of
+    # The servers and their settings
 
     def _fleet_settings(self) -> FleetSettings:
         section, finds_texts = self.config.rollout.vllm, "stop" in self._stops()
@@ -126,7 +126,7 @@ class Service:
                 dtype=self.settings["dtype"],
                 with_routes="r3" in self.config.routing.modes,
                 must_stream=section.weight_transport == "nccl",
-                # our own servers have the trainer's tokenizer, or need none
+                # servers that this run starts have the trainer's tokenizer, or need none
                 tokenized=tokenized(self.inputs.tokenizer, is_needed=finds_texts)
                 if section.urls
                 else None,
@@ -150,7 +150,7 @@ class Service:
             ]
         servers, nodes = [], self.nodes.nodes
         for number in range(section.servers):
-            client = ServerClient("", session)  # its url and token are known when it is started
+            client = ServerClient("", session)  # url and token are set when the server starts
             if nodes:
                 place, slot = divmod(number, section.servers // len(nodes))
                 node = nodes[place]
@@ -173,13 +173,13 @@ class Service:
     def _start_there(
         self, client: ServerClient, node: Node, number: int, slot: int, folder: str
     ) -> RemoteProcess:
-        """slot: which of the node's servers it is, from 0."""
+        """Start a server on another node. slot: its number among the node's servers, from 0."""
         size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
         gpus = range(slot * size, (slot + 1) * size)
         return RemoteProcess(node, number, self._words(folder), self._environment(client), gpus)
 
     def _words(self, folder: str) -> list[str]:
-        """The command of a server that starts with these weights."""
+        """Return the command that starts a server with the weights in `folder`."""
         section, tokenizer = self.config.rollout.vllm, Path(self.config.data.tokenizer)
         arguments = {
             **needed_arguments(
@@ -209,7 +209,7 @@ class Service:
         return adapter_arguments(self.config.model.lora.rank, self.config.rollout.staleness + 2)
 
     def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
-        """Variables for a start of a server, with a token that no earlier start had."""
+        """Return the environment variables for a start of a server, with a new token."""
         token = secrets.token_urlsafe(32)
         client.begin(token)
         on_cpu = self.settings["on_cpu"]
@@ -217,18 +217,21 @@ class Service:
         return environ | (adapter_environment() if self.fleet.settings.base is not None else {})
 
     def _stops(self) -> dict[str, Any]:
-        """Sampling parameters that end a response: token ids, and texts for the server to find."""
+        """Return the sampling parameters that end a response: token ids, and texts to search for.
+
+        The server searches for the texts.
+        """
         tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
         special = tokenizer.special_tokens
         ids = [special[text] for text in stops if text in special]
         texts = [text for text in stops if text not in special]
         return {
             "stop_token_ids": [*tokenizer.eos_ids, *ids],
-            "ignore_eos": True,  # of the server: the ids above are all that end a response
+            "ignore_eos": True,  # only the ids above end a response, not the server's own
             **({"stop": texts} if texts else {}),
         }
 
-    # What rank 0 asks
+    # The routes for rank 0
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
@@ -248,7 +251,7 @@ class Service:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        # as bytes: of texts it takes ASCII alone
+        # as bytes, because compare_digest takes only ASCII in strings
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
             return web.json_response({"error": "token"}, status=401)
@@ -267,7 +270,7 @@ class Service:
         return web.json_response({**running.status(), **more})
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
-        """Wait for its end, for some seconds, or until rank 0 has to do something for a server."""
+        """Wait until the task ends, a server needs a folder of weights, or LONGEST_WAIT is over."""
         asked = asyncio.create_task(self.fleet.loader.wait_until_folder_is_needed())
         await asyncio.wait([task, asked], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -303,7 +306,7 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Requests of this step and earlier ones: no resumed run needs them any more."""
+        """Delete the requests up to a step; no resumed run needs them any more."""
         step = (await request.json())["step"]
         running = self.requests.running
         self.requests.running = {k: v for k, v in running.items() if step_of(k) > step}
@@ -331,21 +334,24 @@ class Service:
 
 
 def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Weights`, from JSON."""
+    """Return fields of `Weights` from JSON values."""
     check = given.get("check")
     return given if check is None else {**given, "check": WeightCheck(**check)}
 
 
 def collect_garbage_less_often() -> None:
-    """A response is parsed into some objects a token, which are gone at once. Each few hundred of
-    them would have Python look for garbage: two thirds of the service's time."""
-    gc.freeze()  # what exists by now stays
+    """Make garbage collection rarer.
+
+    Parsing a response makes several short-lived objects for each token. By default Python collects
+    garbage after every few hundred objects, which would take two thirds of the service's time.
+    """
+    gc.freeze()  # never examine the objects that exist now
     gc.set_threshold(50_000, 20, 100)
 
 
 def main() -> None:
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anything prints later is for people
+    os.dup2(2, 1)  # later prints go to stderr, for people
 
     def tell(**values: Any) -> None:
         told.write(json.dumps(values) + "\n")
@@ -363,8 +369,8 @@ def main() -> None:
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:
-        """Stop where rank 0 has died. A scheduler sends SIGTERM to all processes: then rank 0 still
-        needs the service to end its step and save the run."""
+        """Stop only if rank 0 has died. A job scheduler sends SIGTERM to all processes, and rank 0
+        then still needs the service to finish its step and save the run."""
         if not service.rank_0_lives():
             service.scorers.stop()
 

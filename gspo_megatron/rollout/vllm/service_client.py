@@ -1,4 +1,4 @@
-"""Rank 0's end of the rollout service: starts the process, and starts it again when it dies."""
+"""The client of the rollout service on rank 0: starts the process, and restarts it if it dies."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy
 
-END_SIGNAL = signal.SIGINT  # ends the service; SIGTERM is what schedulers send to all processes
-_END_SECONDS = 30.0  # the servers end within it
+END_SIGNAL = signal.SIGINT  # not SIGTERM, which job schedulers send to all processes
+_END_SECONDS = 30.0  # time for the service and its servers to end
 _CALL_SECONDS = 60.0
-_DYING_SECONDS = 10.0  # a process that dies has ended within it
+_DYING_SECONDS = 10.0  # time for a dying process to end
 
 
 class ServiceClient:
-    """The service as a process, on rank 0. Its methods raise RolloutError where the servers, or
-    what the service needs of the user, are at fault."""
+    """The process of the service, on rank 0.
+
+    Its methods raise RolloutError if servers fail, or if the user's settings are wrong.
+    """
 
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
         self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
-        self._requests: dict[str, dict[str, Any]] = {}  # not forgotten yet, by name
-        self.needs_folder = False  # a server waits for the newest weights' folder
+        self._requests: dict[str, dict[str, Any]] = {}  # by name, until `forget`
+        self.needs_folder = False  # a server waits for a folder with the newest weights
         self._process: subprocess.Popen[str] | None = None
-        self._port: socket.socket | None = None  # held, for the service alone
+        self._port: socket.socket | None = None  # reserves the port of the service
         try:
             self._start()
         except BaseException:
@@ -53,52 +55,62 @@ class ServiceClient:
             raise
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
-        """Begin to bring all servers to new weights, see `Weights`. Returns to whom rank 0 has
-        to send them: key of a server -> number of its workers."""
-        # what a new service is told: its servers are new, and can load from a folder alone
+        """Begin to load new weights on all servers, see `Weights`.
+
+        Returns the servers to which rank 0 must stream them: key of a server -> number of its
+        workers.
+        """
+        # for a restarted service, whose new servers can load only from a folder
         self._weights = {**weights, "stream": None}
         return self._call("POST", "/weights", weights)["receivers"]
 
     def receivers(self) -> list[str]:
-        """Keys of the servers that wait for weights from rank 0."""
+        """Return the keys of the servers that wait for weights from rank 0."""
         return self._call("GET", "/weights/receivers")
 
     def add_to_weights(self, **parts: Any) -> None:
-        """More of the newest weights: their `folder`, their `check`."""
+        """Add the `folder` or the `check` of the newest weights."""
         assert self._weights is not None, "weights that nobody has made"
         self._weights.update(parts)
         self._call("POST", "/weights/parts", parts)
         self.needs_folder &= self._weights["folder"] is None
 
     def weights_status(self) -> dict[str, bool]:
-        """done: all servers that are left have passed the check of the new weights;
-        can_stream: they can take them from rank 0. Waits some seconds."""
+        """Return the status of the newest weights. Waits some seconds for `done`.
+
+        done: all remaining servers have passed the check; can_stream: they support streams from
+        rank 0.
+        """
         status = self._call("GET", "/weights")
         self._done(status)
         return status
 
     def begin_request(self, request: dict[str, Any]) -> None:
-        """Ask for responses: see `engine.RolloutRequest`."""
+        """Start a request for responses: see `engine.RolloutRequest`."""
         self._requests[request["name"]] = request
         self._done(self._call("POST", "/requests", request))
 
     def request_status(self, name: str) -> dict[str, Any]:
-        """finished and scoring (groups), tokens, done. Waits some seconds for the end. Raises the
-        error of the request, such as RewardError."""
+        """Return the status of a request: finished and scoring (groups), tokens, done.
+
+        Waits some seconds for the end. Raises the error of the request, such as RewardError.
+        """
         status = self._call("GET", f"/requests/{name}")
         self._done(status)
         return status
 
     def forget(self, step: int) -> None:
-        """Drop the requests of this step and earlier ones: they were trained on, and the run is
-        saved. Later ones stay, also those that an earlier start of the run drew."""
+        """Delete the requests up to `step`, after a checkpoint that includes this step.
+
+        Later requests stay, also those from an earlier start of the run.
+        """
         self._requests = {
             name: request for name, request in self._requests.items() if step_of(name) > step
         }
         self._call("POST", "/forget", {"step": step})
 
     def figures(self) -> dict[str, float]:
-        """Counters and gauges of the servers."""
+        """Return counters and gauges of the servers."""
         return self._call("GET", "/figures")
 
     def close(self) -> None:
@@ -116,10 +128,10 @@ class ServiceClient:
         shutil.rmtree(self._settings["weights_folder"], ignore_errors=True)
 
     def _start(self) -> None:
-        """Start it, once more for each time that it is killed before it has told its port."""
+        """Start the service; restart it if it is killed before it reports that it listens."""
         while not (line := self._first_line()):
             assert self._process is not None
-            if self._process.wait() >= 0:  # by itself: it would end again
+            if self._process.wait() >= 0:  # it was not killed, so it would end again
                 raise RolloutError(self._how_it_ended())
             self._use_restart()
         told = json.loads(line)
@@ -128,11 +140,12 @@ class ServiceClient:
         self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
-        """Start a process; returns its first line: that it listens, or why it cannot start. Empty:
-        it has ended.
+        """Start a process; returns its first line: that it listens, or why it cannot start.
 
-        Its port is held here: no other user can listen there once a service has died. Its token is
-        a new one, so that of a dead service opens nothing."""
+        The line is empty if the process has ended. This process reserves the port, so that no other
+        user can listen there after a service has died. Each process gets a new token, so that the
+        token of a dead service is useless.
+        """
         earlier, self._port = self._port, hold_port("127.0.0.1", 0)
         if earlier is not None:
             earlier.close()
@@ -143,7 +156,7 @@ class ServiceClient:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C saves the run; the service works until its end
+            start_new_session=True,  # Ctrl-C must not end the service: saving the run needs it
             preexec_fn=end_with_parent,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
@@ -154,7 +167,7 @@ class ServiceClient:
             return pipe.readline()
 
     def _use_restart(self) -> None:
-        """Raises RolloutError where none is left."""
+        """Count a restart. Raises RolloutError if none is left."""
         how = self._how_it_ended()
         if self._restarts_left == 0:
             raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
@@ -173,15 +186,16 @@ class ServiceClient:
         return f"the rollout service {how}"
 
     def _call(self, verb: str, path: str, given: Any = None) -> Any:
-        """Ask the service; where it has died, start it again and repeat what it was told."""
+        """Call the service. If it has died, restart it and send weights and requests again."""
         has_died = False
         while True:
             try:
-                if has_died:  # it may die once more meanwhile
+                if has_died:  # in the `try`, because the new process may die too
                     self._start_again()
                 return self._ask(verb, path, given)
             except urllib.error.HTTPError as error:
-                # not an OSError that names a file: a defect, whose traceback the service has shown
+                # A defect in the service, which has printed the traceback. As an OSError it would
+                # look like a problem with a file.
                 raise RuntimeError(f"the rollout service: {verb} {path}: {error}") from error
             except (OSError, HTTPException):
                 has_died = True
@@ -206,7 +220,7 @@ class ServiceClient:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:
-        """Tells whether what was asked for is there. Raises its error."""
+        """Return whether a status is done. Raises its error."""
         self.needs_folder = status.get("needs_folder", False)
         error = status.get("error")
         if error is not None:
@@ -217,8 +231,11 @@ class ServiceClient:
 def service_settings(
     config: Config, policy: Policy, origin: str, weights_folder: Path, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Settings that the service is started with, as JSON. origin: a fingerprint of what decides
-    responses and rewards. Raises RolloutError where there are too few GPUs for the servers."""
+    """Return the settings of the service as JSON values.
+
+    origin: a fingerprint of all that decides responses and rewards. Raises RolloutError if there
+    are too few GPUs for the servers.
+    """
     shape = config.resolved_model()
     layers = [n for n, count in enumerate(experts_in_layers(shape)) if count]
     return {
@@ -240,9 +257,11 @@ def service_settings(
 
 
 def _gpus_for_servers(config: Config) -> list[str]:
-    """The GPUs of this machine that no rank uses. Raises RolloutError where they are too few for
-    the servers."""
-    import torch  # on the ranks; the service works without it
+    """Return the GPUs of this machine that no rank uses.
+
+    Raises RolloutError if they are too few for the servers.
+    """
+    import torch  # only here, because the service runs without torch
 
     section = config.rollout.vllm
     if not section.servers or rollout_nodes():

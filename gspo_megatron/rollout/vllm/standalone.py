@@ -1,4 +1,4 @@
-"""A server that no run has started: what `rollout.vllm.urls` names."""
+"""Runs a server outside of a run, for `rollout.vllm.urls`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _CALL_SECONDS = 5.0
 def server_command(
     folder: Path, python: str, dtype: str, options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, str]]:
-    """The words of a server of a Hugging Face folder, as a run needs it, and its environment.
+    """Return the command and the environment of a server that a run can use.
 
-    dtype: as vLLM names it; options: further ones of vLLM's, which replace ours. Raises
-    RolloutError where `python` has no vLLM, and ConfigError where the folder has no model that we
-    know.
+    folder: the model in Hugging Face format; dtype: vLLM's name of it; options: more options of
+    vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, and ConfigError
+    if the folder's model is not supported.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     arguments = needed_arguments(
@@ -60,9 +60,9 @@ def server_command(
 async def serve(
     words: list[str], environ: Mapping[str, str], host: str, port: int | None, ended: asyncio.Event
 ) -> None:
-    """Run a server until `ended` is set; prints how a run finds it once it answers.
+    """Run a server until `ended` is set. When it is ready, print the settings for a run.
 
-    Raises RolloutError where it ends by itself.
+    Raises RolloutError if the server ends by itself.
     """
     process = ServerProcess(words, environ, None, host, port)
     try:
@@ -84,13 +84,13 @@ async def serve(
 
 
 def until_told_to_end(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run it with an event that SIGTERM and Ctrl-C set."""
+    """Run `work` with an event that SIGTERM and Ctrl-C set."""
 
     async def run() -> None:
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # tells the ranks of a job to stop
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a job's signal for its ranks
         await work(ended)
 
     asyncio.run(run())

@@ -1,9 +1,9 @@
 """The check that a server has the trainer's weights: responses to fixed prompts, and tensors' sums.
 
-The responses decide: log-probs depend on all that a server computes with. The sums say where to
-look when the responses are wrong, and at the start they compare each layer's tensors with the
-folder's, exactly in any precision. They do not see what kernels make of parameters; the responses
-do.
+The responses decide, because log-probs depend on everything that a server computes with. If they
+are wrong, the sums show which tensors are suspect. At the start, the sums also compare each layer's
+tensors with the folder's, exactly in any precision. The sums cannot detect errors in the copies of
+parameters that kernels make; the responses can.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 # [elements, sum, sum of squares] of each family of tensors: GspoWorker.weight_sums
 Sums = Mapping[str, Sequence[float]]
 
-# Greedy responses to fixed prompts, of which one in eight may differ. Three prompts are longer than
-# a block of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs), so that a cache of old weights is
-# noticed; all but their last tokens are the same, because tokens cost time. The others are short,
-# and many: experts of the last layer move nothing but the next token. A second token is decoded
-# with kernels, and on GPUs CUDA graphs, of its own.
+# The prompts of the check; responses are greedy. Three prompts are longer than a block of vLLM's
+# prefix cache (16 tokens on GPUs, 128 on CPUs), to detect a cache of old weights. They share all
+# but their last tokens, which saves time. The other prompts are short and many, because the last
+# layer's experts affect only the next token. Responses of two tokens also test decoding, which uses
+# other kernels, and on GPUs CUDA graphs.
 _PROMPTS = ((20, 8, 1), (3, 136, 2))  # prompts, tokens of each, tokens of a response
-_OWN_TOKENS = 8  # at the end of a prompt
-_OUTLIERS = 8  # one response in so many may differ
-# Largest difference of a log-prob from the trainer's, and of a response's on average. In fp32 vLLM
-# and Megatron-Core agree to 1e-5, unless two experts are as likely as each other; a single expert
-# that is left behind moves them by 1e-3 and more. In bf16 rounding alone moves them by 0.04 on
-# average (measured on a model of random weights).
+_OWN_TOKENS = 8  # tokens at the end of a prompt that differ between prompts
+_OUTLIERS = 8  # one response in this number may differ
+# Largest difference of a single log-prob from the trainer's, and largest mean difference of a
+# response. In fp32 vLLM and Megatron-Core agree to 1e-5, unless two experts are equally likely. A
+# single expert with old weights changes log-probs by 1e-3 and more. In bf16 rounding alone changes
+# them by 0.04 on average (measured on a model with random weights).
 _TOLERANCES = {"fp32": (0.3, 3e-5)}
 _COARSE = (1.0, 0.15)
-# vLLM multiplies latent attention's queries, not its keys, by the matrix of the keys: other sums,
-# 1e-5 on average and 4e-5 in single responses (measured in fp32 on a CPU).
+# For latent attention, vLLM multiplies the queries, not the keys, by the key matrix. The different
+# sums change log-probs by 1e-5 on average, 4e-5 in single responses (measured in fp32 on a CPU).
 _LATENT_MEAN = 1e-4
 
-_SUM_TOLERANCE = 1e-12  # of sums in float64: their order differs
+_SUM_TOLERANCE = 1e-12  # relative, for float64 sums in different orders
 _PADDED = ("embedding", "output layer")  # vLLM adds rows of zeros
 _SHOWN = 6
 NOT_THE_WEIGHTS = "does not have the trainer's weights"
@@ -45,22 +45,22 @@ NOT_THE_WEIGHTS = "does not have the trainer's weights"
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """Responses of servers with the same weights as the trainer."""
+    """The responses that servers with the trainer's weights must give."""
 
     prompts: list[list[int]]  # token ids
-    tokens: list[list[int]]  # of the greedy responses
-    logprobs: list[list[float]]  # of these tokens, at temperature 1
-    largest: float  # tolerance of a single log-prob
-    mean: float  # tolerance of the mean absolute difference of a response's
+    tokens: list[list[int]]  # tokens of the greedy responses
+    logprobs: list[list[float]]  # log-probs of these tokens at temperature 1
+    largest: float  # tolerance for a single log-prob
+    mean: float  # tolerance for the mean absolute difference over a response
 
     def difference(self, responses: Sequence[Response]) -> str | None:
-        """How greedy responses differ from the trainer's, in words; None where they do not.
+        """Return in words how greedy responses differ from the trainer's; None if they agree.
 
-        Greedy decoding takes the likeliest token, so the log-probs agree up to the first token that
-        differs, and there too: two tokens that are as likely as each other may be told apart by
-        rounding. So may two experts, which moves the log-probs of one response; wrong weights move
-        nearly all of them, and an old prefix cache those of all long prompts. So one in eight may
-        differ.
+        With equal weights, the tokens may differ only where rounding decides between two equally
+        likely tokens. So the log-probs must agree up to the first different token, and on it too.
+        Rounding may also decide between two equally likely experts, which changes the log-probs of
+        one response. So one response in eight may differ. Wrong weights change nearly all
+        responses, and an old prefix cache those to all long prompts.
         """
         differences = []
         for tokens, logprobs, response in zip(self.tokens, self.logprobs, responses, strict=True):
@@ -81,8 +81,10 @@ class WeightCheck:
 
 
 def check_prompts(vocab_size: int, longest: int) -> Iterator[tuple[list[list[int]], int]]:
-    """The prompts of each length, as token ids, and the number of tokens that answer each. With it
-    no sequence has more than `longest` tokens."""
+    """Yield the prompts of each length as token ids, and the number of tokens of their responses.
+
+    No prompt with its response has more than `longest` tokens.
+    """
     random = np.random.default_rng(0)
     for number, length, count in _PROMPTS:
         size = (number, min(length, longest - count))
@@ -92,19 +94,21 @@ def check_prompts(vocab_size: int, longest: int) -> Iterator[tuple[list[list[int
 
 
 def tolerances(precision: str, *, latent: bool = False) -> tuple[float, float]:
-    """`largest` and `mean` of a check, for training.precision. latent: the model has multi-head
-    latent attention."""
+    """Return `largest` and `mean` of a check for a value of training.precision.
+
+    latent: the model has multi-head latent attention.
+    """
     largest, mean = _TOLERANCES.get(precision, _COARSE)
     return largest, max(mean, _LATENT_MEAN) if latent else mean
 
 
 def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
-    """Families of tensors that are not the folder's.
+    """Return the families of tensors that differ from the folder's.
 
-    workers: of each worker of a server. A tensor that all of them have whole counts as often as
-    there are workers. Families of which vLLM has another number of elements cannot be compared and
-    are left out: on CPUs it keeps linear layers in a kernel's own form only (the experts stay), and
-    with more workers than key heads it repeats these.
+    workers: the sums of each worker of a server. A tensor that every worker holds whole counts
+    once for each worker. A family with a different number of elements in vLLM cannot be compared
+    and is skipped. On CPUs these are linear layers, which vLLM stores only in the format of a
+    kernel (but not experts); with more workers than key heads, vLLM repeats these heads.
     """
     found = []
     for family, (count, total, squares) in folder.items():
@@ -114,14 +118,14 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
             continue
         differs = abs(sum(part[1] for part in parts) / copies - total)
         differs_squared = abs(sum(part[2] for part in parts) / copies - squares)
-        scale = math.sqrt(count * squares)  # the sum of absolute values is not above it
+        scale = math.sqrt(count * squares)  # an upper bound of the sum of absolute values
         if differs > _SUM_TOLERANCE * scale or differs_squared > _SUM_TOLERANCE * squares:
             found.append(family)
     return found
 
 
 def describe_families(families: Sequence[str], known: int) -> str:
-    """Families in words: `experts of layers 1, 2; embedding`. known: how many there are."""
+    """Describe families in words: `experts of layers 1, 2; embedding`. known: number of all."""
     if len(families) == known > 1:
         return "all of them"
     layers: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""New weights to running servers over the network, without a file: rank 0's end.
+"""Streams new weights from rank 0 to running servers over the network, without a file.
 
 Rank 0 and the workers of one server form a process group: NCCL on GPUs, gloo on CPUs. Every server
-has a group of its own, so one that dies takes no other with it. Tensors travel as bytes in buckets,
-whose layout the workers are told beforehand (`GspoWorker.receive_weights` is the other end).
+has its own group, so that a dead server does not affect the others. Tensors travel as bytes in
+buckets. The workers get the layout of the buckets first (`GspoWorker.receive_weights` receives).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gspo_megatron.addresses import listen
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_group import Group, broadcast, make_group
 
 BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 16  # bytes: of a tensor in its bucket
-_LOOK_SECONDS = 1.0  # between two looks at the servers, while one keeps us waiting
+_ALIGNMENT = 16  # bytes: alignment of a tensor in its bucket
+_LOOK_SECONDS = 1.0  # between two checks whether a slow server still waits for weights
 
 
 class WeightStream:
-    """Sends weights to servers, again and again."""
+    """Sends the weights of each version to the servers."""
 
     def __init__(self, host: str, device: torch.device, seconds: float) -> None:
-        """host: the address of this machine at which the servers find rank 0; seconds: a server
-        that takes longer for one version is dropped. Raises OSError where it is no address of this
-        machine."""
+        """host: the address of this machine at which the servers find rank 0; seconds: the time
+        limit for one version; slower servers are dropped. Raises OSError if `host` is not an
+        address of this machine."""
         self.host, self.device, self.seconds = host, device, seconds
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         listener = listen(host, 0)
@@ -42,16 +42,18 @@ class WeightStream:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
-            master_listen_fd=listener.detach(),  # without it the store listens on all interfaces
+            master_listen_fd=listener.detach(),  # else the store listens on all interfaces
         )
-        self._groups: dict[str, Group] = {}  # of the servers, by key
-        # What a server that hangs has not taken. To let go of such a group blocks until the server
-        # is gone, or the time is up.
+        self._groups: dict[str, Group] = {}  # by server key
+        # Broadcasts that a hanging server has not received. Freeing such a group blocks until the
+        # server is gone or the time limit ends, so the groups stay here.
         self._stuck: list[tuple[dist.Work, Group, Tensor]] = []
 
     def plan(self, specs: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The layout that workers have to know, as JSON. specs: tensors on the meta device, in the
-        order in which they are sent."""
+        """Return the arguments that workers need to receive, as JSON values.
+
+        specs: tensors on the meta device, in the order in which they are sent.
+        """
         return {
             "host": self.host,
             "port": self.port,
@@ -67,11 +69,10 @@ class WeightStream:
         tensors: Iterator[tuple[str, Tensor | None]],
         receiving: Callable[[], Collection[str]],
     ) -> None:
-        """Send the tensors to the receivers: key of a server -> number of its workers. A server
-        that fails is dropped; the service finds out why.
+        """Send the tensors to the receivers: key of a server -> number of its workers.
 
-        The iterator is consumed to its end in any case. receiving(): keys of the servers that still
-        wait for weights.
+        Drops a server that fails; the service finds the cause. Always consumes the whole iterator.
+        receiving(): returns the keys of the servers that still wait for weights.
         """
         deadline = time.monotonic() + self.seconds
         groups = self._groups_with(receivers, receiving, deadline)
@@ -96,9 +97,9 @@ class WeightStream:
         receiving: Callable[[], Collection[str]],
         deadline: float,
     ) -> dict[str, Group]:
-        """The groups of the last version, and new ones with servers that come."""
+        """Return the groups of the receivers: those of the last version, and new ones."""
         known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
-        self._groups = {}  # of servers that are gone
+        self._groups = {}  # drops the groups of servers that are gone
         self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
         found = {}
         for key, workers in receivers.items():
@@ -108,9 +109,9 @@ class WeightStream:
         return found
 
     def _drop(self, group: Group, work: dist.Work | None, buffer: Tensor) -> None:
-        """Give a server up."""
+        """Stop sending to a server."""
         abort: Callable[[], None] | None = getattr(group, "abort", None)
-        if abort is not None:  # of NCCL: ends the kernel that waits for the server
+        if abort is not None:  # NCCL only: ends the kernel that waits for the server
             abort()
         if work is not None and not work.is_completed():
             self._stuck.append((work, group, buffer))
@@ -122,8 +123,10 @@ class WeightStream:
         receiving: Callable[[], Collection[str]],
         deadline: float,
     ) -> Group | None:
-        """The group with a server's workers; None where they do not come. To make a group blocks,
-        so it begins only when all workers have said that they are there."""
+        """Make the group with a server's workers; None if they do not join.
+
+        Making a group blocks, so this first waits until all workers have announced themselves.
+        """
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
         while not self._store.check(names):
             if key not in receiving() or time.monotonic() > deadline:
@@ -138,8 +141,10 @@ class WeightStream:
 
 
 def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any]]:
-    """[{bytes, tensors: [[name, dtype, shape, start], ...]}, ...]: where the bytes of each tensor
-    are. A bucket has `limit` bytes at most, or a single tensor."""
+    """Place tensors in buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
+
+    Returns [{bytes, tensors: [[name, dtype, shape, start], ...]}, ...].
+    """
     buckets: list[dict[str, Any]] = []
     for name, spec in specs.items():
         size = math.ceil(spec.nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -152,13 +157,13 @@ def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any
 
 
 def exhaust(tensors: Iterable[Any]) -> None:
-    """The part of the ranks that send nothing themselves."""
+    """Consume the iterator on a rank that sends nothing itself."""
     for _ in tensors:
         pass
 
 
 def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
-    """Begin a broadcast; None where the group is broken."""
+    """Begin a broadcast; None if the group is broken."""
     try:
         return broadcast(group, buffer)
     except RuntimeError:
@@ -166,8 +171,11 @@ def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
 
 
 def _completes(work: dist.Work | None, is_wanted: Callable[[], bool], deadline: float) -> bool:
-    """Wait for a broadcast; False where the other side has given up. Not by `wait` alone: a peer
-    that dies would hold NCCL up until the timeout, which ends the whole process."""
+    """Wait for a broadcast; False if it failed, is late or is no longer wanted.
+
+    Polls before it calls `wait`: with a dead peer, NCCL would block until its timeout, which ends
+    the whole process.
+    """
     if work is None:
         return False
     look = time.monotonic() + _LOOK_SECONDS

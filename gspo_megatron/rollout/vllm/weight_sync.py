@@ -1,8 +1,8 @@
-"""The way of new weights to the servers, as the ranks see it.
+"""Sends new weights from the ranks to the servers.
 
-All ranks export the policy's weights: into a folder of Hugging Face's form, or as a stream from
-rank 0 to the servers' workers. Then they compute how a server with these weights answers fixed
-prompts, and wait until the service has compared the servers with that.
+All ranks export the policy's weights: into a folder in Hugging Face format, or as a stream from
+rank 0 to the servers' workers. Then they compute the responses of a server with these weights to
+fixed prompts, and wait until the service has compared the servers with these responses.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, 
 from gspo_megatron.rollout.vllm.weight_stream import WeightStream, exhaust
 from gspo_megatron.rollout.vllm.weights_folder import MEMORY, is_private
 
-_SPARE = "spare"  # a folder of old weights there, to be overwritten
+_SPARE = "spare"  # name of a folder of old weights that the next version overwrites
 
 
 class WeightSync:
-    """Brings the policy's weights to the servers, version after version. Each rank has one, and all
-    ranks call its methods together."""
+    """Sends each version of the policy's weights to the servers.
+
+    Each rank has one, and all ranks call its methods together.
+    """
 
     def __init__(
         self,
@@ -49,19 +51,22 @@ class WeightSync:
         service: ServiceClient | None,
         folder: Path,
     ) -> None:
-        """engine: generates with the policy, without end-of-sequence tokens; hf_config: config.json
-        of the model that the weights come from; service: on rank 0; folder: for the versions."""
+        """engine: generates with the policy and ignores end-of-sequence tokens; hf_config:
+        config.json of the model that the weights come from; service: None except on rank 0; folder:
+        parent of the versions' folders."""
         self.config, self.policy, self.engine, self.device = config, policy, engine, device
         self.hf_config, self.service, self.folder = hf_config, service, folder
-        self.version = 0  # of the newest weights
-        self.streams = False  # the servers take weights from rank 0, without a folder
-        self._stream: WeightStream | None = None  # on rank 0
+        self.version = 0  # the newest weights version
+        self.streams = False  # whether rank 0 streams weights to the servers, without a folder
+        self._stream: WeightStream | None = None  # only on rank 0
         self.takes_adapters = config.rollout.vllm.takes_adapters
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Bring the policy's present weights to all servers. Returns metrics. Raises RolloutError,
-        on all ranks, where no server has passed the check of its weights within
-        rollout.vllm.update_seconds."""
+        """Send the policy's current weights to all servers. Returns metrics.
+
+        Raises RolloutError on all ranks if no server passes the check of its weights within
+        rollout.vllm.update_seconds.
+        """
         start = time.perf_counter()
         self.version = version
         weights: dict[str, Any] = {"version": version}
@@ -86,8 +91,11 @@ class WeightSync:
         }
 
     def wait_for(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Ask rank 0 for a status until that is done, and return it. `status` waits for some
-        seconds itself. A server that starts again meanwhile gets the newest weights."""
+        """Call `status` on rank 0 until it reports `done`, and return it on all ranks.
+
+        `status` itself waits for some seconds. If a server restarts in this time, the ranks write
+        a folder with the newest weights for it.
+        """
         while True:
             found, needs_folder = on_main(lambda: (status(), self._on_main().needs_folder))
             if needs_folder:
@@ -100,17 +108,17 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """On rank 0. The service itself gives up in time: see rollout.vllm.update_seconds."""
+        """Return the status, on rank 0. The service ends the wait: rollout.vllm.update_seconds."""
         heartbeat()
         return self._on_main().weights_status()
 
-    # A folder a version
+    # Weights in a folder
 
     def _version_folder(self) -> Path:
         return self.folder / f"version_{self.version:08d}"
 
     def _write_folder(self) -> tuple[str, int]:
-        """Write the newest weights as a folder. Returns it, and its bytes."""
+        """Write the newest weights into a folder. Returns the folder and its size in bytes."""
         folder, private = self._version_folder(), is_private(self.config)
         if self.takes_adapters:
             section, base = self.config.model.lora, str(self.config.model.hf_path)
@@ -129,7 +137,7 @@ class WeightSync:
             folder,
             hf_config=self.hf_config,
             tokenizer=self.config.data.tokenizer,
-            durable=False,  # what a killed machine leaves is never read: the next start writes anew
+            durable=False,  # nothing reads it after a crash: the next start writes a new folder
             reuse=folder.with_name(_SPARE),
             private=private,
         )
@@ -137,13 +145,16 @@ class WeightSync:
         return str(folder), count
 
     def _offer_folder(self) -> None:
-        """Write the newest weights for a server that starts again."""
+        """Write the newest weights into a folder for a server that restarts."""
         folder, _ = self._write_folder()
         on_main(lambda: self._on_main().add_to_weights(folder=folder))
 
     def _remove_older_folders(self) -> None:
-        """Remove the weights that no server needs any more; on rank 0. In memory the last ones
-        become the next folder: to overwrite them costs less than memory from the system."""
+        """Remove folders of weights that no server needs any more, on rank 0.
+
+        In memory, the last of them is kept as the next folder: overwriting it is faster than
+        getting new memory from the system.
+        """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
         if self.takes_adapters:  # vLLM may read those that responses under way have once more
@@ -160,12 +171,12 @@ class WeightSync:
     # A stream from rank 0
 
     def _send_stream(self, weights: dict[str, Any]) -> int:
-        """Send the newest weights to all servers that can take them. Returns their bytes."""
+        """Stream the newest weights to all servers that support it. Returns the size in bytes."""
         family = None if self.hf_config is None else family_of(self.hf_config)
         specs = stream_specs(self.policy, family=family)
         tensors = stream_hf(self.policy, family=family)
-        layout: dict[str, Any] = {}  # of the stream, and
-        receivers: dict[str, int] = {}  # who gets it; on rank 0
+        layout: dict[str, Any] = {}  # WeightStream.plan; filled on rank 0
+        receivers: dict[str, int] = {}  # key of a server -> number of its workers; on rank 0
 
         def begin() -> None:
             if self._stream is None:
@@ -181,8 +192,11 @@ class WeightSync:
         return sum(spec.nbytes for spec in specs.values())
 
     def _waiting_servers(self) -> list[str]:
-        """Keys of the servers that wait for weights; on rank 0, while the other ranks give their
-        tensors. They learn at the next question to the service that it is gone, all together."""
+        """Return the keys of the servers that wait for weights. Called on rank 0 during a stream.
+
+        Returns none if the service is gone. All ranks then get the error together at the next call
+        of the service.
+        """
         try:
             return self._on_main().receivers()
         except RolloutError:
@@ -191,7 +205,7 @@ class WeightSync:
     # The check
 
     def _weight_check(self) -> WeightCheck:
-        """How a server with the present weights answers the fixed prompts."""
+        """Compute the responses of a server with the current weights to the fixed prompts."""
         longest = self.config.resolved_model().max_sequence_length
         all_prompts: list[list[int]] = []
         tokens: list[list[int]] = []
@@ -210,8 +224,11 @@ class WeightSync:
 
 
 def _open_stream(config: Config, device: torch.device) -> WeightStream:
-    """Listens where the servers find this machine: on loopback, unless some are on others. Raises
-    RolloutError where it cannot, and UserError where nothing tells the way to the others."""
+    """Listen at the address where the servers find this machine: loopback if all of them are here.
+
+    Raises RolloutError if that is not possible, and UserError if the address towards servers on
+    other machines is unknown.
+    """
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
     ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
     address = next(iter(ways), "127.0.0.1")

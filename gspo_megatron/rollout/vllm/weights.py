@@ -1,7 +1,7 @@
-"""New weights on the servers: load a version, and check that a server has it.
+"""Loads a weights version on a server, and checks that the server has it.
 
-A server serves only after it has passed the check of the newest weights: their version, and greedy
-responses to fixed prompts, with the trainer's own log-probs. `weight_sync` is the ranks' end.
+A server gets requests only after it has passed the check of the newest weights: it reports their
+version, and answers fixed prompts with the trainer's log-probs. `weight_sync` runs on the ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gspo_megatron.rollout.vllm.weight_check import (
 )
 
 CALL_SECONDS = 10.0  # for calls that need no work of the engine
-MOMENT = 0.3  # seconds: a process loses its connections before it has ended
+MOMENT = 0.3  # seconds to wait for a process's end, because its connections break earlier
 
 
 @dataclass(frozen=True)
 class Weights:
     """A version of the policy's weights on its way to the servers."""
 
-    version: int  # steps that the policy has made
+    version: int  # steps that these weights have been trained for
     folder: str | None  # Hugging Face folder; None: not written until a server asks for it
     check: WeightCheck | None = None  # None: the trainer still computes it
     stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
 
 
 class WeightChanges:
-    """Wakes whoever waits for a change of servers or of weights."""
+    """Wakes the tasks that wait for a change of servers or weights."""
 
     def __init__(self) -> None:
         self._condition = asyncio.Condition()
@@ -56,8 +56,10 @@ class WeightChanges:
 
 
 class WeightLoader:
-    """Brings single servers to the newest weights. Raises ServerGone, ServerRefused or RolloutError
-    where a server fails."""
+    """Loads the newest weights on single servers.
+
+    Raises ServerGone, ServerRefused or RolloutError if a server fails.
+    """
 
     def __init__(self, settings: FleetSettings, changes: WeightChanges) -> None:
         self.settings, self.changes = settings, changes
@@ -74,7 +76,7 @@ class WeightLoader:
         self._newest = weights
 
     async def add_to_weights(self, **parts: Any) -> None:
-        """More of the newest weights: their `folder`, their `check`."""
+        """Add the `folder` or the `check` of the newest weights."""
         self._newest = replace(self.newest, **parts)
         self.needs_folder &= self._newest.folder is None
         await self.changes.announce()
@@ -91,8 +93,7 @@ class WeightLoader:
         return weights
 
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
-        """Check a server that was started with these weights; load them before where it was not
-        started by us."""
+        """Check a new server's weights. A server that this run did not start loads them first."""
         weights = started_with
         if server.start is None:
             await self._load(server, weights, deadline)
@@ -101,15 +102,17 @@ class WeightLoader:
             await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
 
     async def renew(self, server: Server, weights: Weights) -> None:
-        """New weights for a server that serves."""
+        """Load new weights on a running server and check them."""
         if not (server.stream_key and await self._receive_stream(server, weights)):
             weights = await self.newest_in_folder()
             await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
         await self._check(server, weights)
 
     async def _receive_stream(self, server: Server, weights: Weights) -> bool:
-        """Let rank 0 send the weights. Where that fails, a folder may do, and the server gets no
-        stream from then on."""
+        """Let rank 0 stream the weights; returns whether that succeeded.
+
+        After a failure, the server gets weights only in folders.
+        """
         group = {"key": server.stream_key, "world_size": server.abilities.workers + 1}
         deadline = time.monotonic() + self.settings.update_seconds
         try:
@@ -132,7 +135,7 @@ class WeightLoader:
         deadline: float,
         stream: Mapping[str, Any] | None = None,
     ) -> None:
-        server.version, start = None, time.monotonic()  # nothing is sent to it meanwhile
+        server.version, start = None, time.monotonic()  # None: it gets no requests
         seconds = max(deadline - start, 0.1)
         await server.client.load_weights(
             weights.folder,
@@ -146,8 +149,8 @@ class WeightLoader:
         server.load_seconds = time.monotonic() - start
 
     def _pause(self, server: Server) -> Mapping[str, str]:
-        """How to pause it. Responses under way go on only where it is known afterwards which
-        weights drew which of their tokens."""
+        """Choose how to pause a server. Responses in progress may continue only if the weights
+        version of each token is known afterwards."""
         if not server.in_flight:
             return RECOMPUTE  # there is nothing to keep
         if not (server.abilities.counts_tokens or server.reports_versions):
@@ -158,31 +161,35 @@ class WeightLoader:
     async def _split_responses(
         self, server: Server, version: int, seconds: float
     ) -> AsyncGenerator[None]:
-        """While it is paused: responses under way have tokens of two versions from now on."""
+        """Record, while a server is paused, where tokens of the new version begin in responses in
+        progress."""
         responses, counts = tuple(server.in_flight), {}
         if responses and server.abilities.counts_tokens:
             counts = await server.client.response_tokens(seconds=seconds) or {}
         elif server.reports_versions:
-            counts = dict.fromkeys((each.name for each in responses), 0)  # the answer says them
+            counts = dict.fromkeys((each.name for each in responses), 0)  # answers say versions
         yield
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
-            # else: no answer says which of them have ended, and all of them are taken back
+            # on other servers nothing says which have ended, and all of them are taken back
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
         split_at_update(responses, counts, version, ended)
 
     async def _expected_responses(self, version: int) -> WeightCheck | None:
-        """The check of these weights; waits for it. None: there are newer ones by now."""
+        """Wait for the check of these weights. None: there are newer weights now."""
         await self.changes.wait_until(
             lambda: self.newest.version != version or self.newest.check is not None
         )
         return self.newest.check if self.newest.version == version else None
 
     async def _check(self, server: Server, weights: Weights, *, at_start: bool = False) -> bool:
-        """Let the server serve if it has these weights. False: there are newer ones, and nobody
-        knows any more. Raises RolloutError where it has not."""
+        """Check that a server has these weights, and let it serve.
+
+        Returns False if there are newer weights, so that the check is no longer possible. Raises
+        RolloutError if the server fails the check.
+        """
         check = await self._expected_responses(weights.version)
         if check is None:
             return False
@@ -228,14 +235,17 @@ class WeightLoader:
             raise RolloutError(f"says that it has weights {told}, not {weights.version}")
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
-        """What the server has otherwise than this folder, or the newest, in words. whole: look at
-        all tensors, which takes a while."""
+        """Describe what the server has otherwise than this folder; None: the newest one.
+
+        whole: compare all tensors, which takes a while.
+        """
         if not whole:
             return ""
         folder = folder or (await self.newest_in_folder()).folder
         return await self._suspect_tensors(server, folder)
 
     async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
+        """Describe the server's families of tensors that differ from those in the folder."""
         seconds = self.settings.update_seconds
         found = await server.client.weight_sums(None, seconds=seconds)
         expected, *_ = await server.client.weight_sums(folder, seconds=seconds)

@@ -1,4 +1,4 @@
-"""Where new weights wait for the servers, in folders of Hugging Face's form."""
+"""The folder for new weights, which the servers load in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ MEMORY = Path("/dev/shm")  # a file system in memory, in which every user may wr
 
 
 def make_weights_folder(config: Config) -> Path:
-    """A new folder for a start of the run, in place of what killed starts of it have left: the lock
-    of the run keeps others out.
+    """Make a new folder for a start of the run, and remove those of killed starts.
 
-    Nobody can foresee its name, and so make it first. Servers that we start have the user's own
-    rights: nobody else may look into it. Raises OSError.
+    The lock of the run makes the removal safe. The name is random, so that no other user can make
+    the folder first. If the run starts the servers, only this user may read it. Raises OSError.
     """
     for folder in weights_folders(config):
         shutil.rmtree(folder, ignore_errors=True)
     parent, prefix = _place(config)
     make_folder(parent)
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    if not is_private(config):  # servers by their urls may be another user's
+    if not is_private(config):  # the servers at these urls may belong to another user
         made.chmod(0o777 & ~_umask())
     return made
 
 
 def weights_folders(config: Config) -> list[Path]:
-    """The folders of this run that exist."""
+    """Return the existing folders of this run."""
     parent, prefix = _place(config)
     return sorted(each for each in parent.glob(f"{prefix}*") if _is_own(each))
 
 
 def is_private(config: Config) -> bool:
-    """Tells whether only this user's processes read the weights."""
+    """Return whether only this user's processes read the weights."""
     return config.rollout.vllm.servers > 0
 
 
 def _place(config: Config) -> tuple[Path, str]:
-    """The folder that it is in, and the part of its name that is the same in each start."""
+    """Return the parent folder, and the part of the name that is the same for each start."""
     section, run = config.rollout.vllm, os.path.realpath(str(config.logging.dir))
     parent = Path(section.weights_dir or run) / ("" if section.weights_dir else FOLDER)
     is_local = section.servers and not rollout_nodes()
@@ -56,7 +55,7 @@ def _place(config: Config) -> tuple[Path, str]:
 
 
 def _is_own(path: Path) -> bool:
-    """Not a link, and not another user's: those stay as they are."""
+    """Return whether `path` is a real folder (no link) of this user."""
     try:
         found = path.lstat()
     except OSError:

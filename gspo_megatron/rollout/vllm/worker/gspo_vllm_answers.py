@@ -1,12 +1,13 @@
-"""Responses in a compact form: what our middleware in a vLLM server answers, and our clients read.
+"""A compact format for responses, which our middleware in a vLLM server writes and clients read.
 
-vLLM answers one request with one response, in JSON of 150 bytes a token. `Answers` takes a part of
-a group as one request, asks the server's own `/inference/v1/generate` for each of its responses,
-and sends these as safetensors of 8 bytes a token, each as soon as it has ended. So the JSON is
-parsed on the servers, and not all of it in the one process that talks to all of them.
+vLLM answers one request with one response, in JSON of 150 bytes a token. `Answers` takes several
+responses to one prompt (a part of a group) as one request. It calls the server's own
+`/inference/v1/generate` for each response, and sends each one, as soon as it has ended, as
+safetensors of 8 bytes a token. So each server parses its own JSON, and the one process that talks
+to all servers need not parse it.
 
-This file runs in servers, whose environment lacks gspo_megatron and what that needs. The rollout
-service imports it too: both sides read vLLM's JSON with the same lines.
+This file runs in servers, whose environment lacks gspo_megatron and its dependencies. The rollout
+service imports it too, so that both sides read vLLM's JSON with the same code.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import save
 
 GENERATE = "/inference/v1/generate"  # vLLM's
-CHATS = "/v1/"  # its paths for clients of any kind
+CHATS = "/v1/"  # vLLM's paths for other clients, such as chat clients
 PARTS = "/gspo/generate"
 TAKE_BACK = "/gspo/take_back"
 FIGURES = "/gspo/figures"
 ABOUT = "/gspo/about"
-PROOF = "/gspo/proof"  # of `TokenGuard`, which answers it to everybody
-TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # has the token of a server
-FORM = 1  # of all of these: a client uses no other than its own
+PROOF = "/gspo/proof"  # `TokenGuard` answers this path without a token
+TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # environment variable with the token of a server
+FORM = 1  # version of the routes /gspo/…: a client uses only a server with its own version
 
-# What reading an answer raises that is not as vLLM gives it. The last four are NumPy's and
-# safetensors' for what is no array.
+# The errors of reading an answer that is not in vLLM's format. NumPy and safetensors raise the last
+# four for data that is not an array.
 MALFORMED = (
     LookupError,
     TypeError,
@@ -63,7 +64,7 @@ MALFORMED = (
 )
 NOT_AS_VLLM = "an answer that is not as vLLM gives it"
 
-_TYPES = {  # of a record, as safetensors names them
+_TYPES = {  # names of safetensors -> types
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I16": np.int16,
@@ -71,11 +72,11 @@ _TYPES = {  # of a record, as safetensors names them
     "I64": np.int64,
     "F32": np.float32,
 }
-LENGTH = struct.Struct("<Q")  # before each record: its bytes
-_LINGER = 0.02  # seconds: responses that end within them go into one record
+LENGTH = struct.Struct("<Q")  # before each record: its size in bytes
+_LINGER = 0.02  # seconds: responses that end within this time go into one record
 _SHOWN = 300  # characters of an error
 _METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
-# of vLLM's metrics, what the rollout service looks at
+# the metrics of vLLM that the rollout service reads
 _FIGURES = (
     "generation_tokens_total",
     "num_requests_running",
@@ -90,13 +91,13 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def proof_of(token: str, challenge: str) -> str:
-    """What only those can answer to a challenge who know the token; it does not tell the token."""
+    """Return the answer to a challenge. It needs the token and does not reveal it."""
     return hmac.new(token.encode(), f"proof {challenge}".encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What responses must fit, as the trainer's model has it."""
+    """Sizes of the trainer's model, which responses must fit."""
 
     vocab_size: int
     num_layers: int
@@ -107,39 +108,39 @@ class ModelFacts:
 
 @dataclass(eq=False)
 class Response:
-    """One response as a server drew it."""
+    """One response that a server generated."""
 
     token_ids: np.ndarray  # [tokens] int32, with the token that ended it
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
     truncated: bool  # cut off by the limit of tokens
-    # [prompt + response tokens, layers, k] uint8 or int16, where asked for. All zeros: the server
-    # did not say, or said nonsense. The last token was never fed to the model.
+    # [prompt + response tokens, layers, k] uint8 or int16; None: not requested. A token has zeros
+    # if the server reported no valid experts. The last token never goes through the model.
     routes: np.ndarray | None = None
-    # (name of the weights' version, tokens up to its last one), where the server tells it
+    # (weights version, number of tokens up to its last one); None: the server does not report it
     spans: tuple[tuple[str, int], ...] | None = None
-    versions: np.ndarray | None = None  # [tokens] int32, of the weights that drew them
+    versions: np.ndarray | None = None  # [tokens] int32, weights version of each token
 
 
 class Failure(NamedTuple):
-    """Of one request among several."""
+    """The failure of one request among several."""
 
-    status: int  # of HTTP; 0: the answer could not be read
+    status: int  # HTTP status; 0: the answer could not be read
     text: str
 
 
 def seed_of(numbers: Sequence[int]) -> int:
-    """A seed for vLLM: 63 bits, well mixed, of numbers that name the response in its run."""
+    """Return a seed for vLLM: 63 bits, mixed from numbers that identify the response in its run."""
     state = np.random.SeedSequence(tuple(numbers)).generate_state(1, np.uint64)[0]
     return int(state >> np.uint64(1))
 
 
-# vLLM's own form
+# vLLM's own format
 
 
 def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
-    """The first choice of an answer of /inference/v1/generate.
+    """Read the first choice of an answer of /inference/v1/generate.
 
-    Raises one of MALFORMED for an answer that is wrong or misses what is needed.
+    Raises one of MALFORMED if the answer is wrong or incomplete.
     """
     choice = found["choices"][0]
     ids = np.array(choice["token_ids"], dtype=np.int32)
@@ -159,7 +160,7 @@ def parse_response(found: Any, prompt_tokens: int, facts: ModelFacts, *, routes:
 
 
 def no_routes(tokens: int, facts: ModelFacts) -> np.ndarray:
-    """[tokens, layers, k] zeros, in the form of `Response.routes`."""
+    """Return zeros in the format of `Response.routes`: [tokens, layers, k]."""
     return np.zeros((tokens, facts.num_layers, facts.experts_per_token), _type_of_routes(facts))
 
 
@@ -168,7 +169,7 @@ def _type_of_routes(facts: ModelFacts) -> type:
 
 
 def read_answer(body: bytes, prompt_tokens: int, facts: ModelFacts, *, routes: bool) -> Response:
-    """`parse_response` of an answer's text."""
+    """Read an answer's JSON text: see `parse_response`."""
     return parse_response(from_json(body), prompt_tokens, facts, routes=routes)
 
 
@@ -191,8 +192,11 @@ def _checked_spans(given: Iterable[Sequence[Any]], tokens: int) -> tuple[tuple[s
 
 
 def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
-    """[tokens, layers, k]: experts of prompt and response, the last token's void. Tokens whose
-    experts are not k different ones of the model, in any layer with experts, become zeros."""
+    """Read the experts of prompt and response: [tokens, layers, k]; the last token's mean nothing.
+
+    A token becomes zeros if, in any MoE layer, its experts are not k different experts of the
+    model.
+    """
     content = base64.b64decode(encoded, validate=True)
     given = np.load(io.BytesIO(content), allow_pickle=False)
     shape = (tokens - 1, facts.num_layers, facts.experts_per_token)
@@ -208,11 +212,11 @@ def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
     return table
 
 
-# The compact form: records, each a length and safetensors
+# The compact format: records, each a length and safetensors
 
 
 def pack(outcomes: Sequence[tuple[int, Response | Failure]]) -> bytes:
-    """A record of what has ended: (its number in the part, what came of it)."""
+    """Make a record of requests that have ended: (number in the part, response or failure)."""
     good = [(n, each) for n, each in outcomes if isinstance(each, Response)]
     bad = [(n, *each) for n, each in outcomes if isinstance(each, Failure)]
     told = {"failures": bad, "spans": [each.spans for _, each in good]}
@@ -232,7 +236,7 @@ def pack(outcomes: Sequence[tuple[int, Response | Failure]]) -> bytes:
 
 
 def _views(content: bytes) -> dict[str, np.ndarray]:
-    """The tensors of safetensors, in place: its own `load` copies them."""
+    """Return the tensors without a copy; safetensors' own `load` copies them."""
     start = LENGTH.size + int.from_bytes(content[: LENGTH.size], "little")
     tensors = {}
     for name, about in dict(json.loads(content[LENGTH.size : start])).items():
@@ -245,7 +249,10 @@ def _views(content: bytes) -> dict[str, np.ndarray]:
 def unpack(
     content: bytes, prompt_tokens: int, facts: ModelFacts, *, routes: bool
 ) -> Iterator[tuple[int, Response | Failure]]:
-    """The outcomes in a record, without its length. Raises one of MALFORMED."""
+    """Yield the responses and failures of a record; `content` is the record without its length.
+
+    Raises one of MALFORMED.
+    """
     tensors = _views(content)
     told = json.loads(tensors["told"].tobytes())
     for number, status, text in told["failures"]:
@@ -284,8 +291,8 @@ class _Part:
     """A request for several responses to one prompt."""
 
     token_ids: list[int]
-    sampling: dict[str, Any]  # vLLM's SamplingParams, but for the seeds
-    names: list[str]  # of the responses, for `take_back` and vLLM
+    sampling: dict[str, Any]  # vLLM's SamplingParams without the seeds
+    names: list[str]  # one for each response, for `take_back` and vLLM
     seeds: list[list[int] | None]  # numbers for `seed_of`
     salt: str | None
     facts: ModelFacts
@@ -302,7 +309,7 @@ class _Part:
         return part
 
     def request(self, number: int) -> bytes:
-        """What vLLM is asked for one of them."""
+        """Return the request to vLLM for one of the responses."""
         sampling, seed = self.sampling, self.seeds[number]
         if seed is not None:
             sampling = {**sampling, "seed": seed_of(seed)}
@@ -314,9 +321,9 @@ class _Part:
 
 @dataclass(eq=False)
 class _Member:
-    """A response of a part, as long as vLLM works on it."""
+    """The state of a response of a part while vLLM works on it."""
 
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # nobody wants it any more
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # set if it is no longer needed
     has_ended: bool = False
 
 
@@ -331,7 +338,7 @@ def part_request(
     salt: str | None,
     model: str | None = None,
 ) -> bytes:
-    """The client's request, as `_Part.read` reads it."""
+    """Return the client's request, which `_Part.read` reads."""
     given = {
         "token_ids": prompt,
         "sampling": {"logprobs": 0, **sampling},
@@ -348,14 +355,14 @@ def part_request(
 
 
 class Answers:
-    """ASGI middleware with routes of ours beside those of vLLM:
+    """ASGI middleware with additional routes beside those of vLLM:
 
-    GET /gspo/about: which form it speaks
-    POST /gspo/generate: a part of a group; answers with records as `pack` makes them
-    POST /gspo/take_back: ends those of these responses that are still drawn
-    GET /gspo/figures: the few of vLLM's metrics that the rollout service looks at
+    GET /gspo/about: the version of these routes
+    POST /gspo/generate: generates a part of a group; answers with the records of `pack`
+    POST /gspo/take_back: cancels responses that are still in progress
+    GET /gspo/figures: the few metrics of vLLM that the rollout service reads
 
-    And vLLM's answers to chat clients lose the experts of each token.
+    It also removes the experts of each token from vLLM's answers to chat clients.
     """
 
     def __init__(self, app: Any) -> None:
@@ -425,7 +432,10 @@ class Answers:
         member: _Member,
         ended: asyncio.Queue[tuple[int, Response | Failure | None]],
     ) -> None:
-        """One response of a part; None in its place: nobody wants it any more."""
+        """Generate one response of a part, and put the outcome into the queue `ended`.
+
+        The outcome is None if the response is no longer needed.
+        """
         outcome: Response | Failure | None
         try:
             status, body = await self._ask(
@@ -437,13 +447,13 @@ class Answers:
                 outcome = read_answer(body, len(part.token_ids), part.facts, routes=part.routes)
         except MALFORMED as error:
             outcome = Failure(0, f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 (vLLM's: as if it had answered 500)
+        except Exception as error:  # noqa: BLE001 (vLLM's; treated like status 500)
             outcome = Failure(500, f"{type(error).__name__}: {error}"[:_SHOWN])
         member.has_ended = not member.left.is_set()
         ended.put_nowait((number, outcome if member.has_ended else None))
 
     def _take_back(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Which of them have ended, so that their answers are on their way."""
+        """Cancel responses; return those that have already ended, whose answers still arrive."""
         ended = []
         for name in names:
             member = self._members.get(name)
@@ -460,8 +470,10 @@ class Answers:
     async def _ask(
         self, scope: Scope, verb: str, path: str, body: bytes, left: asyncio.Event
     ) -> tuple[int, bytes]:
-        """The wrapped app's answer: status and body. With `left` the client closes the connection,
-        as far as the app can see."""
+        """Call the wrapped app; return status and body.
+
+        When `left` is set, the app gets the message that the client has closed the connection.
+        """
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         status, content = 0, bytearray()
 
@@ -487,13 +499,16 @@ class Answers:
 
 
 class WithoutRoutes:
-    """Sends an answer of vLLM's without the experts of each token, which a server with
-    `enable_return_routed_experts` adds to every choice: kilobytes of base64 a token that no chat
-    client reads. JSON is sent when it is whole, a stream event by event, and all else as it is."""
+    """Removes the experts of each token from an answer of vLLM before sending it.
+
+    A server with `enable_return_routed_experts` adds them to every choice: kilobytes of base64 a
+    token that no chat client reads. JSON is sent when it is complete, a stream event by event.
+    Other content is sent unchanged.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._start: Message | None = None  # of JSON; held back until its length is known
+        self._start: Message | None = None  # start of a JSON answer, kept until its length is known
         self._is_stream = False
         self._held = b""
 
@@ -533,7 +548,7 @@ class WithoutRoutes:
 
 
 def without_routes(content: bytes) -> bytes:
-    """JSON without the experts of the tokens; what has none, or is no JSON, as it is."""
+    """Remove the experts of the tokens from JSON; other content is returned unchanged."""
     if b'"routed_experts"' not in content:
         return content
     try:
@@ -546,12 +561,12 @@ def without_routes(content: bytes) -> bytes:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """vLLM's own metrics, by name without the prefix."""
+    """Read vLLM's own metrics; returns them by name without the prefix."""
     return {name: float(value) for name, value in _METRIC.findall(text)}
 
 
 def _names(body: bytes) -> list[str]:
-    """The names in a request to take responses back. Raises one of MALFORMED."""
+    """Return the names in a request to cancel responses. Raises one of MALFORMED."""
     names = list(from_json(body)["names"])
     if not all(isinstance(name, str) for name in names):
         raise TypeError("names: texts are wanted")
@@ -559,7 +574,7 @@ def _names(body: bytes) -> list[str]:
 
 
 async def _until_gone(receive: Receive, members: Iterable[_Member]) -> None:
-    """The client of a part has left, and with it all of the part."""
+    """Wait until the client of a part disconnects; then cancel all responses of the part."""
     while (await receive())["type"] != "http.disconnect":
         pass
     for member in members:

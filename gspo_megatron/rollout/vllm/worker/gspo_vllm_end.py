@@ -1,8 +1,8 @@
-"""The end of a server without leftovers. Both sides use it: the server, and whoever started it.
+"""Ends a server without leftovers. The server and the process that started it use this module.
 
-What vLLM has in its temporary folder (sockets, files for torch.distributed) is in a folder of the
-server's own. Its semaphores are in /dev/shm: Python's resource tracker, a process of the server's
-group, removes those of processes that are killed, if it is not killed itself.
+vLLM's temporary files (sockets, files for torch.distributed) are in a folder of the server's own.
+Its semaphores are in /dev/shm. Python's resource tracker, a process of the server's group, removes
+the semaphores of killed processes, unless it is killed itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 
-# The id of the process that started the server. Set where the server's session has nobody else.
+# The id of the process that started the server. Set only if the server has a session of its own.
 STARTER_VARIABLE = "GSPO_SERVER_STARTER"
 FOLDER_VARIABLE = "GSPO_SERVER_FOLDER"  # the server's own temporary folder
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.02
 
 
 def kill_group(group: int) -> None:
-    """End all processes of a group at once. If this process is one of them, it is the last."""
+    """Kill all processes of a group. If this process belongs to it, it is the last."""
     if not os.path.isdir("/proc/self"):  # not Linux
         os.killpg(group, signal.SIGKILL)
         return
@@ -49,7 +49,7 @@ def remove_folder() -> None:
 
 
 def _members(group: int) -> dict[int, bool]:
-    """The other processes of a group that have not ended -> whether each is a tracker."""
+    """Return the other running processes of a group -> whether each is a resource tracker."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile

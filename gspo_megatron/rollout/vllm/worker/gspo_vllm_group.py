@@ -1,7 +1,7 @@
-"""The process group in which rank 0 of a run sends weights to a server's workers: both ends.
+"""The process group in which rank 0 of a run sends weights to a server's workers.
 
-It is NCCL on GPUs and gloo on CPUs, beside the groups that Megatron-Core and vLLM have. It runs in
-servers, whose environment lacks gspo_megatron; the ranks import it too.
+It uses NCCL on GPUs and gloo on CPUs, and is separate from the groups of Megatron-Core and vLLM.
+This file runs in servers, whose environment lacks gspo_megatron; the ranks import it too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ class Group(Protocol):
 def make_group(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
 ) -> Group:
-    """Join the other members, whose rank 0 is that of the run. host: the address of this machine at
-    which the others find it; gloo by itself takes that of the host's name. Raises RuntimeError."""
-    groups: Any = dist  # whose options the annotations of torch lack, too
+    """Join the group. Its rank 0 is rank 0 of the run.
+
+    host: the address of this machine at which the others find it; without it gloo would use the
+    address of the host's name. Raises RuntimeError.
+    """
+    groups: Any = dist  # torch's annotations lack the options of the groups too
     if backend == "nccl":
         options = groups.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -36,7 +39,7 @@ def make_group(
 
 
 def broadcast(group: Group, buffer: Tensor) -> dist.Work:
-    """Send the buffer of rank 0 to all members. Raises RuntimeError where the group is broken."""
+    """Send the buffer of rank 0 to all members. Raises RuntimeError if the group is broken."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     return group.broadcast([buffer], options)

@@ -1,9 +1,9 @@
-"""Starts vLLM's API server on the port that is held for it: `python -m gspo_vllm_server OPTIONS`.
+"""Starts vLLM's API server on a reserved port: `python -m gspo_vllm_server OPTIONS`.
 
-Whoever starts a server holds its port meanwhile (`hold_port`), and shares it only with sockets that
-have SO_REUSEPORT, which vLLM sets where it has several API servers. Two more changes only save time
-at the start: nobody describes the machine, and on a CPU the engine is a fork of the server, where
-`cpu_environment` asks for that.
+The process that starts a server holds its port (`hold_port`), and shares it only with sockets that
+have SO_REUSEPORT. vLLM itself sets this option only if it has several API servers. Two more changes
+save time at the start: the server does not collect facts about the machine, and on a CPU the engine
+is a fork of the server, if `cpu_environment` set the variable for that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from gspo_vllm_end import remove_folder
 
-FORK_VARIABLE = "GSPO_SERVER_FORKS"  # its engine; set by `cpu_environment`
+FORK_VARIABLE = "GSPO_SERVER_FORKS"  # "1": the server forks its engine; set by `cpu_environment`
 _MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def share_port(port: int) -> None:
-    """Have all sockets of this process that are bound to this port share it."""
+    """Set SO_REUSEPORT on all sockets that this process binds to the port."""
     native = socket.socket.bind
 
     def bind(self: socket.socket, address: Any) -> None:
@@ -37,20 +37,23 @@ def share_port(port: int) -> None:
 
 
 def describe_no_machine() -> None:
-    """Have `/server_info` tell of the server only. It is asked once, for the server's settings, and
-    would first run pip and a dozen other programs: seconds at each start."""
-    with contextlib.suppress(ImportError):  # a version that has no such module
+    """Make `/server_info` report only the server, not the machine.
+
+    It is called once, for the server's settings. To describe the machine it would run pip and a
+    dozen other programs, which takes seconds at each start.
+    """
+    with contextlib.suppress(ImportError):  # some versions of vLLM lack the module
         from vllm import collect_env
 
         collect_env.get_env_info = lambda: SimpleNamespace(_asdict=dict)
 
 
 def fork_engine() -> None:
-    """Have the engine take over what this process has imported: that is half of a server's start.
+    """Make the engine a fork of this process, so that it need not import the modules again.
 
-    vLLM asks for a new interpreter, which an engine needs where the server has used a GPU. On a CPU
-    the server has computed nothing yet. Workers of an engine stay new interpreters: the engine has
-    threads of its own when it starts them.
+    The imports are half of a server's start. vLLM starts a new interpreter, which an engine needs
+    if the server has used a GPU. On a CPU the server has computed nothing yet. The workers of an
+    engine are still new interpreters, because the engine has threads when it starts them.
     """
     native = multiprocessing.get_context
 
@@ -69,4 +72,4 @@ if __name__ == "__main__":
         describe_no_machine()
         runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
     finally:
-        remove_folder()  # if whoever started this server does not live to do so
+        remove_folder()  # in case the process that started this server has died

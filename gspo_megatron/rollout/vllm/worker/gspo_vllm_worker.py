@@ -1,10 +1,9 @@
-"""What a vLLM server lacks for new weights, and its guard. It runs there, not in our ranks.
+"""Extensions of a vLLM server: worker methods for new weights, and a token guard.
 
-A server loads it with `--worker-extension-cls gspo_vllm_worker.GspoWorker` and `--middleware
-gspo_vllm_worker.TokenGuard`, and this folder is on its PYTHONPATH. The server has an environment of
-its own, without gspo_megatron and what that needs: so nothing here imports gspo_megatron. This
-folder is no package and holds nothing but modules named gspo_vllm_*, so that none of ours can hide
-one of the server's.
+A server loads this file with `--worker-extension-cls gspo_vllm_worker.GspoWorker` and `--middleware
+gspo_vllm_worker.TokenGuard`; this folder is on its PYTHONPATH. The server's environment may lack
+gspo_megatron and its dependencies, so nothing here imports gspo_megatron. This folder is not a
+package and holds only modules named gspo_vllm_*, so that they cannot hide modules of the server.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from gspo_vllm_end import STARTER_VARIABLE, kill_group, remove_folder
 from gspo_vllm_group import Group, broadcast, make_group
 from safetensors import safe_open
 
-PATIENCE_SECONDS = 10.0  # for a server to end by itself
+PATIENCE_SECONDS = 10.0  # time for a server to end by itself
 
-_PART = 1 << 22  # elements that are summed at a time
+_PART = 1 << 22  # elements in one partial sum
 _CHALLENGE = re.compile(r"[0-9a-f]{64}")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# The first family of which a name has a part is its own.
+# A tensor belongs to the first family with a part that occurs in the tensor's name.
 _FAMILIES = {
     "norms": ("norm",),
     "router": (".gate.", "router", "e_score_correction_bias"),
@@ -50,25 +49,25 @@ _FAMILIES = {
 
 
 class GspoWorker:
-    """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker."""
+    """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker class."""
 
-    model_runner: Any  # of vLLM's worker
+    model_runner: Any  # vLLM's worker has it
     reload_weights: Callable[..., None]
     device: torch.device
     rank: int  # in the server, from 0
     _sender: tuple[str, Group] | None = None  # key, and the group with rank 0 of a run
 
     def tell_config(self) -> str:
-        """config.json of the model that is served, with all of its defaults."""
+        """Return config.json of the served model, with all of its defaults."""
         return self.model_runner.model_config.hf_config.to_json_string(use_diff=False)
 
     def forget_prepacked_experts(self) -> int:
         """Make the next `reload_weights` pack the experts again; returns the number of MoE layers.
 
-        On a CPU vLLM copies the experts' weights into the layout of its kernel, but only while a
-        layer has no kernel. After a reload, every layer would go on computing with its first
-        weights, and nothing says so. On GPUs the kernel reads the weights where they are, and CUDA
-        graphs hold their addresses: there nothing is forgotten, and the result is 0.
+        On a CPU vLLM copies the experts' weights into the layout of its kernel, but only if a
+        layer has no kernel yet. So after a reload every layer would silently compute with its first
+        weights. On GPUs the kernel reads the weights in place, and CUDA graphs hold their
+        addresses. There this method does nothing and returns 0.
         """
         methods = [
             method
@@ -81,10 +80,10 @@ class GspoWorker:
         return len(methods)
 
     def response_tokens(self) -> dict[str, int] | None:
-        """How many tokens the response to each request has that this worker has begun, by vLLM's
-        name of the request. Exact while the server is paused. None: this vLLM keeps them elsewhere.
+        """Return the number of response tokens of each request of this worker, by vLLM's name.
 
-        Requests that have just ended may still be among them.
+        The numbers are exact while the server is paused. Requests that have just ended may still be
+        included. None: this version of vLLM stores requests elsewhere.
         """
         requests = getattr(self.model_runner, "requests", None)
         if not isinstance(requests, dict):
@@ -92,11 +91,12 @@ class GspoWorker:
         return {name: len(request.output_token_ids) for name, request in requests.items()}
 
     def weight_sums(self, folder: str | None = None) -> dict[str, list[float]]:
-        """[elements, sum, sum of squares] of each family of tensors in each layer: of this worker's
-        parameters, or of a Hugging Face folder, which one worker reads for all.
+        """Return [elements, sum, sum of squares] of each family of tensors in each layer.
 
-        vLLM fuses, pads and reorders tensors as its kernels like them. That changes neither sum, so
-        a tensor that is not the folder's shows, whatever the layout. In float64.
+        Without `folder`, of this worker's parameters. With a Hugging Face folder, of its tensors;
+        only worker 0 reads them. vLLM fuses, pads and reorders tensors for its kernels. That does
+        not change the sums, so a tensor that differs from the folder's is detected in any layout.
+        The sums are float64.
         """
         if folder is None:
             return _sums(self.model_runner.get_model().named_parameters())
@@ -120,8 +120,8 @@ class GspoWorker:
     def receive_weights(self, plan: Mapping[str, Any], key: str, world_size: int) -> int:
         """Load the tensors that rank 0 of a run sends; returns their number.
 
-        plan: WeightStream.plan of that run; key: of this server there; world_size: of its group.
-        The group stays for the next version, under the same key.
+        plan: WeightStream.plan of that run; key: the key of this server in that run; world_size:
+        the size of the process group. The group is reused for the next version with the same key.
         """
         if self._sender is None or self._sender[0] != key:
             self._sender = (key, self._join(plan, key, world_size))
@@ -134,14 +134,14 @@ class GspoWorker:
         return count
 
     def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> Group:
-        """The group with rank 0 of a run, beside the groups of vLLM."""
+        """Join the process group with rank 0 of a run; it is separate from the groups of vLLM."""
         seconds = timedelta(seconds=plan["seconds"])
         store = dist.TCPStore(
             plan["host"], plan["port"], is_master=False, wait_for_workers=False, timeout=seconds
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        # not at the address of this host's own name, which may be one that rank 0 cannot reach
+        # The address of this host's name may be one that rank 0 cannot reach.
         own = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
         return make_group(plan["backend"], shared, rank, world_size, seconds, own)
@@ -149,8 +149,10 @@ class GspoWorker:
     def _received(
         self, group: Group, buckets: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) in the order in which they are sent. vLLM may keep a tensor until its
-        layer is whole, so every bucket has memory of its own."""
+        """Receive the tensors; yields (name, tensor) in the order in which they are sent.
+
+        vLLM may keep a tensor until its layer is complete, so every bucket gets new memory.
+        """
         for bucket in buckets:
             buffer = torch.empty(bucket["bytes"], dtype=torch.uint8, device=self.device)
             broadcast(group, buffer).wait()
@@ -161,7 +163,7 @@ class GspoWorker:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the way to another one."""
+    """Return the address that this machine uses to reach `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect((host, port))  # sends nothing
@@ -169,7 +171,7 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a folder's safetensors files, one after the other."""
+    """Yield the tensors of a folder's safetensors files, one by one."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -211,7 +213,7 @@ def _adapter_sums(parts: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]
 def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, tensor in tensors:
-        if not tensor.is_floating_point() or tensor.itemsize < 2:  # quantized by the server
+        if not tensor.is_floating_point() or tensor.itemsize < 2:  # the server quantized it
             continue
         sums = found.setdefault(family_of(name), [0, 0.0, 0.0])
         sums[0] += tensor.numel()
@@ -223,10 +225,11 @@ def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]
 
 
 def _end_with_others() -> None:
-    """End with the server, and the server with whoever started it.
+    """End this process when the server ends, and the server when its starter ends.
 
-    The engine of a killed server does not notice. The server is told by SIGTERM when its starter
-    dies, but may wait without end for requests that its engine, which ends first, never answers."""
+    An engine does not notice that its server was killed. The server gets SIGTERM when its starter
+    dies. But its engine ends first, and then the server may wait forever for answers of the engine.
+    """
     if not (starter := os.environ.get(STARTER_VARIABLE)):
         return
     server = os.getsid(0)
@@ -237,14 +240,14 @@ def _end_with_others() -> None:
 
 
 def _kill_after(other: int, patience: float) -> None:
-    """Kill this process and its group when the process `other` has ended, so many seconds later."""
+    """Kill this process and its group `patience` seconds after the process `other` has ended."""
 
     def watch() -> None:
         try:
             ended = select.poll()
             ended.register(os.pidfd_open(other), select.POLLIN)
             ended.poll()
-        except ProcessLookupError:  # it was killed while this process began
+        except ProcessLookupError:  # it ended before the watch began
             pass
         time.sleep(patience)
         remove_folder()
@@ -255,20 +258,23 @@ def _kill_after(other: int, patience: float) -> None:
 
 
 def family_of(name: str) -> str:
-    """What a parameter of vLLM's, or a tensor of a Hugging Face folder, belongs to: `experts of
-    layer 2`, `embedding`."""
+    """Return the family of a parameter of vLLM or a tensor of a Hugging Face folder.
+
+    Examples: `experts of layer 2`, `embedding`.
+    """
     layer = _LAYER.search(name)
     kinds = (kind for kind, parts in _FAMILIES.items() if any(part in name for part in parts))
     return next(kinds, "others") + (f" of layer {layer[1]}" if layer else "")
 
 
 class TokenGuard:
-    """Answers 401 to all who do not send the token in GSPO_SERVER_TOKEN, except for /health; to
-    everybody where the variable is not set. The routes for new weights run code that they are told
-    to run. Behind it are the routes of `Answers`, too.
+    """Middleware that answers 401 to requests without the token in GSPO_SERVER_TOKEN.
 
-    PROOF is answered to everybody: a client that has the token learns there that this server has
-    it, too, before it sends it."""
+    Only /health and PROOF need no token. If the variable is not set, only /health is answered. The
+    guard is necessary because the routes for new weights run code that a request names. It also
+    protects the routes of `Answers`.
+
+    With PROOF a client checks that this server knows the token, before it sends the token."""
 
     def __init__(self, app: Any) -> None:
         self._app = Answers(app)
