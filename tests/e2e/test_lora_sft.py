@@ -21,7 +21,7 @@ from tests.e2e.test_convert import logits_by_transformers
 from tests.programs import ROOT, run_program, wait_until
 from tests.unit.hf.published import read_folder, write_model
 
-VOCABULARY, STEPS, TOLERANCE = 53, 3, 1e-5
+VOCABULARY, STEPS, TOLERANCE = 53, 4, 1e-5  # two epochs of two steps
 TOKENS = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
 
 
@@ -32,8 +32,8 @@ def config_of(toy: Path, folder: Path, source: Path) -> Path:
             "lora": {"rank": 4, "alpha": 8.0, "targets": ["all", "router", "head"]},
         },
         "data": {"tokenizer": str(toy / "tokenizer.model"), "examples": str(toy / "train.jsonl")},
-        "optimizer": {"learning_rate": 3e-3},
-        "training": {"precision": "fp32", "epochs": 1, "batch_size": 24, "micro_batch_tokens": 48},
+        "optimizer": {"learning_rate": 1e-2},
+        "training": {"precision": "fp32", "epochs": 2, "batch_size": 32, "micro_batch_tokens": 48},
         "checkpoint": {"interval": 1, "keep_last": None},
         "logging": {"dir": str(folder / "run"), "plots": False},
         "export": {"hf_path": str(folder / "hf")},
@@ -76,11 +76,12 @@ def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_p
     run_program(*command(config, "parallel.layout=tp=2,ep=2"), environ=environment(config))
 
     mine, theirs = steps_of(killed / "run"), steps_of(undisturbed / "run")
-    assert [record["step"] for record in mine] == [1, 2, 3]
+    assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
     for ours, other in zip(mine, theirs, strict=True):
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(other[name], rel=1e-4), (ours["step"], name)
-    assert theirs[-1]["loss"] < theirs[0]["loss"]
+    first, second = (sum(record["loss"] for record in part) for part in (theirs[:2], theirs[2:]))
+    assert second < first  # of the same examples
     assert_leaves_the_same(killed, source)
 
 
