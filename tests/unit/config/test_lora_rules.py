@@ -84,6 +84,10 @@ def test_the_scale_and_one_target_or_several() -> None:
             ["model.lora.targets=[all, router]"],
             "vLLM drops adapters of the routers (gate), or has none; allowed: merged",
         ),
+        (
+            ["model.lora.targets=[attention, head]"],
+            "vLLM drops adapters of the output layer (lm_head), or has none; allowed: merged",
+        ),
         (["rollout.vllm.options.max_loras=9"], "the run decides it; allowed: leave it out"),
         (["rollout.engine=megatron"], "nothing reads it with rollout.engine = megatron"),
     ],
@@ -101,6 +105,7 @@ def test_adapters_that_servers_cannot_take(tmp_path: Path, overrides: list[str],
     ("family", "changes", "told"),
     [
         ("deepseek_v3", {}, "vLLM multiplies latent attention's matrices with each other"),
+        ("gpt_oss", {}, "all experts of a layer are one tensor in its files"),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}},
