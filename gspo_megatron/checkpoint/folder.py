@@ -20,7 +20,14 @@ from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
-REFERENCE = "reference"
+REFERENCE = "reference"  # of the weights that RL starts from
+
+
+def reference_name(step: int) -> str:
+    """The name of the reference policy that was the policy itself after a step."""
+    return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
+
+
 PHASES = ("pretrain", "sft", "rl")  # in their order
 
 _PARTIAL = ".partial-"

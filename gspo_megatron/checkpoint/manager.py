@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
-    REFERENCE,
     Position,
     hide,
     positions,
+    reference_name,
     remove_leftovers,
     set_latest,
     surplus,
@@ -37,6 +37,8 @@ from gspo_megatron.checkpoint.start import load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
+from gspo_megatron.config.load import parse_yaml
+from gspo_megatron.config.phases import reference_step
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
 from gspo_megatron.models.build import Policy
@@ -91,34 +93,64 @@ class Checkpoints:
 
     # What a run restores
 
-    def restore(self, phase: str, trainer: Trainer, loader: DataOrder) -> int:
+    def finished_steps(self, phase: str) -> int:
+        """Return the number of steps of a stage that an earlier start of the run has finished."""
+        state = self.start.state
+        return state.step if state is not None and state.phase == phase else 0
+
+    def restore(
+        self, phase: str, trainer: Trainer, loader: DataOrder, updates_per_step: int = 1
+    ) -> int:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
-        already. Returns the number of finished steps, which is 0 if the stage begins now."""
+        already. Returns the number of finished steps, which is 0 if the stage begins now.
+
+        If a phase with other values begins, the schedule continues at steps × `updates_per_step`,
+        and prompts that differ from those before begin with the first one.
+        """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
             return 0
         load_optimizer(checkpoint, self.policy, trainer)
-        load_trainer_state(trainer, state.trainer)
-        loader.load_state_dict(state.loader)
+        position = state.trainer
+        if self.start.begins_phase:
+            position = {"scheduler": {"num_steps": state.step * updates_per_step}}
+        load_trainer_state(trainer, position)
+        if not (self.start.begins_phase and on_main(lambda: self._has_other_prompts(state))):
+            loader.load_state_dict(state.loader)
         return state.step
 
-    @contextlib.contextmanager
-    def reference_weights(self, *, needed: bool) -> Generator[None]:
-        """Give the policy, inside the context, the weights that RL starts from, if `needed`.
+    def _has_other_prompts(self, state: RunState) -> bool:
+        """Whether the prompts, or their order, are not those with which the checkpoint was made."""
+        assert self.start.checkpoint is not None
+        path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
+        before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
+        if any(before.get(key) != data[key] for key in ("prompts", "weights", "shuffle")):
+            return True
+        now = fingerprints(self.config)
+        return now.get("data.prompts") != state.fingerprints.get("data.prompts")
 
-        A new run saves them here. A resumed run reads them, and reads its own weights again at the
-        end. A policy whose adapters began without effect needs neither: without its adapters it
-        has those weights anyway."""
+    @contextlib.contextmanager
+    def reference_weights(self, *, needed: bool, kept: bool) -> Generator[None]:
+        """Give the policy, inside the context, the weights of the reference policy, if `needed`.
+
+        At the start of RL, and where a phase renews the reference, the policy itself is the
+        reference. It is saved here if `kept`. Otherwise the reference is read, and at the end the
+        policy reads its own weights again. A policy whose adapters began without effect needs
+        neither: without its adapters it has the weights of the start anyway."""
         lora = self.policy.lora
-        needed = needed and (lora is None or not lora.starts_as_base)
+        is_base = lora is not None and lora.starts_as_base
+        needed, kept = needed and not is_base, kept and not is_base
+        step = self.finished_steps(RL)
+        since = reference_step(self.config, step + 1)
         resumed = self.start.state is not None and self.start.state.phase == RL
-        if needed and resumed:
-            load_reference(self.config, self.policy)
-        elif needed and self.section.interval:
+        is_read, name = resumed and (since != step or step == 0), reference_name(since)
+        if is_read and needed:
+            load_reference(self.config, self.policy, name)
+        elif not is_read and kept and self.section.interval:
             self._raise(self.writer.finish())
-            self._raise(self.writer.begin(REFERENCE, None, self._write_model, asynchronous=False))
+            self._raise(self.writer.begin(name, None, self._write_model, asynchronous=False))
         yield
-        if needed and resumed:
+        if is_read and needed:
             assert self.start.checkpoint is not None
             load_model(self.start.checkpoint, self.policy)
 
@@ -133,11 +165,14 @@ class Checkpoints:
         metrics: Mapping[str, float],
         *,
         is_last: bool,
+        is_border: bool = False,
     ) -> None:
-        """Save the run if this step is due: by the interval, at the stage's end, on a stop signal.
+        """Save the run if this step is due: by the interval, at the stage's end, at a phase's last
+        step (`is_border`), on a stop signal.
 
         Raises StopRun on all ranks after a stop signal. Raises UserError if the save at the stage's
-        end or after a stop signal fails. Any other failed save is a warning, and the run continues.
+        end, at a border or after a stop signal fails. Any other failed save is a warning, and the
+        run continues.
         """
         interval = self.section.interval
         if not interval:
@@ -146,7 +181,7 @@ class Checkpoints:
         stop, busy = any_rank([self.stop.is_requested, self.writer.is_busy])
         if not busy:
             self._warn(self.writer.finish())
-        ends = stop or is_last
+        ends = stop or is_last or is_border
         if not (ends or step % interval == 0):
             return
         self._warn_of_missing_metric(step, metrics, is_last)
@@ -226,6 +261,13 @@ class Checkpoints:
             f"{error}\n{path}: the run is saved, with {step} finished steps; the same command "
             f"continues it once {error.resume_when}"
         ) from error
+
+    def next_start(self) -> Start:
+        """The start of the phase that follows the border that was just saved."""
+        assert self._newest is not None
+        checkpoint = self.folder / self._newest.name
+        state = on_main(lambda: RunState.read(checkpoint))
+        return Start(checkpoint, state, begins_phase=True)
 
     def close(self) -> None:
         """Wait for checkpoints that are still being written or removed."""

@@ -27,6 +27,7 @@ from gspo_megatron.checkpoint.run_state import (
 )
 from gspo_megatron.config.load import override, parse_yaml
 from gspo_megatron.config.lora import LoraSection
+from gspo_megatron.config.phases import at_step, is_border, may_change
 from gspo_megatron.config.resume import find_changes
 from gspo_megatron.config.stages import AnyConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
@@ -54,6 +55,9 @@ class Start:
     state: RunState | None = None
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)  # for the user
+    # The run goes on with other values from here: another phase of it, or `train --change`.
+    begins_phase: bool = False
+    changed: list[str] = field(default_factory=list)  # by `train --change`, a line a key
 
 
 def run_folder(config: AnyConfig) -> Path:
@@ -83,10 +87,12 @@ def conclude(
     chosen: Path | None,
     damage: Mapping[Path, Sequence[str]],
     command: Sequence[str] = (),
+    *,
+    change: bool = False,
 ) -> Start:
     """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage` is that of
     newer checkpoints. `command`: the words with which the user started the run, for advice that can
-    be copied.
+    be copied. `change`: the run may continue with other values of the keys that a phase may change.
 
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
@@ -110,16 +116,22 @@ def conclude(
     undamaged = ", the newest undamaged checkpoint," if damage else ""
     where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""
     notes.append(f"resuming from {chosen}{undamaged}{where}")
-    notes += _changes(config, chosen, state, command)
-    return Start(chosen, state, done, notes)
+    # A border's checkpoint has the values of the phase that ends there; one with responses those of
+    # their step.
+    saved_in = at_step(config, step + 1 if state.rollouts else max(step, 1))
+    lines, changed = _changes(saved_in, chosen, state, command, change)
+    begins_phase = bool(changed) or (is_border(config, step) and not state.rollouts)
+    return Start(chosen, state, done, [*notes, *lines], begins_phase, changed)
 
 
-def preview(config: AnyConfig, *, fresh: bool, command: Sequence[str] = ()) -> Start:
+def preview(
+    config: AnyConfig, *, fresh: bool, change: bool = False, command: Sequence[str] = ()
+) -> Start:
     """Return the start that the ranks will find. Only the sizes of files are compared. Raises the
     errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
     found = candidates(config, fresh=fresh)
     chosen, damage = first_whole(found, lambda path: find_damage(path, contents=False))
-    start = conclude(config, chosen, damage, command)
+    start = conclude(config, chosen, damage, command, change=change)
     lacks = None if start.is_finished else folder_lacks(run_folder(config))
     if lacks is not None:
         raise UserError(problem("logging.dir", str(config.logging.dir), lacks))
@@ -285,10 +297,10 @@ def _can_take(config: AnyConfig, checkpoint: Path) -> bool:
 
 
 def _changes(
-    config: AnyConfig, checkpoint: Path, state: RunState, command: Sequence[str]
-) -> list[str]:
-    """Return notes on allowed changes of keys and versions. Raises ConfigError with all changes
-    that are refused."""
+    config: AnyConfig, checkpoint: Path, state: RunState, command: Sequence[str], change: bool
+) -> tuple[list[str], list[str]]:
+    """Return notes on allowed changes of keys and versions, and the changes that `change` allows.
+    Raises ConfigError with all changes that are refused."""
     config.require_whole()
     path, now = checkpoint / CONFIG_FILE, fingerprints(config)
     try:
@@ -298,16 +310,21 @@ def _changes(
     if not (isinstance(before, dict) and all(isinstance(each, dict) for each in before.values())):
         raise DataError(f"{path}: not the configuration of a run")
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
-    changes = find_changes(before, config, same)
+    changes = find_changes(before, config, same, change=change)
     if changes.refused:
         others = any(line.startswith(_OTHER_WEIGHTS) for line in changes.refused)
         on_these = not others and _can_take(config, checkpoint)
         words = _words(command, _new_run(config, checkpoint if on_these else None))
+        advice = f"start a new run{' on its weights' if on_these else ''}: {words}"
+        keys = [line.partition(" = ")[0] for line in changes.refused]
+        if all(":" not in key and may_change(key) for key in keys):
+            words = _words([*command, "--change"], {})
+            advice = f"go on with the new values from step {state.step + 1}: {words}; or {advice}"
         raise ConfigError(
             [
                 *changes.refused,
                 f"{run_folder(config)}: holds a run with other values of these keys; set them back "
-                f"to resume it, or start a new run{' on its weights' if on_these else ''}: {words}",
+                f"to resume it, or {advice}",
             ]
         )
     installed = versions()
@@ -320,4 +337,7 @@ def _changes(
         ("without effect on what is learned", changes.allowed),
         ("and may change results", warned),
     )
-    return [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]
+    told = [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]
+    if changes.asked:
+        told.append(f"changed from step {state.step + 1} on: {'; '.join(changes.asked)}")
+    return told, changes.asked

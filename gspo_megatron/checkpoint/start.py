@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, remove_leftovers
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, remove_leftovers
 from gspo_megatron.checkpoint.manifest import find_damage, first_whole
 from gspo_megatron.checkpoint.resume import (
     Start,
@@ -32,7 +32,7 @@ from gspo_megatron.checkpoint.run_state import base_of, read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
@@ -106,9 +106,15 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
     load_model(checkpoint, policy)
 
 
-def load_reference(config: AnyConfig, policy: Policy) -> None:
-    """Read the weights that RL started from. Raises UserError on all ranks if they are damaged."""
-    reference = run_folder(config) / CHECKPOINTS / REFERENCE
+def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
+    """Read the weights of the reference policy. Raises UserError on all ranks if they are damaged,
+    or if the run has kept none."""
+    reference = run_folder(config) / CHECKPOINTS / name
+    if not on_main(reference.is_dir):
+        raise DataError(
+            f"objective.kl: {reference} is missing, as the run began without a KL penalty; "
+            "allowed: none, or a phase in training.phases with reference: renew"
+        )
     refuse_damage(reference, _damage_of(reference))
     load_model(reference, policy)
 
@@ -238,8 +244,9 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
-    """Join the other ranks and find the checkpoint to resume; every rank enters it.
+def open_session(config: AnyConfig, *, fresh: bool, change: bool = False) -> Generator[Session]:
+    """Join the other ranks and find the checkpoint to resume; every rank enters it. `change`: see
+    `conclude`.
 
     Raises UserError on all ranks: if `fresh` is set and the folder is not empty, if all checkpoints
     are damaged, or if keys have changed that must not change.
@@ -249,7 +256,7 @@ def open_session(config: AnyConfig, *, fresh: bool) -> Generator[Session]:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             found = on_main(lambda: candidates(config, fresh=fresh, lock=lock))
             chosen, damage = first_whole(found, _damage_of)
-            start = on_main(lambda: conclude(config, chosen, damage))
+            start = on_main(lambda: conclude(config, chosen, damage, change=change))
             yield Session(config, ranks, start, stop, lock)
         finally:
             stop_processes()

@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,8 @@ MAX_SEEDS = 1000  # more is a typing error: every run is planned before the firs
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
 _say = partial(print, flush=True)  # so that it comes before the output of the next run
+_ACCOUNTING_NAMES = ("--account", "--partition", "--qos", "--chdir", "-A", "-p", "-q", "-D")
+_ACCOUNTING = re.compile(r"--(account|partition|qos|chdir)(=.*)?|-[ApqD].*")
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
 
 
@@ -286,7 +288,7 @@ def submit(
     array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
     array = _sbatch([*array_options, str(script), str(folder)])
     # The report is one process without a GPU. It needs only the options about accounting.
-    kept = [word for word in words if re.match(r"--(account|partition|qos|chdir)=", word)]
+    kept = list(_of_accounting(words))
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
     try:
         report_job = _sbatch([*after, *kept, str(script), str(folder), "report"])
@@ -296,6 +298,16 @@ def submit(
             "--report-only writes their report when the job has ended"
         ) from error
     return array, report_job, folder
+
+
+def _of_accounting(words: Sequence[str]) -> Iterator[str]:
+    """Return the options about accounting, in each form that sbatch reads: `--account=a`,
+    `--account a`, `-A a`, `-Aa`."""
+    takes_next = False
+    for word in words:
+        if takes_next or _ACCOUNTING.fullmatch(word):
+            yield word
+        takes_next = not takes_next and word in _ACCOUNTING_NAMES
 
 
 def _sbatch(arguments: Sequence[str]) -> str:

@@ -63,6 +63,7 @@ def check_run(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> Checked:
@@ -70,7 +71,7 @@ def check_run(
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
     its export. Raises ConfigError with the problems of all parts, after the problems `told`: the
     values that are not allowed."""
-    options: Any = {"fresh": fresh, "command": command}
+    options: Any = {"fresh": fresh, "change": change, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
         config, inputs = check_all(config, world_size, with_files=with_files, told=told, **options)
@@ -88,6 +89,7 @@ def check_all(
     *,
     with_files: bool = True,
     fresh: bool = False,
+    change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
@@ -101,15 +103,25 @@ def check_all(
     the problems of the run folder that can be found without the files.
     """
     from gspo_megatron.config import Config, check_config
+    from gspo_megatron.config.phases import phase_configs
     from gspo_megatron.config.stages import FineTuningConfig
     from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
 
     problems: list[str] = [*told]
     inputs = None
+    options: Any = {"here": with_files, "for_training": isinstance(config, Config)}
+    first, *later = phase_configs(config)
     with gathered_in(problems):
-        check_config(config, world_size, here=with_files, for_training=isinstance(config, Config))
+        check_config(first, world_size, **options)
     if isinstance(config, Config):
-        inputs = _read_prompts(config, with_files, problems)
+        inputs = _read_prompts(first, with_files, problems)
+        for number, phase in enumerate(later, start=1):
+            of_phase: list[str] = []
+            with gathered_in(of_phase):
+                check_config(phase, world_size, **options)
+            inputs = _read_prompts(phase, with_files, of_phase) or inputs
+            new = [line for line in of_phase if line not in problems]
+            problems += [f"training.phases[{number}]: {line}" for line in new]
     else:
         with gathered_in(problems):
             named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
@@ -123,7 +135,7 @@ def check_all(
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
-            _check_start(config, None, fresh=fresh, command=command)
+            _check_start(config, None, fresh=fresh, change=change, command=command)
     _raise(problems)
     return config, inputs
 
@@ -191,7 +203,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
 
 
 def _check_start(
-    config: Any, inputs: AnyInputs | None, *, fresh: bool, command: Sequence[str]
+    config: Any,
+    inputs: AnyInputs | None,
+    *,
+    fresh: bool,
+    change: bool = False,
+    command: Sequence[str] = (),
 ) -> Start | None:
     """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
@@ -200,7 +217,7 @@ def _check_start(
     from gspo_megatron.data.inputs import model_vocab_size
 
     try:
-        start = preview(config, fresh=fresh, command=command)
+        start = preview(config, fresh=fresh, change=change, command=command)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already

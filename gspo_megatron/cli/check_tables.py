@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
+from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phases_of
+from gspo_megatron.config.resume import differences
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
 from gspo_megatron.errors import ConfigError
@@ -25,6 +27,7 @@ from gspo_megatron.observe.progress import number
 
 if TYPE_CHECKING:
     from gspo_megatron.cli.check_inputs import AnyInputs, Checked
+    from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.estimate.layout import LayoutEstimate
     from gspo_megatron.estimate.memory import RankMemory
     from gspo_megatron.estimate.suggest import Search
@@ -55,13 +58,38 @@ def summary(checked: Checked, world_size: int) -> Rows:
     elif isinstance(config, FineTuningConfig):
         rows += _of_fine_tuning(config, inputs)
     else:
-        rows += _of_reinforcement(config, inputs)
+        rows += _of_reinforcement(at_step(config, 1), inputs)
     steps = config.training.steps
     length = "as many steps as the epochs take" if steps is None else f"{steps:,} steps"
     rows.append(("run", f"{length} into {config.logging.dir}"))
     if steps != 0 and config.checkpoint.interval == 0:
         rows.append(("saved", "no checkpoint, as checkpoint.interval = 0"))
-    return rows
+    return [*rows, *_of_phases(config)]
+
+
+def _of_phases(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """Each phase with its steps and what it changes; nothing without phases."""
+    first, before = 1, None
+    for place, phase in enumerate(phase_configs(config) if phases_of(config) else (), 1):
+        last = phase_end(config, first)
+        changed = [] if before is None else differences(before, phase)
+        yield f"phase {place}", f"steps {first:,} to {last:,}: {'; '.join(changed) or 'as above'}"
+        first, before = last + 1, phase
+
+
+def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], seconds: list[float]) -> None:
+    """A table of the phases of a run; seconds: of the training part of a step."""
+    names = (">phase", ">from step", ">sequences", ">response tokens", ">GB", ">s/step")
+    table, first = new_table(None, *names), 1
+    for place, ((config, estimate), cost) in enumerate(zip(phases, seconds, strict=True), 1):
+        rollout: Any = getattr(config, "rollout")  # noqa: B009 (only RL runs have phases)
+        sequences = rollout.prompts_per_step * rollout.group_size
+        sizes = (place, first, sequences, rollout.max_response_tokens)
+        memory = _gb(estimate.worst.total, 2 if estimate.worst.total >= 1e9 else 5)
+        table.add_row(*(f"{size:,}" for size in sizes), memory, format(cost, ".3g"))
+        first = phase_end(config, first) + 1
+    print("\nphases: the most that a rank needs, and the training time of a step")
+    console().print(table, markup=False)
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:

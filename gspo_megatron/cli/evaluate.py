@@ -113,7 +113,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
         values[section] = dict(values.get(section) or {})
     values["parallel"]["data_parallel_size"] = None  # as many replicas as --nproc gives
     values["data"] |= {"prompts": None, "weights": None}
-    values["training"] |= {"steps": 0, "evaluation_interval": 0}
+    values["training"] |= {"steps": 0, "evaluation_interval": 0, "phases": []}
     values["checkpoint"] |= {"interval": 0, "keep_best": 0}
     values["evaluation"]["interval"] = 0
     values["logging"] |= {"plots": False, "trackers": []}
@@ -130,6 +130,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
     """Return a configuration that evaluates a run or one of its checkpoints, and the default folder
     for the evaluation."""
+    from gspo_megatron.observe.metrics_files import PHASE_CONFIG
+
     is_checkpoint = (folder / "config.yaml").is_file() and (folder / "model.json").is_file()
     path = folder / ("config.yaml" if is_checkpoint else "config.resolved.yaml")
     if not path.is_file():
@@ -137,7 +139,8 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
             f"{folder}: neither a run folder, nor a checkpoint, nor a Hugging Face folder: it has "
             "no config.resolved.yaml, config.yaml or config.json"
         )
-    values = _read(path)
+    phases = sorted(folder.glob(f"{PHASE_CONFIG}*.yaml"))
+    values = _read(phases[-1] if phases else path)  # of the phase that the run has come to
     model = dict(values.get("model") or {})
     if (model.get("lora") or {}).get("rank"):  # its checkpoints hold adapters
         values["model"] = {**model, "lora": {**model["lora"], "checkpoint": str(folder)}}

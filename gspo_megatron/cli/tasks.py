@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from gspo_megatron.cli.arguments import Commands, config_parser, positive
+from gspo_megatron.cli.arguments import Commands, config_parser, positive, whole
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.files import write_atomically
 
@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
         help="the largest number of tasks to write; some tasksets have no end",
     )
     parser.add_argument(
-        "--skip", metavar="N", type=positive, default=0, help="leave out the first N tasks"
+        "--skip", metavar="N", type=whole, default=0, help="leave out the first N tasks"
     )
 
 

@@ -43,6 +43,13 @@ def add_parser(commands: Commands) -> None:
             help="start a new run: the run folder must be empty or absent. Without --fresh the run "
             "is resumed from the newest checkpoint in its folder, if there is one",
         )
+        if name == "train":
+            parser.add_argument(
+                "--change",
+                action="store_true",
+                help="resume the run with the changed values of keys that training.phases may "
+                "change, from the next step on; without --change such a run is refused",
+            )
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:
@@ -53,12 +60,14 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     its files or the run to resume, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load
+    from gspo_megatron.config.phases import phase_configs
 
     stage, fresh = STAGES[name][0], arguments.fresh
+    change = getattr(arguments, "change", False)
     rank_of = ranks.world_size_of_rank(os.environ)
     command, told_here = command_of(name, arguments), contextlib.nullcontext()
     if rank_of is None:  # ranks leave the rest to the process that started them
-        told_here = all_told(arguments.nproc, fresh=fresh, command=command)
+        told_here = all_told(arguments.nproc, fresh=fresh, change=change, command=command)
     with told_here:
         schema: Any = load.STAGES[stage]
         config: Any = load.load_config(arguments.config, arguments.overrides, schema)
@@ -66,7 +75,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     inputs = None
     if rank_of is None:
         try:
-            checked = check_run(config, world_size, fresh=fresh, command=command)
+            checked = check_run(config, world_size, fresh=fresh, change=change, command=command)
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""
             raise UserError(f"{error}{advice}") from error
@@ -74,7 +83,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
             return 0
         config, inputs = checked.config, checked.inputs
     elif stage == "rl":
-        check_config(config, world_size, for_training=True)
+        for phase in phase_configs(config):
+            check_config(phase, world_size, for_training=True)
     else:
         config, inputs = check_all(config, world_size, fresh=fresh)
     if rank_of is None and world_size > 1:
@@ -82,6 +92,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])
+        command += ["--change"] if change else []
         # A run that saves checkpoints ends after its step at a signal, and saves itself.
         code = launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
         if code == INTERRUPTED:
@@ -92,20 +103,20 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         if usable_cores() < (os.cpu_count() or 1):  # as the launcher does for several ranks
             os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     try:
-        return 0 if _train(stage, config, inputs, fresh) else STOPPED
+        return 0 if _train(stage, config, inputs, fresh, change) else STOPPED
     except KeyboardInterrupt:
         if rank_of is None:
             _tell_interrupted(config)
         raise
 
 
-def _train(stage: str, config: Any, inputs: Any, fresh: bool) -> bool:
+def _train(stage: str, config: Any, inputs: Any, fresh: bool, change: bool) -> bool:
     """Train as a rank of the run. Returns False if the run was stopped and saved."""
     if stage == "rl":
         with loading():
             from gspo_megatron.rl.run import run_training
 
-        return run_training(config, fresh=fresh)
+        return run_training(config, fresh=fresh, change=change)
     with loading():
         from gspo_megatron.supervised.run import run_stage
 

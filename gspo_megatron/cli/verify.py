@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what is compared, a table, and on the last line the worst error. Returns 1 if that is
     beyond the tolerance."""
     from gspo_megatron.config import Layout, load_config
+    from gspo_megatron.config.phases import at_step
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
 
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     precision = f"training.precision={arguments.precision}"
     source = Path(arguments.config)
     file = source / "config.resolved.yaml" if source.is_dir() else source
-    config = load_config(file, [*arguments.overrides, precision])
+    config = at_step(load_config(file, [*arguments.overrides, precision]), arguments.step or 1)
     reference = Layout.parse(arguments.reference)
     from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
 

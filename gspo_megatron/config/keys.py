@@ -85,7 +85,7 @@ def _type(node: dict[str, Any]) -> str:
         return " or ".join(map(_type, node["anyOf"]))
     if node.get("type") == "array":
         return f"list of {_type(node['items'])}s"
-    name = node.get("type", "string")
+    name = node.get("type", "object" if "$ref" in node else "string")
     return _TYPES.get(name, name)
 
 

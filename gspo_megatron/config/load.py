@@ -15,6 +15,7 @@ from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
+from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
 from gspo_megatron.config.schema import Config, EvaluationSection, RunConfig
 from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
@@ -74,6 +75,7 @@ def parse_config(
     config, errors, of_fields = None, [], []
     try:
         config = schema.model_validate(raw)
+        problems += _problems_of_phases(config)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for dotted in MEGATRON_CLASSES:
@@ -86,6 +88,23 @@ def parse_config(
         problems += [*(_describe(item, schema) for item in errors), *of_fields]
         raise ConfigError(problems, None if known is None else _with_folder(known, name))
     return _with_folder(config, name)
+
+
+def _problems_of_phases(config: Any) -> list[str]:
+    """One line for each mistake in training.phases: in their order, and in their values."""
+    phases = phases_of(config)
+    problems, known = list(phase_problems(config)), set[str]()
+    if problems or not phases:
+        return problems
+    values = config.model_dump()
+    values["training"] = values["training"] | {"phases": []}
+    for i in range(len(phases)):
+        try:
+            parse_config(values_of_phase(values, phases[: i + 1]))
+        except ConfigError as error:  # a phase has the mistakes of the phase before
+            problems += [f"training.phases[{i}]: {e}" for e in error.problems if e not in known]
+            known.update(error.problems)
+    return problems
 
 
 def _with_folder(config: C, name: str) -> C:

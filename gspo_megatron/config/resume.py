@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_megatron.config.phases import may_change
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import key_above, keys_of, resume_of
 from gspo_megatron.config.stages import AnyConfig
@@ -34,12 +35,18 @@ class Changes:
     refused: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)  # without effect on what is learned
     warned: list[str] = field(default_factory=list)  # allowed, but may change results
+    asked: list[str] = field(default_factory=list)  # refused without `train --change`
 
 
 def find_changes(
-    before: Mapping[str, Any], config: AnyConfig, same_contents: Mapping[str, bool]
+    before: Mapping[str, Any],
+    config: AnyConfig,
+    same_contents: Mapping[str, bool],
+    *,
+    change: bool = False,
 ) -> Changes:
-    """Compare a configuration with the one that a run was started with.
+    """Compare a configuration with the one that a run was started with. change: what a phase may
+    change is not refused.
 
     before: config.yaml of a checkpoint as plain data. same_contents: by key, whether an input file,
     or the file of a function, has the same contents as then; without keys that do not name a file
@@ -62,8 +69,21 @@ def find_changes(
         if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
             where, line = _compare(key, resume, old, new, same, decay)
+            if where == "refused" and change and may_change(key):
+                value = f"{format_value(old)} -> {format_value(new)}"
+                where, line = "asked", f"{key}: {'its contents' if old == new else value}"
             getattr(changes, where).append(line)
     return changes
+
+
+def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
+    """The keys whose values differ, a line each."""
+    then, values = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    return [
+        f"{key}: {format_value(then.get(key))} -> {format_value(values.get(key))}"
+        for key in sorted({*then, *values})
+        if then.get(key) != values.get(key)
+    ]
 
 
 def decides_rollouts(config: Config) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
+from gspo_megatron.config.phases import PHASES, Phase
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
     SYSTEM_PROMPT,
@@ -377,6 +378,7 @@ class TrainingSection(RunSection):
         "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
         "none",
     )
+    phases: list[Phase] = harmless([], PHASES)
 
 
 class WindowSection(Section):

@@ -80,7 +80,8 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     path = data_files(prefix)[2]
     try:
         content = parse_json(path.read_bytes())
-        return Manifest(content["vocab_size"], content["eod_id"], content["tokenizer"])
+        tokenizer = {key: content["tokenizer"][key] for key in ("name", "sha256")}
+        return Manifest(content["vocab_size"], content["eod_id"], tokenizer)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -165,12 +165,15 @@ class Verifiers:
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         process = _VerifiersProcess(running, writer, end)
         process.tell(settings)
-        said = await asyncio.wait_for(reader.readline(), self._seconds)
-        problem = json.loads(said).get("problem") if said else "its process ended at once"
-        if problem is not None:
+        try:
+            said = await asyncio.wait_for(reader.readline(), self._seconds)
+            problem = json.loads(said).get("problem") if said else "its process ended at once"
+            if problem is not None:
+                raise UnplayableError(f"environment.verifiers = {settings['taskset']}: {problem}")
+        except BaseException:
             end()
             writer.close()
-            raise UnplayableError(f"environment.verifiers = {settings['taskset']}: {problem}")
+            raise
         process.reading = asyncio.create_task(process.read(reader))
         return process
 

@@ -23,6 +23,8 @@ from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+CHANGES_FILE = "changes.jsonl"  # a record where a run goes on with other values of its keys
+PHASE_CONFIG = "config.from_step_"  # and the step: all values of a phase
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 PRETRAINING, FINE_TUNING = "pretrain", "sft"  # each is a separate run

@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     FINE_TUNING,
     PRETRAINING,
     RL,
@@ -30,6 +31,7 @@ from gspo_megatron.observe.metrics_files import (
     groups,
     load_runs,
     phase_of,
+    read_json_lines,
 )
 
 # Colours that stay distinct with common colour vision deficiencies and in grey print.
@@ -260,10 +262,13 @@ ABLATION = Page(
 def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Path]:
     """Write plots/*.png, one picture for each subject, into `out_dir` or the run's folder.
 
-    Returns their paths. Subjects and panels without metrics in this run are left out. Raises
-    DataError if the folder holds no run or a damaged one.
+    Returns their paths. Subjects and panels without metrics in this run are left out. Dotted lines
+    mark the steps from which other values of the configuration held. Raises DataError if the folder
+    holds no run or a damaged one.
     """
     run = load_runs([run_dir])[0]
+    changes = run.path / CHANGES_FILE
+    borders = [each["step"] for each in read_json_lines(changes)] if changes.is_file() else []
     written = []
     with matplotlib.rc_context(STYLE):
         for page in _PAGES:
@@ -275,6 +280,8 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
+                for step in borders if page.phase == RL else ():
+                    axes.axvline(step + 0.5, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
                 _add_legend(axes)
             fans = [axes for axes, panel in zip(all_axes, panels) if panel.kind == "fan"]
             if len(fans) > 1:

@@ -23,6 +23,7 @@ from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     FINE_TUNING,
     PRETRAINING,
     RL,
@@ -50,7 +51,7 @@ _MEANS = (
     f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
 )
 _SAMPLES_SHOWN = 12
-_CONFIG_FILE = "config.resolved.yaml"
+_CONFIG_FILE, _ENVIRONMENT = "config.resolved.yaml", "environment.json"
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -589,10 +590,10 @@ def conversation(sample: Mapping[str, Any]) -> str:
 
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:
-    """Return the run's configuration and environment files as foldable texts."""
-    files = (("Configuration", _CONFIG_FILE), ("Environment", "environment.json"))
+    """Return the run's configuration, changes and environment files as foldable texts."""
+    kept = {"Configuration": _CONFIG_FILE, "Changes": CHANGES_FILE, "Environment": _ENVIRONMENT}
     return [
         Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))
-        for title, name in files
+        for title, name in kept.items()
         if (run.path / name).is_file()
     ] or ["No configuration was kept with this run."]

@@ -13,8 +13,10 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
+    PHASE_CONFIG,
     RL,
     SAMPLES_FILE,
     JsonLinesWriter,
@@ -72,6 +74,26 @@ class RunLogger:
         if self.is_main:
             text = to_shown_yaml(config, unread or {})
             write_atomically(self.folder / "config.resolved.yaml", text.encode())
+
+    def begin_phase(
+        self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
+    ) -> None:
+        """Write down that the run goes on after `step` with the values of `phase`: those of `run`
+        but for `changed`, a line a key. Without changes: the run was resumed within a phase."""
+        if not self.is_main:
+            return
+        self.write_config(run)
+        with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
+            file.truncate_after(step - 1 if changed else step)  # a border that is reached again
+            if changed:
+                file.append({"phase": RL, "step": step, "changed": list(changed)})
+        for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
+            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run went back
+                path.unlink()
+        text = to_shown_yaml(phase, {})
+        if changed or step == 0:
+            name = f"{PHASE_CONFIG}{step + 1:08d}.yaml"
+            write_atomically(self.folder / name, text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """Return a progress display of one phase; `done` of its steps were finished earlier."""

@@ -90,11 +90,11 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     else:
         run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
         mlflow.end_run("RUNNING")  # close the global run: logging goes through the client
+        remembered.write_text(f"{run_id}\n")  # first, so that a failure below begins no second run
         pairs = flattened(config).items()
         params = [entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in pairs]
         for start in range(0, len(params), _AT_ONCE):
             client.log_batch(run_id, params=params[start : start + _AT_ONCE])
-        remembered.write_text(f"{run_id}\n")
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
         now = int(time.time() * 1000)

@@ -24,6 +24,7 @@ from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_ind
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
 from gspo_megatron.config.objectives import resolve_objective
+from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError
@@ -77,8 +78,10 @@ class ReinforcementLoop:
     def __init__(self, run: RunComponents) -> None:
         """Continue from the run's checkpoint, if there is one."""
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
-        needs_reference = run.objective.needs_reference and run.config.training.steps > 0
-        with run.checkpoints.reference_weights(needed=needs_reference):
+        trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps(RL)
+        needed = run.objective.needs_reference and trains
+        kept = needed or (trains and later_phases_need_reference(run.config, step + 1))
+        with run.checkpoints.reference_weights(needed=needed, kept=kept):
             optimizer, updates = self.config.optimizer, self.config.objective.mini_batches
             schedule = Schedule.of(optimizer, self.config.training.steps, updates)
             self.trainer = build_trainer(run.policy, optimizer, schedule)
@@ -104,12 +107,15 @@ class ReinforcementLoop:
             weights=self.config.data.weights,
         )
         self.data_group = data_parallel_group()
-        self.done = run.checkpoints.restore(RL, self.trainer, self.loader)
+        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
+        self.last = phase_end(self.config, self.done + 1)
         # The responses of the next step, if the run was stopped between its rollout and its update.
         start = run.checkpoints.start
         self.restored: Experience | None = None
-        if start.checkpoint is not None and start.state and start.state.rollouts is not None:
-            self.restored = read_experience(start.checkpoint, start.state.rollouts, run.policy)
+        saved = start.state.rollouts if start.state else None
+        # Responses from before `train --change` were sampled with other values.
+        if start.checkpoint is not None and saved is not None and not start.begins_phase:
+            self.restored = read_experience(start.checkpoint, saved, run.policy)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
@@ -165,7 +171,7 @@ class ReinforcementLoop:
                         told = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
-            for step in range(self.done + 1, steps + 1):
+            for step in range(self.done + 1, self.last + 1):
                 self._end_step(step, self.step(step), progress)
 
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
@@ -185,7 +191,15 @@ class ReinforcementLoop:
             progress.note(warning)
         # A step whose evaluation succeeded only after a resume is saved again, as evaluated.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
-        run.checkpoints.end_of_step(RL, step, self.trainer, self.loader, metrics, is_last=is_last)
+        run.checkpoints.end_of_step(
+            RL,
+            step,
+            self.trainer,
+            self.loader,
+            metrics,
+            is_last=is_last,
+            is_border=is_border(self.config, step),
+        )
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
 
     # The parts of a step, in order
@@ -240,7 +254,8 @@ class ReinforcementLoop:
         """
         if not self.config.rollout.staleness:
             return  # each step generates its own responses
-        last = min(step + self.config.rollout.staleness, self.config.training.steps)
+        # The next phase generates its own responses, with its values and its weights.
+        last = min(step + self.config.rollout.staleness, self.last)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.source.begin(part_of(self._request(number), 0, rows))

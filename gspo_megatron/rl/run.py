@@ -9,13 +9,17 @@ import torch
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
-from gspo_megatron.checkpoint.start import open_session, start_model
+from gspo_megatron.checkpoint.start import Session, open_session, start_model
 from gspo_megatron.config import Config
+from gspo_megatron.config.phases import at_step, is_border, phase_end
+from gspo_megatron.config.resume import differences
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
 from gspo_megatron.environments.episode import gives_rewards
 from gspo_megatron.environments.registry import environment_of, episodes_of, tools_of
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import Objective, build_objective
+from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
@@ -27,31 +31,62 @@ from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 
 
-def run_training(config: Config, *, fresh: bool = False) -> bool:
+def run_training(config: Config, *, fresh: bool = False, change: bool = False) -> bool:
     """Train as this process's rank of the run.
 
     Every rank calls it with the same configuration, which has passed `check_config`. If the run
-    folder holds a run, it is continued. With `fresh` the folder must be empty.
+    folder holds a run, it is continued. With `fresh` the folder must be empty. With `change` the
+    run may continue with other values of the keys that a phase may change.
 
     Returns True if the run is done, False if it was stopped and saved. Raises UserError for
-    problems that the user can solve. All input is read before any process group exists.
+    problems that the user can solve. Without phases, all input is read before any process group
+    exists. With phases, the checkpoint must be read first: it tells the current phase.
     """
-    inputs = read_inputs(config, tools_of(config))
-    wanted = config.reward
-    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
-    objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    with open_session(config, fresh=fresh) as session:
+    parts = None if config.training.phases else read_parts(config)
+    with open_session(config, fresh=fresh, change=change) as session:
         if session.start.is_finished:
             session.tell_finished()
             return True
         session.begin()
-        run = assemble(config, inputs, reward, objective, session.start, session.stop)
-        with closing(run.logger), closing(run.collector):
-            loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
-            done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
-            if done:
-                run.logger.finish()
-        return done
+        while True:
+            done, following = _train_phase(config, parts, session)
+            if following is None:
+                return done
+            # A phase begins as a resumed run does, so it is the same whether the run went on by
+            # itself, or was stopped and changed.
+            tear_down_model_parallel()
+            session.start = following
+
+
+def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
+    """Return the input files, the reward function and the objective of a configuration."""
+    inputs, wanted = read_inputs(config, tools_of(config)), config.reward
+    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+    return inputs, reward, build_objective(config.objective, config.rollout.max_response_tokens)
+
+
+def _train_phase(
+    config: Config, parts: tuple[Inputs, Reward, Objective] | None, session: Session
+) -> tuple[bool, Start | None]:
+    """Train to the end of the phase, or of a run without phases. Returns whether the end was
+    reached, and the start of the next phase, if there is one. `parts` None: read the phase's own
+    inputs, reward and objective."""
+    start = session.start
+    step = start.state.step if start.state is not None and start.state.phase == RL else 0
+    end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
+    run = assemble(of_phase, *(parts or read_parts(of_phase)), start, session.stop)
+    with closing(run.logger), closing(run.collector):
+        changed = start.changed or differences(at_step(config, step), of_phase)
+        if config.training.phases or changed:
+            run.logger.begin_phase(step, changed, config, of_phase)
+        loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
+        done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
+        if not done:
+            return False, None
+        if is_border(config, end):
+            return True, run.checkpoints.next_start()
+        run.logger.finish()
+    return True, None
 
 
 def assemble(

@@ -23,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
-    REFERENCE,
     Position,
     Publication,
     hide,
     owned_by,
     positions,
+    reference_name,
     remove_leftovers,
     write_file,
 )
@@ -42,6 +42,7 @@ from gspo_megatron.checkpoint.manifest import (
 from gspo_megatron.checkpoint.resume import run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
+from gspo_megatron.config.phases import reference_step
 from gspo_megatron.errors import DataError, problem, some_of
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 from gspo_megatron.models.build import Policy
@@ -304,7 +305,10 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         else:
             return StepWeights(None, step.step == 1, False, tuple(notes))
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    if objective.needs_reference and (reference := reference_of(checkpoint)) is not None:
+    if (
+        objective.needs_reference
+        and (reference := reference_of(checkpoint, config, step.step)) is not None
+    ):
         # without a reference, the run's first weights, which are the same, are used
         way = "put a whole copy in its place, or move it away: the run's first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
@@ -315,9 +319,10 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
     return StepWeights(checkpoint, is_start, state.phase == RL and is_start, tuple(notes))
 
 
-def reference_of(checkpoint: Path) -> Path | None:
-    """Return the folder beside a checkpoint with the weights that RL started from; None: none."""
-    reference = checkpoint.parent / REFERENCE
+def reference_of(checkpoint: Path, config: Config, step: int) -> Path | None:
+    """Return the folder beside a checkpoint with the reference policy's weights at a step. Returns
+    None if there is none."""
+    reference = checkpoint.parent / reference_name(reference_step(config, step))
     return reference if (reference / MANIFEST).is_file() else None
 
 

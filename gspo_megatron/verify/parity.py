@@ -207,8 +207,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     if policy.lora is not None and checkpoint is not None:
         load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
-        # The weights at the start of RL: the checkpoint's reference or the run's first weights.
-        reference = None if checkpoint is None else reference_of(checkpoint)
+        # The step's reference weights: the checkpoint's reference or the run's first weights.
+        reference = None if checkpoint is None else reference_of(checkpoint, config, kept.step)
         if reference is None:
             hf = load_initial_weights(config, policy)
         else:

@@ -17,7 +17,15 @@ from gspo_megatron.config.section import sections_of
 from tests.programs import ROOT, gspo
 
 DOCS = ROOT / "docs"
-PAGES = ("metrics", "how_a_step_works", "recipes", "coming_from", "troubleshooting", "limits")
+PAGES = (
+    "metrics",
+    "how_a_step_works",
+    "recipes",
+    "campaigns",
+    "coming_from",
+    "troubleshooting",
+    "limits",
+)
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 # "# FILE; N ranks[: X GB]", the first line of a block of recipes.md

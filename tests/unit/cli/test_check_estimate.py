@@ -43,6 +43,23 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     assert said["world_size"] == "4"
 
 
+def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo: Command) -> None:
+    path = write_config(("abc", "hgfed"))
+    phases = "training.phases=[{until_step: 4}, {rollout: {max_response_tokens: 40}}]"
+    overrides = [phases, "model.vocab_size=80", "training.steps=6", "checkpoint.interval=1"]
+    code, out, _ = gspo("check", path, "--memory", *overrides)
+    lines = [line.strip() for line in out.splitlines()]
+    assert code == 0 and "phase 1    steps 1 to 4: as above" in lines
+    [second] = [line for line in lines if line.startswith("phase 2 ")]
+    assert second.split(maxsplit=2)[2].startswith("steps 5 to 6: rollout.max_response_tokens: ")
+    table = lines[lines.index(next(line for line in lines if line.startswith("phases: "))) :]
+    rows = [line.split() for line in table if line.split()[:1] in (["1"], ["2"])]
+    assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "40"
+    # the longer responses need more, and the last line is about the phase that needs most
+    assert float(rows[0][4]) < float(rows[1][4])
+    assert int(pairs(out)["worst_rank_bytes"]) / 1e9 == pytest.approx(float(rows[1][4]), abs=1e-5)
+
+
 def test_every_size_is_in_gb_and_says_what_it_is(
     write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

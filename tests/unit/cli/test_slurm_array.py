@@ -59,6 +59,16 @@ def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -
     assert again != folder  # the first array's tasks may still have to read theirs
 
 
+@pytest.mark.parametrize("said", ["--account=lab -pgpu", "--account lab -p gpu", "-A lab -p gpu"])
+def test_the_report_has_the_options_about_accounting(
+    tmp_path: Path, asked: Asked, said: str
+) -> None:
+    submit(tmp_path, [["a"]], ["c"], f"--gpus 8 {said} --comment x", [2])
+    _, report = asked()
+    after = report.index(f"--output={tmp_path}/.slurm/1/report.log") + 1
+    assert report[after:-3] == said.split()
+
+
 @pytest.mark.parametrize("said", ["-n8", "-n 8", "--ntasks=8", "--nodes=2 --ntasks-per-node=4"])
 def test_a_number_of_tasks_that_is_given_counts(tmp_path: Path, asked: Asked, said: str) -> None:
     submit(tmp_path, [["a"], ["b"]], ["c"], said, [2, 4])

@@ -28,8 +28,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made: Calls = []
     run = types.ModuleType("gspo_megatron.rl.run")
 
-    def run_training(config: Config, *, fresh: bool) -> bool:
-        made.append(("train", config, "fresh") if fresh else ("train", config))
+    def run_training(config: Config, *, fresh: bool, change: bool) -> bool:
+        given = [name for name, is_set in (("fresh", fresh), ("change", change)) if is_set]
+        made.append(("train", config, *given))
         return config.training.steps != TOLD_TO_STOP
 
     run.run_training = run_training  # type: ignore[attr-defined]
@@ -55,6 +56,8 @@ LAYOUT, STEPS = "parallel.layout=tp=2,pp=2", "training.steps=3"
         ([STEPS], 0, ["train", STEPS], 1),
         ([f"training.steps={TOLD_TO_STOP}"], 75, ["train", f"training.steps={TOLD_TO_STOP}"], 1),
         (["--fresh"], 0, ["train", "--fresh"], 1),
+        (["--change"], 0, ["train", "--change"], 1),
+        (["--change", "--nproc=2"], 7, ["launch", "--change"], 2),
         ([LAYOUT, STEPS], 7, ["launch", LAYOUT, STEPS], 4),
         (["--nproc=2"], 7, ["launch"], 2),
         (["--fresh", "--nproc=2"], 7, ["launch", "--fresh"], 2),
@@ -74,9 +77,9 @@ def test_what_a_command_line_does(
     assert gspo("train", path, *words)[0] == code
     what, *given = does
     if what == "train":
-        fresh = ("fresh",) if "--fresh" in given else ()
-        overrides = [word for word in given if word != "--fresh"]
-        assert calls == [("train", load_config(path, overrides), *fresh)]
+        options = [word.removeprefix("--") for word in given if word.startswith("--")]
+        overrides = [word for word in given if not word.startswith("--")]
+        assert calls == [("train", load_config(path, overrides), *options)]
     else:  # a rank gets the same arguments, and the launcher is told whether it saves
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()

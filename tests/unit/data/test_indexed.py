@@ -56,8 +56,9 @@ def test_the_description_of_an_earlier_release_is_read(dataset: Path) -> None:
         f"{dataset}.bin: made with a tokenizer of 600 ids, but the model's vocabulary has 599; "
         "allowed: model.vocab_size = 600 or more"
     )
-    path.write_text("{}")
-    assert faults(dataset).startswith(f"{path}: not the description of a dataset")
+    for wrong in ({}, {**content, "tokenizer": {"name": "t"}}, {**content, "tokenizer": "t"}):
+        path.write_text(json.dumps(wrong))
+        assert faults(dataset).startswith(f"{path}: not the description of a dataset")
 
 
 def test_an_index_of_another_dataset_is_refused(dataset: Path, tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe import plots
 from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
+    JsonLinesWriter,
     MetricsWriter,
     Run,
     group_name,
@@ -54,6 +57,21 @@ def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(
     written = plot_run(tmp_path)
     assert written == [tmp_path / "plots" / f"{name}.png" for name in pictures]
     assert all(path.read_bytes().startswith(PNG) for path in written)
+
+
+def test_lines_mark_where_keys_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 7):
+            writer.write(rl_record(step, 0.1))
+    with JsonLinesWriter(tmp_path / CHANGES_FILE) as changes:
+        changes.append({"phase": "rl", "step": 4, "changed": ["rollout.top_p: 1.0 -> 0.9"]})
+    drawn: list[float] = []
+    native = Axes.axvline
+    monkeypatch.setattr(Axes, "axvline", lambda *a, **k: drawn.append(a[1]) or native(*a, **k))
+    plot_run(tmp_path)
+    assert drawn and set(drawn) == {4.5}  # after step 4
 
 
 def test_percentiles_of_the_length_are_drawn_where_a_run_has_them() -> None:

@@ -1,0 +1,166 @@
+"""A run whose keys change at given steps is the run that is stopped there and changed by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import (
+    assert_same_run,
+    checkpoint_names,
+    environment,
+    make_small,
+    records,
+    start,
+    train,
+)
+from tests.programs import gspo, wait_until
+
+LAST = "rl_00000006"
+# Every kind of key: lengths and sizes, other prompts, a rate, another objective with as many
+# updates.
+LONGER = {"rollout": {"max_response_tokens": 9, "prompts_per_step": 3}}
+OTHER = {
+    "data": {"prompts": "other.jsonl"},
+    "objective": {"name": "grpo", "mini_batches": 1},
+    "optimizer": {"learning_rate": 1e-3},
+}
+PHASES = [{"until_step": 2}, {"until_step": 4, **LONGER}, OTHER]
+
+
+def a_run(toy: Path, folder: Path, phases: list[Any], **training: Any) -> Path:
+    folder.mkdir()
+    lines = (toy / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "other.jsonl").write_text("".join(lines[:7]))
+    phases = json.loads(json.dumps(phases).replace("other.jsonl", str(folder / "other.jsonl")))
+    return make_small(
+        write_config(toy, folder),
+        objective={"kl": "k3", "kl_coefficient": 0.05},
+        training={"steps": 6, "evaluation_interval": 2, "phases": phases, **training},
+        checkpoint={"interval": 4, "keep_last": None},
+    )
+
+
+def edit(config: Path, **sections: dict[str, Any]) -> None:
+    values = yaml.safe_load(config.read_text())
+    for section, changed in sections.items():
+        values[section] = {**values.get(section, {}), **changed}
+    config.write_text(yaml.safe_dump(values))
+
+
+@pytest.fixture(scope="module")
+def campaign(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run of three phases."""
+    config = a_run(toy, tmp_path_factory.mktemp("campaign") / "whole", PHASES)
+    train(config)
+    return config.parent
+
+
+def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path) -> None:
+    """Bit for bit, with one checkpoint at each border."""
+    config = a_run(toy, tmp_path / "by_hand", [], steps=2)
+    train(config)
+    edit(config, training={"steps": 4}, **LONGER)
+    refused = train(config, expect=2).stderr
+    assert "rollout.max_response_tokens = 9: was 6" in refused
+    assert "go on with the new values from step 3: gspo-megatron train" in refused
+    train(config, "--change")
+    other = {"prompts": str(config.parent / "other.jsonl")}
+    edit(config, training={"steps": 6}, **(OTHER | {"data": other}))
+    told = train(config, "--change").stderr
+    assert "changed from step 5 on: data.prompts" in told
+    assert_same_run(config.parent / "run", campaign / "run", LAST)
+    train(config)  # the changes are the run's own now
+
+    names = checkpoint_names(campaign / "run")
+    assert {"rl_00000002", "rl_00000004", LAST, "reference"} <= set(names)
+    lines = [json.loads(line) for line in (campaign / "run/changes.jsonl").open()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert "rollout.max_response_tokens: 6 -> 9" in lines[0]["changed"]
+    by_hand = [json.loads(line) for line in (config.parent / "run/changes.jsonl").open()]
+    assert [line["step"] for line in by_hand] == [2, 4]
+    kept = yaml.safe_load((campaign / "run/config.resolved.yaml").read_text())
+    assert kept["rollout"]["max_response_tokens"] == 6 and len(kept["training"]["phases"]) == 3
+    third = yaml.safe_load((campaign / "run/config.from_step_00000005.yaml").read_text())
+    assert (third["rollout"]["max_response_tokens"], third["objective"]["name"]) == (9, "grpo")
+    lengths = {each["step"]: each["response/length_max"] for each in records(campaign / "run")[1:]}
+    assert max(lengths[1], lengths[2]) <= 6 < max(lengths[3], lengths[4], lengths[5])
+
+
+def copied(campaign: Path, folder: Path) -> Path:
+    """The same configuration in a folder of its own, without a run."""
+    copy = shutil.copytree(campaign, folder / "copy")
+    shutil.rmtree(copy / "run")
+    (copy / "calls").unlink()
+    edit(copy / "config.yaml", logging={"dir": str(copy / "run")})
+    return copy / "config.yaml"
+
+
+@pytest.mark.parametrize("call", [33, 60])
+def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call: int) -> None:
+    """In its second phase, before and at its border with the third."""
+    config = copied(campaign, tmp_path)
+    (config.parent / "signal_at").write_text(str(call))
+    train(config, expect=75)
+    assert LAST not in checkpoint_names(config.parent / "run")
+    train(config)
+    assert_same_run(config.parent / "run", campaign / "run", LAST)
+
+
+def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_path: Path) -> None:
+    """By SIGKILL, as soon as a border's checkpoint is whole; each step has its prompts once."""
+    config = copied(campaign, tmp_path)
+    for border in (2, 4):
+        process = start(config)
+        checkpoint = config.parent / "run/checkpoints" / f"rl_{border:08d}"
+        wait_until(checkpoint.is_dir, process)
+        assert process.poll() is None, (config.parent / "stderr").read_text()[-3000:]
+        process.kill()
+        process.wait(timeout=60)
+        assert LAST not in checkpoint_names(config.parent / "run")
+    train(config)
+    assert_same_run(config.parent / "run", campaign / "run", LAST)
+
+
+def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
+    """Between phases the ranks leave all process groups and build them anew. The bound is that of
+    runs on several layouts: fp32, magnified by learning."""
+    config = copied(campaign, tmp_path)
+    train(config, "parallel.layout=tp=2,pp=2,ep=2")
+    theirs = {each["step"]: each for each in records(campaign / "run")}
+    mine = {each["step"]: each for each in records(config.parent / "run")}
+    assert mine.keys() == theirs.keys()
+    for step, record in theirs.items():
+        for figure in {"loss", "grad_norm", "reward/mean", "lr"} & record.keys():
+            assert mine[step][figure] == pytest.approx(record[figure], rel=1e-4, abs=1e-6), step
+
+
+def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Path) -> None:
+    out = tmp_path / "evaluation"
+    prompts = f"data.eval_prompts={campaign / 'other.jsonl'}"
+    path = environment(campaign / "config.yaml")["PYTHONPATH"]
+    gspo("evaluate", campaign / "run", "--output", out, prompts, PYTHONPATH=path)
+    values = yaml.safe_load((out / "config.resolved.yaml").read_text())
+    assert (values["rollout"]["max_response_tokens"], values["training"]["phases"]) == (9, [])
+
+
+def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
+    """At its first update the policy is its reference; and a resumed run has the same one."""
+    phases = [{"until_step": 2}, {"reference": "renew"}]
+    config = a_run(toy, tmp_path / "renewed", phases, steps=4)
+    edit(config, objective={"mini_batches": 1}, checkpoint={"interval": 1, "keep_last": None})
+    train(config)
+    run = config.parent / "run"
+    kl = {each["step"]: each.get("kl/reference_k3", 0.0) for each in records(run)}
+    assert kl[2] > 0 and abs(kl[3]) < 1e-9 and kl[4] > 0
+    assert {"reference", "reference_00000002"} <= set(checkpoint_names(run))
+    again = records(run)
+    shutil.rmtree(run / "checkpoints" / "rl_00000004")
+    train(config)
+    assert records(run) == again
