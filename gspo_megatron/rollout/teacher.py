@@ -181,7 +181,7 @@ class Teacher:
 
 
 def _branches(group: RolloutGroup) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each branch, in order: its tokens, and which of them are of the response."""
+    """Return the tokens of each branch, in order, and which of them are of the response."""
     found, end = [], 0
     rows = zip(group.prompt_lengths.tolist(), group.response_lengths.tolist(), strict=True)
     for prompt, response in rows:
