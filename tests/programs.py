@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,27 @@ def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.Complete
     """`gspo-megatron` with these words."""
     program = (sys.executable, "-m", "gspo_megatron")
     return run_program(*program, *words, expect=expect, environ=environ)
+
+
+def peak_memory(*words: str) -> int:
+    """The largest resident set of a Python process, in bytes. A small process starts it, because a
+    process begins with the peak of the one that starts it."""
+    script = (
+        "import json, os, subprocess, sys\n"
+        "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"
+        "_, status, usage = os.wait4(process.pid, 0)\n"
+        "print(json.dumps([status, usage.ru_maxrss * 1024]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=command_environment(),
+        check=True,
+    )
+    status, peak = json.loads(result.stdout)
+    assert status == 0, result.stderr
+    return peak
 
 
 def wait_until(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
 import shutil
@@ -19,6 +18,7 @@ from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.checkpoint.manifest import find_damage
 from gspo_megatron.cli.main import main
 from tests.e2e.conftest import Command, command_environment
+from tests.programs import peak_memory
 from tests.unit.hf.published import (
     assert_same_bits,
     model_config,
@@ -225,27 +225,6 @@ def assert_whole(result: Path, source: Path) -> None:
         assert find_damage(result) == []
     else:
         assert_same_bits(read_folder(result), read_folder(source))
-
-
-def peak_memory(*words: str) -> int:
-    """The largest resident set of a Python process, in bytes. A small process starts it, because a
-    process begins with the peak of the one that starts it."""
-    script = (
-        "import json, os, subprocess, sys\n"
-        "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"
-        "_, status, usage = os.wait4(process.pid, 0)\n"
-        "print(json.dumps([status, usage.ru_maxrss * 1024]))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script, sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env=command_environment(),
-        check=True,
-    )
-    status, peak = json.loads(result.stdout)
-    assert status == 0, result.stderr
-    return peak
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:

