@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place that a tensor of the new model comes from: its role, and the dense tensor's name."""
+    """Where a tensor of the new model comes from: its role, and the dense tensor's name."""
 
     role: str
     source: str
