@@ -115,6 +115,11 @@ class RolloutBatch:
     routes: Tensor | None = None
     in_response: Tensor | None = None  # [tokens] bool; None: each sequence has a single branch
     teacher_logprobs: Tensor | None = None  # [sum(response_lengths)] float32, from a server
+    # [sum(response_lengths), k] each: the teacher's most probable tokens, filled up with -1, and
+    # their log-probs
+    teacher_tokens: Tensor | None = None  # int32
+    teacher_top_logprobs: Tensor | None = None  # float32
+    teachers: Tensor | None = None  # [num_sequences] int32, which of several teachers; -1: none
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor of the new model comes from: its role, and the dense tensor's name."""
+    """The place that a new model's tensor comes from: its role, and the dense tensor's name."""
 
     role: str
     source: str

@@ -20,6 +20,7 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.top_k_head import with_rest
 from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.routing.hooks import Routes, routed
 
@@ -40,6 +41,11 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # from the teacher, in distillation
+    # the teacher's most probable tokens, and their log-probs with that of all others together
+    teacher_tokens: Tensor | None = None  # [response tokens, k] int64
+    teacher_buckets: Tensor | None = None  # [response tokens, k + 1]
+    # [response tokens] int64: which of several teachers; -1: none
+    teacher_numbers: Tensor | None = None
     token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
     # [sequences]: tokens to learn from in the whole sequence, not this rank's shard; None: all
@@ -49,8 +55,9 @@ class MicroBatch:
     routes: Routes | None = None  # chooses the experts in the next forward pass; None: the routers
 
 
-# logprobs [rows], entropies [rows], micro-batch -> loss (scalar), outputs
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
+# micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If the head has
+# candidates, the function gets the head's further output as a fourth argument.
+LossFunction = Callable[..., tuple[Tensor, Any]]
 
 
 class MicroBatchBuilder:
@@ -102,6 +109,13 @@ class MicroBatchBuilder:
                 batch.token_advantages = sequences.token_advantages[rows]
             if sequences.teacher_logprobs is not None:
                 batch.teacher_logprobs = sequences.teacher_logprobs[rows]
+            if sequences.teacher_tokens is not None:
+                batch.teacher_tokens = sequences.teacher_tokens[rows].long()
+            if sequences.teacher_top_logprobs is not None:
+                batch.teacher_buckets = with_rest(sequences.teacher_top_logprobs[rows])
+            if index.teachers is not None:
+                numbers = torch.tensor([index.teachers[n] for n in batch.packed.members])
+                batch.teacher_numbers = numbers.to(self.device)[batch.packed.sequence_index]
             if sequences.mask is not None:
                 batch.mask = sequences.mask[rows]
                 lengths = [index.masked_lengths[n] for n in batch.packed.members]
@@ -188,7 +202,8 @@ def forward_backward(
     native = config.grad_scale_func or (lambda value: value)
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, outputs = loss_function(micro_batch, output[0], output[1])
+        beyond = [output[2:]] if len(output) > 2 else []
+        value, outputs = loss_function(micro_batch, output[0], output[1], *beyond)
         no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # not used as a divisor
         return value * total_micro_batches, no_tokens, outputs
 
@@ -199,7 +214,6 @@ def forward_backward(
         return _run(policy, micro_batches, loss, forward_only=False)
 
 
-@torch.no_grad()
 def response_logprobs(
     policy: Policy, micro_batches: Sequence[MicroBatch]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -208,9 +222,19 @@ def response_logprobs(
     Returns a pair for each micro-batch, [rows] each, on the last pipeline stage; an empty list
     elsewhere.
     """
+    return [(output[0], output[1]) for output in head_outputs(policy, micro_batches)]
+
+
+@torch.no_grad()
+def head_outputs(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Compute what the head returns without gradients.
+
+    Returns [2 or more, rows] for each micro-batch on the last pipeline stage; an empty list
+    elsewhere.
+    """
 
     def collect(_: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
-        return output[0], output[1]
+        return output
 
     policy.eval()
     collected = _run(policy, micro_batches, collect, forward_only=True)

@@ -31,6 +31,7 @@ class StepIndex:
     rewards: Tensor  # [num_sequences] float64
     # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
     branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    teachers: tuple[int, ...] | None = None  # which of several it has, -1: none
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -54,11 +55,14 @@ class Sequences:
     token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
     teacher_logprobs: Tensor | None = None  # [response tokens] float32
+    teacher_tokens: Tensor | None = None  # [response tokens, k] int32
+    teacher_top_logprobs: Tensor | None = None  # [response tokens, k] float32
     routes: dict[int, Tensor] | None = None  # rollout's routes, [length, layers of this rank, k]
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather the index of all sequences: 48 bytes a sequence, and 24 a branch.
+    """Gather the index of all sequences: 48 bytes a sequence, 24 a branch, and 8 a sequence if
+    there are several teachers.
 
     rewards: [num_sequences] float64, for this rank's `batch`.
     """
@@ -75,6 +79,7 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
             masked,
             batch.group_index,
             rewards.double().view(torch.long),
+            *([] if batch.teachers is None else [batch.teachers.long()]),
         ]
     )
     columns = all_gather_columns(local, group)
@@ -82,7 +87,7 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
     counts = torch.tensor([each.shape[1] for each in columns])
     source = torch.arange(len(columns)).repeat_interleave(counts)
     order = rows[0].argsort()
-    samples, prompts, responses, masked, groups, bits = rows[:, order]
+    samples, prompts, responses, masked, groups, bits, *teachers = rows[:, order]
     assert bool((samples[1:] > samples[:-1]).all()), "sample index used twice"
     return StepIndex(
         source=tuple(source[order].tolist()),
@@ -92,6 +97,7 @@ def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup)
         groups=tuple(groups.tolist()),
         rewards=bits.contiguous().view(torch.float64),
         branches=None if batch.in_response is None else _gather_branches(batch, group),
+        teachers=tuple(teachers[0].tolist()) if teachers else None,
     )
 
 
@@ -173,7 +179,8 @@ def redistribute(
 
     splits, ends = lengths[received].tolist(), responses[received].cumsum(0)
     mask = None if batch.mask is None else batch.mask.to(torch.uint8)  # gloo has no bool
-    teacher = batch.teacher_logprobs
+    teacher, candidates = batch.teacher_logprobs, batch.teacher_tokens
+    top = batch.teacher_top_logprobs
     return Sequences(
         tokens=numbered(move_tokens(batch.tokens).cpu().split(splits)),
         rollout_logprobs=move_responses(batch.rollout_logprobs),
@@ -181,6 +188,8 @@ def redistribute(
         token_advantages=None if token_advantages is None else move_responses(token_advantages),
         mask=None if mask is None else move_responses(mask).float(),
         teacher_logprobs=None if teacher is None else move_responses(teacher),
+        teacher_tokens=None if candidates is None else move_responses(candidates),
+        teacher_top_logprobs=None if top is None else move_responses(top),
         routes=None if batch.routes is None else numbered(move_tokens(batch.routes).split(splits)),
     )
 

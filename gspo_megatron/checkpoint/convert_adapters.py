@@ -187,7 +187,9 @@ def merged_to_hf(
         )
         return
     checkpoint = adapters.checkpoint
-    folder, weights = checked_folder(place, checkpoint.shape, checkpoint.vocab_size)
+    folder, weights = checked_folder(  # its code was ignored when the adapters were trained
+        place, checkpoint.shape, checkpoint.vocab_size, ignore_custom_code=True
+    )
     specs = {
         name: torch.empty(shape, dtype=dtype or folder.dtype_of(name), device="meta")
         for name, shape in weights.shapes.items()
@@ -241,10 +243,11 @@ def peft_to_megatron(
     *,
     base: Path | None = None,
     dtype: torch.dtype | None = None,
+    ignore_custom_code: bool = False,
 ) -> None:
     """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of their
-    base, if it is not where the PEFT folder says. Raises DataError with all that is wrong, before
-    anything is written."""
+    base, if it is not where the PEFT folder says; ignore_custom_code: for that folder, as in
+    `HfFolder`. Raises DataError with all that is wrong, before anything is written."""
     folder = PeftFolder(source)
     place = base or Path(folder.base)
     if not (place / "config.json").is_file():
@@ -252,7 +255,7 @@ def peft_to_megatron(
             f"{place}: not the Hugging Face folder of the model that {source} was made for; name "
             "it by --base"
         )
-    model = HfFolder(place)
+    model = HfFolder(place, ignore_custom_code=ignore_custom_code)
     preset = model.describe()
     shape, vocab_size = shape_of(preset), preset.vocab_size
     assert vocab_size is not None

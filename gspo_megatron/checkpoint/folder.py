@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
+from gspo_megatron.checkpoint.rollback import read_rollbacks
 from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
@@ -61,9 +62,13 @@ class Position:
 
 
 def positions(checkpoints: Path) -> list[Position]:
-    """The positions of the checkpoints in a folder, the newest first."""
+    """Return the positions of the checkpoints in a folder, the newest first, without those that a
+    rollback has taken back. Raises DataError if the record of rollbacks is damaged."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        record = read_rollbacks(checkpoints)
+        undone = () if record is None else record.undone
         names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
+        names = [name for name in names if name not in undone]
         found = [p for p in map(Position.of_name, names) if p is not None]
         return sorted(found, key=lambda position: position.order, reverse=True)
     return []
@@ -124,6 +129,19 @@ def hide(path: Path) -> Path:
     return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
 
 
+def finish_rollback(checkpoints: Path) -> None:
+    """Hide the checkpoints that the last rollback has taken back, so that the run can use their
+    names again. Raises OSError and DataError."""
+    record = read_rollbacks(checkpoints)
+    if record is None or not record.undone:
+        return
+    for name in record.undone:
+        if (checkpoints / name).exists():
+            hide(checkpoints / name)
+    record.undone = []
+    record.write(checkpoints)
+
+
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove the files and folders that killed processes have left. Returns their names."""
     left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
@@ -152,6 +170,18 @@ def surplus(
     ranked = sorted(known, key=lambda p: (known[p], p.order))
     kept.update(ranked[len(ranked) - min(best, len(ranked)) :])
     return [p for p in ordered if p not in kept]
+
+
+def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) -> list[Position]:
+    """Return the checkpoints that a rollback needs, at most two: the newest up to `healthy_step`,
+    which is healthy for sure, and the oldest after it up to `healthy`, which looks so. The second
+    takes the place of the first some steps later. If only the first were kept, none would ever
+    follow it."""
+    whole = [p for p in found if p.phase == PHASES[-1] and not p.rolled_out]
+    whole.sort(key=lambda position: position.step)
+    sure = [p for p in whole if p.step <= healthy_step]
+    next_ones = [p for p in whole if healthy_step < p.step <= healthy]
+    return [*sure[-1:], *next_ones[:1]]
 
 
 def free_bytes(folder: Path) -> int:

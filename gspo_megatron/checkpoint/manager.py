@@ -13,17 +13,21 @@ import torch.distributed as dist
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     Position,
+    finish_rollback,
     hide,
     positions,
     reference_name,
     remove_leftovers,
     set_latest,
     surplus,
+    to_go_back_to,
     write_file,
 )
+from gspo_megatron.checkpoint.manifest import first_whole
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
 from gspo_megatron.checkpoint.rng import save_rng
+from gspo_megatron.checkpoint.rollback import Rollbacks, read_rollbacks
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -33,7 +37,7 @@ from gspo_megatron.checkpoint.run_state import (
     fingerprints,
     versions,
 )
-from gspo_megatron.checkpoint.start import load_reference
+from gspo_megatron.checkpoint.start import damage_of, load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
@@ -43,6 +47,8 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
+from gspo_megatron.observe.collapse import Alarm, CollapseWatch
+from gspo_megatron.observe.history import kept_metrics
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
@@ -76,12 +82,17 @@ class Checkpoints:
         self.folder = run_folder(config) / CHECKPOINTS
         self._newest = start.state.position if start.state else None  # saved, or being saved
         self.warned = list(start.state.warned) if start.state else []
+        # Ranks may differ in the last digit of a metric: the main one decides.
+        self.watch = CollapseWatch(start.state.watch if start.state else None)
+        self.rollbacks = start.state.rollbacks if start.state else 0
+        self.back: Path | None = None  # the checkpoint to which the run has just gone back
+        self._next_prompts: dict[str, Any] | None = None  # after a rollback: not those before it
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
         base = None if policy.lora is None else policy.lora.base
         self._model = describe_model(config, policy.vocab_size, hf, base)
-        on_main(self._prepare)
+        self.rollbacks, self._next_prompts = on_main(self._prepare)
 
     def saved_step(self, step: int) -> int:
         """Return the step from which the run would resume if it were killed now, after `step`.
@@ -92,6 +103,10 @@ class Checkpoints:
         return self._newest.step if is_written else 0
 
     # What a run restores
+
+    def is_new(self, phase: str) -> bool:
+        """Whether the run begins a stage now, without a checkpoint of it."""
+        return self.start.state is None or self.start.state.phase != phase
 
     def finished_steps(self, phase: str) -> int:
         """Return the number of steps of a stage that an earlier start of the run has finished."""
@@ -115,7 +130,9 @@ class Checkpoints:
         if self.start.begins_phase:
             position = {"scheduler": {"num_steps": state.step * updates_per_step}}
         load_trainer_state(trainer, position)
-        if not (self.start.begins_phase and on_main(lambda: self._has_other_prompts(state))):
+        if self._next_prompts is not None:
+            loader.load_state_dict(self._next_prompts)
+        elif not (self.start.begins_phase and on_main(lambda: self._has_other_prompts(state))):
             loader.load_state_dict(state.loader)
         return state.step
 
@@ -124,7 +141,9 @@ class Checkpoints:
         assert self.start.checkpoint is not None
         path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
-        if any(before.get(key) != data[key] for key in ("prompts", "weights", "shuffle")):
+        keys = ("prompts", "weights", "shuffle", "selection")
+        # an earlier version may lack a key
+        if any(before[key] != data[key] for key in keys if key in before):
             return True
         now = fingerprints(self.config)
         return now.get("data.prompts") != state.fingerprints.get("data.prompts")
@@ -153,6 +172,90 @@ class Checkpoints:
         if is_read and needed:
             assert self.start.checkpoint is not None
             load_model(self.start.checkpoint, self.policy)
+
+    # A run that goes back
+
+    def judge(self, step: int, metrics: dict[str, float]) -> Alarm | None:
+        """Return the alarm if the policy collapses at this step, and add what the watch knows to
+        the step's metrics. If the run only warns, the other ranks get None."""
+        if getattr(self.config.training, "on_collapse", "warn") != "warn":
+            alarm = on_main(lambda: self.watch.add(step, metrics))
+        else:
+            alarm = self.watch.add(step, metrics) if self.logger.is_main else None
+        if alarm is not None:
+            metrics["collapse/alarm"] = 1.0
+        if self.rollbacks:
+            metrics["collapse/rollbacks"] = float(self.rollbacks)
+        return alarm
+
+    def lose(self, step: int, text: str) -> Alarm:
+        """Return the alarm of a step whose update has lost the weights."""
+        return on_main(lambda: self.watch.lose(step, text))
+
+    def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
+        """Save a new run that may have to go back to its first step."""
+        if getattr(self.config.training, "on_collapse", "warn") == "rollback":
+            self._save(self._state(RL, 0, trainer, loader), trainer, None, must=True)
+
+    def collapsed_text(self, step: int) -> str:
+        """Return the message of a run that ends after a collapse, the same on all ranks."""
+        return on_main(lambda: self._collapsed_text(step))
+
+    def _collapsed_text(self, step: int) -> str:
+        alarm, run = self.watch.alarm, run_folder(self.config)
+        assert alarm is not None
+        healthy = [p.step for p in positions(self.folder) if _is_healthy(p, alarm.healthy)]
+        earlier = "no checkpoint is healthy"
+        if healthy:
+            words = f"gspo-megatron train {run} --from-step {healthy[0]} section.key=value"
+            earlier = f"the last healthy checkpoint is that of step {healthy[0]}: {words}"
+        return (
+            f"{alarm.collapse}; the run ends, and is saved after step {step}\n{earlier}\n"
+            "training.on_collapse=warn: the same command goes on with the run as it is"
+        )
+
+    def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
+        """Take back all steps since the newest undamaged checkpoint that was healthy for sure.
+
+        Afterwards `back` is that checkpoint. The run continues from it as a resumed one does, with
+        the prompts that it would have used next. Returns the number of its steps. If there is no
+        such checkpoint, changes nothing and returns None."""
+        self._raise(self.writer.finish())
+        found = on_main(lambda: positions(self.folder))
+        found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
+        self.back, _ = first_whole(found, damage_of)
+        if self.back is None:
+            return None
+        to = Position.of_name(self.back.name)
+        assert to is not None
+        self.rollbacks = on_main(lambda: self._take_back(to, alarm, step, loader))
+        return to.step
+
+    def _take_back(self, to: Position, alarm: Alarm, step: int, loader: DataOrder) -> int:
+        """Record a rollback, and hide the later checkpoints. Called on the main rank. Returns the
+        number of rollbacks."""
+        before = read_rollbacks(self.folder)
+        number = self.rollbacks + 1
+        told = {"number": number, "from_step": step, "to_step": to.step, "text": alarm.text}
+        record = Rollbacks(
+            number=number,
+            to=to.name,
+            loader=loader.state_dict(),
+            prompts=self._prompts(),
+            undone=[p.name for p in positions(self.folder) if p.order > to.order],
+            rollbacks=[*(before.rollbacks if before else ()), told],
+        )
+        self.logger.keep_metrics(kept_metrics(number))
+        record.write(self.folder)
+        finish_rollback(self.folder)
+        set_latest(self.folder, to.name)
+        return number
+
+    def _prompts(self) -> dict[str, Any]:
+        """What the place in the data belongs to. Called on the main rank."""
+        data = self.config.model_dump(mode="json")["data"]
+        values = {key: data[key] for key in ("prompts", "weights", "shuffle")}
+        return values | {"fingerprint": self._fingerprints.get("data.prompts")}
 
     # Saving
 
@@ -317,15 +420,19 @@ class Checkpoints:
             world_size=dist.get_world_size(),
             versions=versions(),
             warned=list(self.warned),
+            watch=self.watch.state(),
+            rollbacks=self.rollbacks,
         )
 
     def _write_model(self, folder: Path) -> None:
         if self.logger.is_main:
             write_file(folder / MODEL_FILE, (json.dumps(self._model, indent=1) + "\n").encode())
 
-    def _prepare(self) -> None:
-        """Clean the folder and check the free disk space. Called on the main rank before
-        training."""
+    def _prepare(self) -> tuple[int, dict[str, Any] | None]:
+        """Clean the folder and check the free disk space. Called on the main rank before training.
+        Returns the number of rollbacks, and the place in the data if the run continues at the
+        checkpoint that the last of them went back to."""
+        finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
@@ -333,10 +440,15 @@ class Checkpoints:
                 f"{self.folder}: no room for a checkpoint: {refusal}; free some, give another "
                 "logging.dir, or set checkpoint.interval=0"
             )
+        record = read_rollbacks(self.folder)
+        if record is None or self.start.state is None or self.rollbacks >= record.number:
+            return self.rollbacks, None
+        return record.number, record.loader if record.prompts == self._prompts() else None
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the configuration does not keep. Called on the main rank.
-        Checkpoints later than `newest` are damaged and stay, because the run will replace them."""
+        Checkpoints later than `newest` are damaged and stay, because the run will replace them.
+        Healthy ones stay too, because a collapse is seen some steps after it began."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):
@@ -347,6 +459,8 @@ class Checkpoints:
                         state = RunState.read(self.folder / position.name)
                         found[position] = state.metrics.get(section.best_metric)
         extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
+        needed = to_go_back_to([*found], self.watch.healthy_step, self.watch.healthy)
+        extra = [position for position in extra if position not in needed]
         self.writer.remove([hide(self.folder / each.name) for each in extra])
 
     def _stopped(self, position: Position) -> str:
@@ -370,3 +484,8 @@ class Checkpoints:
                 f"{problem}; when that is solved, the same command resumes the run from its newest "
                 "checkpoint"
             )
+
+
+def _is_healthy(position: Position, step: int) -> bool:
+    """Whether a checkpoint is one of the RL steps up to a healthy one."""
+    return position.phase == RL and position.step <= step and not position.rolled_out

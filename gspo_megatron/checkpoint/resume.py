@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, positions
+from gspo_megatron.checkpoint.lineage import read_branch
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import (
@@ -92,7 +93,8 @@ def conclude(
 ) -> Start:
     """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage` is that of
     newer checkpoints. `command`: the words with which the user started the run, for advice that can
-    be copied. `change`: the run may continue with other values of the keys that a phase may change.
+    be copied. `change`: the run may continue with other values of the keys that a phase may change,
+    as a branch may do at its beginning.
 
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
@@ -119,6 +121,8 @@ def conclude(
     # A border's checkpoint has the values of the phase that ends there; one with responses those of
     # their step.
     saved_in = at_step(config, step + 1 if state.rollouts else max(step, 1))
+    branch = read_branch(run_folder(config))
+    change = change or (branch is not None and chosen.name == branch.checkpoint)
     lines, changed = _changes(saved_in, chosen, state, command, change)
     begins_phase = bool(changed) or (is_border(config, step) and not state.rollouts)
     return Start(chosen, state, done, [*notes, *lines], begins_phase, changed)

@@ -48,6 +48,8 @@ class RunState:
     rollouts: dict[str, Any] | None = None
     # Metrics of the step that are not logged yet, because something after its update has failed.
     unevaluated: dict[str, float] | None = None
+    watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
+    rollbacks: int = 0  # how often the run had gone back to an earlier checkpoint
 
     @property
     def position(self) -> Position:

@@ -51,7 +51,7 @@ from gspo_megatron.platform.stop import SlurmJob, StopRun, StopSignals, watched
 RESTARTS_FILE = "restarts.json"
 
 
-def _damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
+def damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) -> list[str]:
     """Return what is wrong with a checkpoint. All ranks share the work and get the same lines."""
     share = (dist.get_rank(), dist.get_world_size())
     mine = find_damage(checkpoint, share=share, only=only)
@@ -77,14 +77,14 @@ def load_base(config: AnyConfig, policy: Policy) -> Any:
     source, hf = None, None
     if config.model.checkpoint_path is not None:
         source = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
-        refuse_damage(source, _damage_of(source, is_of_model))
+        refuse_damage(source, damage_of(source, is_of_model))
         load_model(source, policy, adapters=False)
         hf = read_model(source)["hf"]
     elif config.model.hf_path is not None:
         from gspo_megatron.hf.load import load_hf
 
         source = Path(config.model.hf_path)
-        load_hf(source, policy)
+        load_hf(source, policy, ignore_custom_code=config.model.ignore_custom_code)
         hf = parse_json((source / "config.json").read_bytes())
     if policy.lora is not None and source is not None:
         policy.lora.base = on_main(lambda: base_of(source))
@@ -102,7 +102,7 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
     assert policy.lora is not None
     base = policy.lora.base
     checkpoint = on_main(lambda: given_adapters(path, section, base))
-    refuse_damage(checkpoint, _damage_of(checkpoint, is_of_model))
+    refuse_damage(checkpoint, damage_of(checkpoint, is_of_model))
     load_model(checkpoint, policy)
 
 
@@ -115,7 +115,7 @@ def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
             f"objective.kl: {reference} is missing, as the run began without a KL penalty; "
             "allowed: none, or a phase in training.phases with reference: renew"
         )
-    refuse_damage(reference, _damage_of(reference))
+    refuse_damage(reference, damage_of(reference))
     load_model(reference, policy)
 
 
@@ -255,7 +255,7 @@ def open_session(config: AnyConfig, *, fresh: bool, change: bool = False) -> Gen
         try:
             ranks = start_processes(patience_minutes(config.training.hang_timeout_seconds))
             found = on_main(lambda: candidates(config, fresh=fresh, lock=lock))
-            chosen, damage = first_whole(found, _damage_of)
+            chosen, damage = first_whole(found, damage_of)
             start = on_main(lambda: conclude(config, chosen, damage, change=change))
             yield Session(config, ranks, start, stop, lock)
         finally:

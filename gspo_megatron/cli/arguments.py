@@ -82,6 +82,13 @@ def _digits(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
+def not_negative(text: str) -> int:
+    """Read an argument that is a whole number from 0. Raises argparse's error for others."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def number(
     text: str,
     wanted: str = "a number of 0 or more",

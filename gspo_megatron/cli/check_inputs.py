@@ -152,6 +152,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         get_reward,
         suite_rewards,
     )
+    from gspo_megatron.rollout.teacher import check_teachers
     from gspo_megatron.rollout.vllm.installed import unserved
 
     inputs = reward = environment = None
@@ -166,10 +167,11 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             check_section(of_suite, config.evaluation.suites[name].reward)
     with gathered_in(problems):
         section = config.reward
+        is_read = config.data.prompts is not None or config.data.eval_prompts is not None
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
         if gives_rewards(environment):
             reward = None
-        elif reward.answers is not None and field_map(config.data).answer is None:
+        elif is_read and reward.answers is not None and field_map(config.data).answer is None:
             wrong = f"reward.name = {section.name} compares responses with answers"
             problems.append(
                 f"data.answer_field = null: {wrong}; allowed: the field that holds them"
@@ -196,6 +198,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         if reward is not None and inputs is not None:
             with gathered_in(problems):
                 check_answers(reward, [*inputs.train, *inputs.evaluation])
+        if inputs is not None:
+            with gathered_in(problems):
+                check_teachers(config.objective.distillation, inputs.train)
         for name, of_suite in suites.items() if inputs is not None else ():
             with gathered_in(problems):
                 check_answers(of_suite, inputs.files[suite_key(name)])
@@ -240,10 +245,13 @@ def _check_start(
             from gspo_megatron.hf.files import checked_folder
 
             with gathered_in(problems):
-                checked_folder(model.hf_path, config.resolved_model(), vocab_size)
-    if isinstance(config, Config) and config.objective.distillation.teacher is not None:
-        with gathered_in(problems):
-            check_teacher(config, inputs.tokenizer)
+                code = model.ignore_custom_code
+                shape = config.resolved_model()
+                checked_folder(model.hf_path, shape, vocab_size, ignore_custom_code=code)
+    if isinstance(config, Config):
+        for number in config.objective.distillation.folders:
+            with gathered_in(problems):
+                check_teacher(config, number, inputs.tokenizer)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -258,21 +266,22 @@ def _check_start(
 _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
-def check_teacher(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise DataError if `objective.distillation.teacher` cannot teach the policy: because it is
-    damaged, or has another shape or another tokenizer."""
+def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the folder of `objective.distillation` with this number cannot teach the
+    policy: because it is damaged, or has another shape or another tokenizer."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
 
-    given = config.objective.distillation.teacher
-    assert given is not None
-    checked_folder(given, config.resolved_model(), model_vocab_size(config, tokenizer))
+    given = config.objective.distillation.folders[number]
+    vocab_size, code = model_vocab_size(config, tokenizer), config.model.ignore_custom_code
+    checked_folder(given, config.resolved_model(), vocab_size, ignore_custom_code=code)
     is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
     theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+        key = distillation.key_of(number, "teacher")
         raise DataError(
-            f"objective.distillation.teacher = {given}: its tokenizer makes other tokens of a text "
+            f"{key} = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
         )
 

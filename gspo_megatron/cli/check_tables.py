@@ -64,7 +64,21 @@ def summary(checked: Checked, world_size: int) -> Rows:
     rows.append(("run", f"{length} into {config.logging.dir}"))
     if steps != 0 and config.checkpoint.interval == 0:
         rows.append(("saved", "no checkpoint, as checkpoint.interval = 0"))
-    return [*rows, *_of_phases(config)]
+    return [*rows, *_of_collapse(config), *_of_phases(config)]
+
+
+def _of_collapse(config: Any) -> Iterator[tuple[str, str]]:
+    """Return what the run does at a collapse, if it does more than warn."""
+    does = getattr(config.training, "on_collapse", "warn")
+    if does == "stop":
+        yield "collapse", "the run is saved and ends"
+    elif does == "rollback":
+        most, interval = config.training.max_rollbacks, config.checkpoint.interval
+        yield (
+            "collapse",
+            f"at most {most:,} times back to the last healthy checkpoint, of every {interval:,} "
+            "steps; two more checkpoints than the others are kept for it",
+        )
 
 
 def _of_phases(config: AnyConfig) -> Iterator[tuple[str, str]]:

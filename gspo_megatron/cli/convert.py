@@ -87,12 +87,12 @@ def run_import(arguments: argparse.Namespace) -> int:
         from gspo_megatron.checkpoint.convert import hf_to_megatron
         from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
 
-    source, destination, dtype = arguments.source, arguments.destination, _dtype(arguments)
+    source, destination = arguments.source, arguments.destination
+    options = {"dtype": _dtype(arguments), "ignore_custom_code": arguments.ignore_custom_code}
     if (source / PEFT_CONFIG).exists():
-        peft_to_megatron(source, destination, base=arguments.base, dtype=dtype)
+        peft_to_megatron(source, destination, base=arguments.base, **options)
     else:
-        code = arguments.ignore_custom_code
-        hf_to_megatron(source, destination, dtype=dtype, ignore_custom_code=code)
+        hf_to_megatron(source, destination, **options)
     print(f"{arguments.destination}: written from {arguments.source}")
     return 0
 

@@ -119,6 +119,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values["logging"] |= {"plots": False, "trackers": []}
     # Nothing reads these sections, but they may need code that is missing here.
     values |= {"objective": None, "routing": None}
+    if (values.get("reward") or {}).get("name") == "none":  # of a distillation
+        values["reward"] = None
     if suites:
         values["evaluation"]["suites"] = suites
         values["data"]["eval_prompts"] = values["reward"] = None

@@ -18,6 +18,7 @@ from gspo_megatron.cli import (
     evaluate,
     new,
     play,
+    prompts,
     report,
     score,
     serve,
@@ -29,7 +30,8 @@ from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
 
 COMMANDS = (
-    new, train, check, verify, play, evaluate, score, convert, serve, tasks, report, ablate, doctor,
+    new, train, check, verify, play, evaluate, score, convert, serve, tasks, prompts, report,
+    ablate, doctor,
 )  # fmt: skip
 
 

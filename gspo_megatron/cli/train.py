@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading
+from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, not_negative
 from gspo_megatron.cli.check_inputs import Checked, all_told, check_all, check_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
@@ -45,6 +45,20 @@ def add_parser(commands: Commands) -> None:
         )
         if name == "train":
             parser.add_argument(
+                "--from-step",
+                type=not_negative,
+                metavar="N",
+                help="CONFIG.yaml is a run folder: continue its checkpoint of step N as a new run, "
+                "in logging.dir (default: RUN-from-N), with changed values of keys that "
+                "training.phases may change",
+            )
+            parser.add_argument(
+                "--only-make",
+                action="store_true",
+                help="with --from-step: make the folder of the new run, and do not train. Its "
+                "branch.yaml is the configuration to start, for example by sbatch",
+            )
+            parser.add_argument(
                 "--change",
                 action="store_true",
                 help="resume the run with the changed values of keys that training.phases may "
@@ -65,6 +79,10 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     stage, fresh = STAGES[name][0], arguments.fresh
     change = getattr(arguments, "change", False)
     rank_of = ranks.world_size_of_rank(os.environ)
+    if getattr(arguments, "from_step", None) is not None:
+        arguments.config, arguments.overrides = _branch(arguments, rank_of), []
+        if arguments.only_make:
+            return 0
     command, told_here = command_of(name, arguments), contextlib.nullcontext()
     if rank_of is None:  # ranks leave the rest to the process that started them
         told_here = all_told(arguments.nproc, fresh=fresh, change=change, command=command)
@@ -108,6 +126,22 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         if rank_of is None:
             _tell_interrupted(config)
         raise
+
+
+def _branch(arguments: argparse.Namespace, rank_of: int | None) -> str:
+    """Make or find the branch that is asked for, and return its configuration file."""
+    from gspo_megatron.checkpoint.branch import begin_branch
+
+    if arguments.fresh:
+        arguments.parser.error("--fresh: a branch begins with a checkpoint, as --from-step asks")
+    if rank_of is not None:
+        raise UserError(
+            "--from-step: the ranks of torchrun or srun cannot make a branch; make it by the same "
+            "command with --only-make, and start RUN-from-N/branch.yaml"
+        )
+    path = str(begin_branch(Path(arguments.config), arguments.from_step, arguments.overrides))
+    print(f"branch of {arguments.config} after step {arguments.from_step}: {path}", flush=True)
+    return path
 
 
 def _train(stage: str, config: Any, inputs: Any, fresh: bool, change: bool) -> bool:

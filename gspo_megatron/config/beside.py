@@ -41,13 +41,28 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
             _find_modules(section, given, file)
     objective = found.get("objective")
     inner = objective.get("distillation") if isinstance(objective, Mapping) else None
-    if isinstance(inner, Mapping) and "teacher" in inner:
-        teacher = _of_key("objective.distillation.teacher", inner["teacher"], file)
-        found["objective"] = {**found["objective"], "distillation": {**inner, "teacher": teacher}}
+    if isinstance(inner, Mapping):
+        inner = _teachers_beside(inner, file, "objective.distillation.")
+        found["objective"] = {**found["objective"], "distillation": inner}
     evaluation = found.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
         suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")
         found["evaluation"] = {**evaluation, "suites": suites}
+    return found
+
+
+def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
+    """Return the section `distillation` with the paths of its teachers found in the same way."""
+    found = dict(inner)
+    if "teacher" in inner:
+        found["teacher"] = _of_key(f"{above}teacher", inner["teacher"], file)
+    if isinstance(named := inner.get("teachers"), Mapping):
+        found["teachers"] = {
+            name: _teachers_beside(each, file, f"{above}teachers.{name}.")
+            if isinstance(each, Mapping)
+            else each
+            for name, each in named.items()
+        }
     return found
 
 

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gspo_megatron.config.distillation import DistillationSection, distillation_problems
 from gspo_megatron.config.section import (
     ImportPath,
     Positive,
     Section,
-    Text,
     harmless,
     key,
     shapes,
@@ -199,27 +199,6 @@ _CorrectionName = Literal[tuple(CORRECTIONS)]  # ty: ignore[invalid-type-form]
 _Bound = Annotated[float, Field(gt=0)]
 
 
-class DistillationSection(Section):
-    """A teacher whose opinion of each token of the responses is added to the advantages."""
-
-    teacher: Text | None = shapes(
-        None,
-        "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
-        "ranks compute its log-probs; null: none",
-    )
-    url: Text | None = harmless(
-        None,
-        "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
-        "with its prompt_logprobs and /tokenize; null: none",
-    )
-    coefficient: float = shapes(1.0, "weight beside the rewards' advantages", gt=0)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a teacher."""
-        return self.teacher is not None or self.url is not None
-
-
 # A part or number that is null has the value of the named objective.
 class ObjectiveSection(Section):
     """What is maximised: an objective by name, each part and number of which can be replaced."""
@@ -388,12 +367,14 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     """Yield the problems of the section: parts that do not fit together, unread numbers."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
-    for rule in (*rules, _advantage, _regularisation, _distillation):
+    for rule in (*rules, _advantage, _regularisation):
         for name, wrong in rule(section, recipe):
             value = attrgetter(name)(section)
             if value is None:  # then the recipe's value counts
                 value = recipe.parameters.get(name, getattr(recipe, name, None))
             yield problem(f"objective.{name}", value, wrong)
+    for name, value, wrong in distillation_problems(section.distillation):
+        yield problem(f"objective.distillation.{name}", value, wrong)
 
 
 _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong with its value
@@ -534,19 +515,10 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield from _unread(section, ["advantage_std"], f"{reader} does not read it")
 
 
-def _distillation(section: ObjectiveSection, _: Recipe) -> _Problems:
-    given = section.distillation
-    if not given.is_on and given.coefficient != 1.0:
-        wrong = "nothing reads it without objective.distillation.teacher or url"
-        yield "distillation.coefficient", f"{wrong}; allowed: 1.0"
-    if given.teacher is not None and given.url is not None:
-        yield "distillation.url", "there is a teacher already, distillation.teacher; allowed: null"
-
-
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
         # a custom objective may need a reference policy; a teacher is offloaded in the same way
-        reads = section.import_path is not None or section.distillation.teacher is not None
+        reads = section.import_path is not None or section.distillation.folders
         names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"
         yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)

@@ -89,10 +89,11 @@ def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
 def decides_rollouts(config: Config) -> dict[str, Any]:
     """Return, by dotted key, the values that decide responses and rewards before the first update.
 
-    The contents of input files decide too, but are not included.
+    The contents of input files decide too, but are not included. What a teacher answers is stored
+    with the rewards.
     """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
-    return {
+    found: dict[str, Any] = {
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
@@ -100,6 +101,11 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
         and not key.startswith(unread)
         and not _is_harmless_field(key)
     }
+    distillation = config.objective.distillation
+    if distillation.urls or distillation.field is not None:
+        kinds = {name: each.url is not None for name, each in distillation.named.items()}
+        found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
+    return found
 
 
 # Keys of earlier versions that had an effect only before the first RL step.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.lora_rules import ADAPTER_OPTIONS, adapters_are_served
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
 from gspo_megatron.config.objectives import (
@@ -96,6 +97,13 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "optimizer.megatron.optimizer", lost.format("adam")
         if ddp.get("use_distributed_optimizer") not in (None, True):
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
+    elif training.steps != 0 and (does := getattr(training, "on_collapse", "warn")) != "warn":
+        wrong = "saves nothing, and without checkpoints a run can neither be saved nor go back"
+        legal = f"from 1, or training.on_collapse = warn in place of {does}"
+        yield "checkpoint.interval", f"{wrong}; allowed: {legal}"
+    if getattr(training, "on_collapse", "warn") == "rollback" and training.steps >> STEP_BITS:
+        wrong = "the samples of two rollbacks would be the same"
+        yield "training.steps", f"{wrong}; allowed: below {1 << STEP_BITS}, or on_collapse = stop"
     if not section.keep_best:
         return
     yield from _best_metric_is_measured(plan)
@@ -340,6 +348,9 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
+    if not reward.repetition_penalty and reward.repetition_words != 3:
+        wrong = "nothing reads it without reward.repetition_penalty; allowed: 3"
+        yield "reward.repetition_words", wrong
     if reward.name == "none" and reward.import_path is None:
         if not plan.config.objective.distillation.is_on:
             wrong = "there is nothing to learn from without objective.distillation.teacher or url"
@@ -347,9 +358,10 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none no group of responses has different rewards; allowed: false"
             yield "rollout.dynamic_sampling", wrong
-    if plan.config.objective.distillation.teacher is not None and plan.config.model.lora.rank:
+    distillation = plan.config.objective.distillation
+    for number in distillation.folders if plan.config.model.lora.rank else ():
         wrong = "adapters leave no place for the teacher's weights; allowed with model.lora: null"
-        yield "objective.distillation.teacher", wrong
+        yield distillation.key_of(number, "teacher"), wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
             if getattr(reward, name) != unset:
@@ -441,6 +453,22 @@ def prompts_are_sound(plan: Plan) -> Problems:
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
 
 
+def selection_fits(plan: Plan) -> Problems:
+    """Check that the statistics by which data.selection chooses exist, and that no other key orders
+    the prompts."""
+    data, reward = plan.config.data, plan.config.reward
+    yield from data.selection.problems()
+    if not data.selection.is_on:
+        return
+    for name, usual in (("weights", None), ("shuffle", True)):
+        if getattr(data, name) != usual:
+            wrong = "nothing reads it with data.selection.by = pass_rate"
+            yield f"data.{name}", f"{wrong}; allowed: {format_value(usual)}"
+    if reward.name == "none" and reward.import_path is None:
+        wrong = "with reward none no response is solved; allowed: uniform"
+        yield "data.selection.by", wrong
+
+
 def weights_fit(weights: list[float] | None, weighted: list[str], words: str) -> Problems:
     if weights is not None and len(weights) != len(weighted):
         yield (
@@ -498,6 +526,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
     Config: (
         *_SHARED,
         prompts_are_sound,
+        selection_fits,
         rollouts_fit,
         environment_is_one,
         staleness_fits,

@@ -5,18 +5,19 @@ Rules for several keys together are in rules.py; pre-training and fine-tuning ar
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from gspo_megatron.config.collapse import CollapseKeys
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.phases import PHASES, Phase
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.section import (
+    FORMAT,
     SYSTEM_PROMPT,
     TEMPLATE,
     Date,
@@ -33,17 +34,17 @@ from gspo_megatron.config.section import (
     key,
     shapes,
 )
+from gspo_megatron.config.selection import SelectionSection
 from gspo_megatron.config.servers import VllmSection
 from gspo_megatron.families import PRESETS, Family, family_of, family_of_shape, preset_of_folder
 from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
     ModelPreset,
     ModelShape,
-    checkpoint_model_file,
+    config_of_weights,
     preset_of_checkpoint,
     shape_of,
 )
-from gspo_megatron.files import parse_json
 
 
 class ModelSection(Section):
@@ -55,6 +56,11 @@ class ModelSection(Section):
         "them",
     )
     hf_path: Text | None = shapes(None, "Hugging Face folder of starting weights; null: random")
+    ignore_custom_code: bool = harmless(
+        False,
+        "take hf_path, and a teacher's folder, for what its model_type says although config.json "
+        "names Python code of its own (auto_map), which is never run",
+    )
     checkpoint_path: Text | None = shapes(
         None,
         "checkpoint of gspo-megatron with the weights to start from; of a run folder or its "
@@ -93,12 +99,7 @@ class ModelSection(Section):
     def family(self, shape: ModelShape) -> Family:
         """Return the family that names the tensors: that of the weights' config.json, else one that
         has models of this shape. Raises ConfigError."""
-        hf = None
-        if self.hf_path is not None:
-            hf = parse_json((Path(self.hf_path) / "config.json").read_bytes())
-        elif self.checkpoint_path is not None:
-            file = checkpoint_model_file(self.checkpoint_path)
-            hf = None if file is None else parse_json(file.read_bytes()).get("hf")
+        hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
 
@@ -163,9 +164,7 @@ class DataSection(Section):
     )
     eval_prompts: Paths | None = key("shown", None, "held-out prompts, as data.prompts")
     tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
-    format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(
-        None, "published dataset of the rows; replaces prompt_field and answer_field"
-    )
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(None, FORMAT)
     prompt_field: Text = shapes(
         "prompt", "the field that holds the prompt, a string or messages; a.b: field b of object a"
     )
@@ -185,6 +184,7 @@ class DataSection(Section):
     )
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
+    selection: SelectionSection = Field(default_factory=SelectionSection)
 
 
 class RolloutSection(Section):
@@ -276,20 +276,18 @@ class RewardSection(Section):
     )
     scale: float = shapes(1.0, "factor for all rewards; applied first", gt=0)
     clip: float | None = shapes(
-        None,
-        "bound for each turn's reward, after scale: clipped to [-clip, clip]; null: none",
-        gt=0,
+        None, "each turn's reward, after scale, is clipped to [-clip, clip]; null: none", gt=0
     )
     overlong_buffer: Positive | None = shapes(
-        None,
-        "number of tokens before max_response_tokens over which the penalty for long responses "
-        "grows; null: no penalty",
+        None, "tokens before max_response_tokens over which a penalty grows; null: no penalty"
     )
     overlong_penalty: float = shapes(
-        1.0,
-        "largest penalty, of a response that uses the whole buffer or is cut off; applied last",
-        gt=0,
+        1.0, "largest penalty: the whole buffer is used, or the response is cut off", gt=0
     )
+    repetition_penalty: float = shapes(
+        0.0, "penalty of a response that only repeats itself; else the repeated share of it", ge=0
+    )
+    repetition_words: Positive = shapes(3, "so many equal words in a row are a repetition")
 
 
 class RoutingSection(Section):
@@ -365,7 +363,7 @@ class RunSection(Section):
     )
 
 
-class TrainingSection(RunSection):
+class TrainingSection(RunSection, CollapseKeys):
     """The run itself."""
 
     steps: NotNegative = key(
@@ -374,9 +372,7 @@ class TrainingSection(RunSection):
     packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     dump_batches: NotNegative = harmless(
-        0,
-        "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
-        "none",
+        0, "last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: none"
     )
     phases: list[Phase] = harmless([], PHASES)
 
@@ -395,9 +391,7 @@ class SuiteSection(Section):
     prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
     template: Text | None = harmless(None, TEMPLATE)
     system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)
-    format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(
-        None, "published dataset of the rows; replaces prompt_field and answer_field"
-    )
+    format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(None, FORMAT)
     prompt_field: Text = harmless("prompt", "the field that holds the prompt, as data.prompt_field")
     answer_field: Text | None = harmless(
         "answer", "the field of the right answer; null: no answers"

@@ -11,6 +11,7 @@ from gspo_megatron.config.schema import EvaluationSection, RewardSection, SuiteS
 from gspo_megatron.errors import UnknownValueError
 
 _SHAPING = ("scale", "clip", "overlong_buffer", "overlong_penalty")
+_SHAPING += ("repetition_penalty", "repetition_words")
 
 
 def suites_fit(plan: Plan) -> Problems:

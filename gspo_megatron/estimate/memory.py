@@ -94,8 +94,8 @@ def rank_memory(
     # If the adapters start without effect, the policy without adapters is the reference.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
         reference = whole if lora is None else trained_bytes(model.policy)
-    if section and section.distillation.teacher is not None:
-        reference += whole
+    if section:
+        reference += whole * len(section.distillation.folders)
     on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,

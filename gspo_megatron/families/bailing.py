@@ -28,7 +28,7 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
 FAMILY = f.Family(
     model_type="bailing_moe_v2",
     architecture="BailingMoeV2ForCausalLM",
-    no_cpu_servers="need a class for its config.json, which transformers does not have",
+    no_servers="need a class for its config.json, which transformers does not have",
     fields=(
         *f.SIZES,
         f.key_value_heads(None),

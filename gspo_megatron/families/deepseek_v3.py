@@ -1,7 +1,5 @@
 """DeepseekV3ForCausalLM: DeepSeek-V3 and R1, Kimi-K2, Moonlight. Latent attention, a sigmoid router
-with a bias, the first layers dense, YaRN.
-
-Without FP8 weights. The layers for further tokens are left out.
+with a bias, the first layers dense, YaRN. The layers for further tokens are left out.
 """
 
 from __future__ import annotations

@@ -86,10 +86,12 @@ class Family:
     # The key for the number of layers behind the last one that predict further tokens (MTP). They
     # are left out; an export says that it has none.
     next_token_layers: str | None = None
-    # Keys of config.json that vLLM needs and transformers does not read. Published files and our
-    # exports have them; a folder that transformers wrote has not.
+    # Keys of config.json that vLLM needs and transformers does not read. Published files have them,
+    # a folder that transformers wrote has not; our exports add them.
     vllm_keys: tuple[str, ...] = ()
-    # Why vLLM 0.30 for CPUs cannot serve the family, or serves it wrongly; empty: it serves it.
+    # Why vLLM 0.30 cannot serve the family, or serves it wrongly, anywhere and on CPUs; empty: it
+    # serves it.
+    no_servers: str = ""
     no_cpu_servers: str = ""
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:

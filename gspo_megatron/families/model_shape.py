@@ -223,6 +223,15 @@ def read_model(
     raise ConfigError([f"{key}: {file}: {line}" for line in problems])
 
 
+def config_of_weights(hf_path: str | None, checkpoint_path: str | None) -> dict[str, Any] | None:
+    """config.json of the Hugging Face model that weights come from, where that can be read here."""
+    if hf_path is not None:
+        file = Path(hf_path) / "config.json"
+        return parse_json(file.read_bytes()) if file.is_file() else None
+    file = None if checkpoint_path is None else checkpoint_model_file(checkpoint_path)
+    return None if file is None else parse_json(file.read_bytes()).get("hf")
+
+
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
     """The model that the contents of model.json describe. Raises LookupError."""
     shape: dict[str, Any] = {**_ADDED_FIELDS, **model["shape"]}

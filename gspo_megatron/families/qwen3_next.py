@@ -105,15 +105,11 @@ _EXPERT_NAMES = {
     **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
 }
 
-# Serving was seen with the options that its message names; new weights and runs were not tried.
-_NO_CPU_SERVERS = (
-    "compute delta nets in bf16 alone, with heads of 128 and without prefix caching, and were not "
-    "tried with new weights"
-)
+# vLLM inspects the class beside the vision model's, even where the language model is all there is.
+_NO_CPU_SERVERS = "need torchvision for this family, and were not tried with it"
 QWEN3_NEXT = f.Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    no_cpu_servers=_NO_CPU_SERVERS,
     fields=(
         *f.SIZES,
         f.key_value_heads(2),

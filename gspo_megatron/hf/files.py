@@ -102,8 +102,8 @@ class HfFolder:
         if "auto_map" in self.config and not ignore_custom_code:
             problems.append(
                 f"{self.path / 'config.json'}: auto_map: the model is defined by code in its"
-                " folder, which is never run; --ignore-custom-code takes the folder for what its"
-                " model_type says"
+                " folder, which is never run; model.ignore_custom_code = true (of convert:"
+                " --ignore-custom-code) takes the folder for what its model_type says"
             )
         # In vision-language models the language model is a part of the model.
         self.tensors: dict[str, FileTensor] = {
@@ -310,14 +310,14 @@ def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def checked_folder(
-    path: str | Path, shape: ModelShape, vocab_size: int
+    path: str | Path, shape: ModelShape, vocab_size: int, *, ignore_custom_code: bool = False
 ) -> tuple[HfFolder, WeightMap]:
-    """The folder, and the map of its model. No tensor is read.
+    """The folder, see `HfFolder`, and the map of its model. No tensor is read.
 
     Raises DataError with all that is wrong: config.json describes another model than one of
     `shape` and `vocab_size`; and what `checked_weights` raises.
     """
-    folder = HfFolder(path)
+    folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
     conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), folder.describe())
     problems = [
         f"{folder.path / 'config.json'}: {key} is {format_value(theirs)}, and "

@@ -17,16 +17,19 @@ from gspo_megatron.models.shards import Shard, parameter_shards
 
 
 @torch.no_grad()
-def load_hf(path: str | Path, policy: Policy) -> None:
+def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = False) -> None:
     """Fill this rank's parameters, and the biases of its routers, from the folder.
 
     Each rank reads only what its own shards need; values are converted to the model's dtype,
     padding of the vocabulary becomes zero. An optimizer that exists already keeps its fp32 copies
     of the old weights: load before it is built, or call its reload_model_params.
+    ignore_custom_code: see `HfFolder`.
 
     Raises DataError, with all that is wrong with the folder and before anything is changed.
     """
-    folder, weights = checked_folder(path, policy.shape, policy.vocab_size)
+    folder, weights = checked_folder(
+        path, policy.shape, policy.vocab_size, ignore_custom_code=ignore_custom_code
+    )
     shards = weight_shards(policy, weights)
     for shard in shards:
         if shard.name == "embedding.word_embeddings.weight":

@@ -25,7 +25,8 @@ def export_config(
     original: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json for weights of this shape and dtype. `original`: the config.json that the weights
-    were imported with; its other keys are kept, and all keys if it still describes the model.
+    were imported with; its other keys are kept, and all keys if it still describes the model. Those
+    that vLLM needs beside them are added.
 
     Raises ConfigError for a model that the family (without an original: any family) cannot have.
     """
@@ -40,12 +41,13 @@ def export_config(
     if original is None:
         return {**made, "torch_dtype": dtype_name}
     if shape_of(describe(original)) == shape_of(describe(made)):
-        config = dict(original)
+        config = {key: made[key] for key in family.vllm_keys if key in made} | dict(original)
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
-    # What an import leaves out: layers for further tokens, and FP8.
+    # What an import leaves out: layers for further tokens, FP8, Python code.
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     config.pop("quantization_config", None)
+    config.pop("auto_map", None)  # names code that an export does not have
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 

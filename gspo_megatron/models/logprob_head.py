@@ -37,7 +37,7 @@ STRIP_BYTES = 4 * 2**20
 
 # Logits are kept in units of log 2: exp2 is one or two vector instructions, and several times
 # faster than exp on a CPU.
-_LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
+_LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
 def logprob_and_entropy(
@@ -112,19 +112,19 @@ class VocabParallelLogProb(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        row_blocks, column_blocks = _tiles(
+        row_blocks, column_blocks = tiles_of(
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
         )
         # of each block of columns: maximum, sum of exponentials, sum of logits times exponentials
         block_sums = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
         target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
-        buffers = [_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
-        inputs, factor = _to_base_2(hidden, temperature, dtype)
+        buffers = [tile_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
+        inputs, factor = to_base_2(hidden, temperature, dtype)
         exponentials = None
         for place, columns in enumerate(column_blocks):
             for rows in row_blocks:
-                logits = _logits(inputs[rows], weight[columns], factor, buffers[0])
-                index, inside = _locate(local_targets[rows], columns)
+                logits = tile_logits(inputs[rows], weight[columns], factor, buffers[0])
+                index, inside = locate(local_targets[rows], columns)
                 target_logit[rows] += logits.gather(1, index[:, None])[:, 0].where(inside, 0.0)
                 exponentials = _tile_sums(logits, buffers[1], block_sums[:, place, rows])
         maximum, scale, sums = _merge(block_sums, process_group)
@@ -135,8 +135,8 @@ class VocabParallelLogProb(torch.autograd.Function):
         sum_exp, weighted_logit, target_logit, owners = sums
         log_sum = sum_exp.log2()
         # 0/0 = NaN where no rank owns the target: such a target has no probability.
-        logprob = (target_logit / owners - log_sum) * _LN_2
-        entropy = (log_sum - weighted_logit / sum_exp) * _LN_2
+        logprob = (target_logit / owners - log_sum) * LN_2
+        entropy = (log_sum - weighted_logit / sum_exp) * LN_2
         norm = None
         is_one_tile = len(row_blocks) * len(column_blocks) == 1
         if is_one_tile and exponentials is not None and not entropy_gradient:
@@ -172,20 +172,20 @@ class VocabParallelLogProb(torch.autograd.Function):
         # Without an entropy gradient the gradient of a row's logits is (p - [is the target]) times
         # one factor. It is applied to the rows of the products, not to every element of the tiles.
         factors = -logprob_grad if entropy_grad is None else None
-        sums = _GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, factors)
+        sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, factors)
         if exponentials is None:
-            inputs, factor = _to_base_2(hidden, ctx.temperature, entropy.dtype)
+            inputs, factor = to_base_2(hidden, ctx.temperature, entropy.dtype)
             buffers = [
-                _buffer(hidden, row_blocks, column_blocks, entropy.dtype)
+                tile_buffer(hidden, row_blocks, column_blocks, entropy.dtype)
                 for _ in range(1 if entropy_grad is None else 2)
             ]
         for columns in column_blocks:
             for rows in row_blocks:
-                index, inside = _locate(local_targets[rows], columns)
+                index, inside = locate(local_targets[rows], columns)
                 if exponentials is not None:
                     gradient = exponentials * norm[:, None]
                 else:
-                    log_p = _logits(inputs[rows], weight[columns], factor, buffers[0])
+                    log_p = tile_logits(inputs[rows], weight[columns], factor, buffers[0])
                     log_p -= logsumexp[rows, None]
                     p_memory = log_p if factors is not None else _tile(buffers[1], log_p.shape)
                     gradient = torch.exp2(log_p, out=p_memory)
@@ -201,7 +201,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         return *sums.result(), None, None, None, None, None, None
 
 
-class _GradientSums:
+class GradientSums:
     """The gradients of hidden states and weight, each only if it is needed, summed over the tiles.
 
     Products are summed in float32 or better: in low precision small ones would be lost. For the
@@ -258,7 +258,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _tiles(
+def tiles_of(
     rows: int, columns: int, chunk_size: int | None, element_bytes: int, device: torch.device
 ) -> tuple[list[slice], list[slice]]:
     """The blocks of rows and the blocks of columns; none for 0 rows or 0 columns."""
@@ -279,7 +279,7 @@ def _blocks(total: int, largest: int, unit: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _buffer(
+def tile_buffer(
     like: Tensor, row_blocks: list[slice], column_blocks: list[slice], dtype: torch.dtype
 ) -> Tensor:
     """Flat memory for the first tile, which is the largest."""
@@ -287,7 +287,7 @@ def _buffer(
     return like.new_empty(math.prod(tile), dtype=dtype)
 
 
-def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """The index of each target [rows] in a block of columns (a legal one if it is outside), and
     whether it is inside."""
     place = local_targets - columns.start
@@ -295,7 +295,7 @@ def _locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return index, index == place
 
 
-def _to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+def to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Hidden states and a factor: (hidden @ weight.t()) * factor are the logits divided by the
     temperature, in units of log 2. Precise hidden states are multiplied by it at once, and the
     factor is 1: they have fewer elements than the logits."""
@@ -303,7 +303,7 @@ def _to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[
     return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
 
 
-def _logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
+def tile_logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
     """[rows, columns] in the memory and dtype of `buffer`."""
     logits = multiply(hidden, weight, _tile(buffer, (hidden.shape[0], weight.shape[0])))
     return logits if factor == 1.0 else logits.mul_(factor)
@@ -376,14 +376,14 @@ def _merge(
     maxima, sum_exp, weighted_logit = block_sums
     if len(maxima) == 1 and process_group is None:
         return maxima[0], torch.ones_like(maxima), (sum_exp[0], weighted_logit[0])
-    maximum = _row_maximum(maxima, process_group)
+    maximum = row_maximum(maxima, process_group)
     shift = maxima - maximum
     scale = shift.exp2()
     weighted_logit = (weighted_logit + shift * sum_exp) * scale
     return maximum, scale, ((sum_exp * scale).sum(0), weighted_logit.sum(0))
 
 
-def _row_maximum(maxima: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+def row_maximum(maxima: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     """[rows], of `maxima` [blocks, rows] over all blocks of all ranks."""
     # a rank with only padding has no blocks
     lowest = maxima.new_full((1, maxima.shape[1]), -math.inf)
@@ -402,7 +402,7 @@ def _softmax_gradient(
     d logprob / d logit_j = [j is the target] - p_j and d entropy / d logit_j = -p_j (log p_j + H).
     `log_p` is in units of log 2.
     """
-    log_p *= _LN_2
+    log_p *= LN_2
     log_p += entropy[:, None]
     log_p *= entropy_grad[:, None]
     log_p += logprob_grad[:, None]

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
+from gspo_megatron.models.top_k_head import bucket_logprobs, most_probable
 
 
 @dataclass
@@ -26,6 +27,9 @@ class HeadInputs:
     targets: Tensor  # [rows] int64, global vocabulary ids
     temperature: float = 1.0
     entropy_gradient: bool = False
+    # [rows, k] int64: other tokens whose log-probs are wanted, with that of all the rest together
+    candidates: Tensor | None = None
+    top_k: int = 0  # above 0: the head itself writes so many of the most probable into `candidates`
 
 
 class HiddenStates(ColumnParallelLinear):
@@ -48,7 +52,9 @@ class HiddenStates(ColumnParallelLinear):
 
 class PolicyModel(GPTModel):
     """Stock GPTModel; with `labels=HeadInputs` its last stage returns [2, rows]: the targets'
-    log-probs and the entropies. Without labels it returns hidden states [batch, sequence, hidden].
+    log-probs and the entropies. Candidates add a row of flags, 1 where the first one is the most
+    probable token, and k + 1 rows of log-probs: theirs, and that of all other tokens.
+    Without labels it returns hidden states [batch, sequence, hidden].
     """
 
     def __init__(self, *, true_vocab_size: int, **kwargs: Any) -> None:
@@ -99,19 +105,29 @@ class PolicyModel(GPTModel):
         """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
         hidden, weight = self.head_product(logits.flatten(0, 1).index_select(0, labels.rows))
-        parallel = group.size() > 1
-        return torch.stack(
+        shard: Any = {
+            "process_group": group if group.size() > 1 else None,
+            "vocab_start": group.rank() * weight.shape[0],
+            "vocab_size": self.true_vocab_size,
+        }
+        outputs = torch.stack(
             logprob_and_entropy(
                 hidden,
                 weight,
                 labels.targets,
                 temperature=labels.temperature,
-                process_group=group if parallel else None,
-                vocab_start=group.rank() * weight.shape[0],
-                vocab_size=self.true_vocab_size,
                 entropy_gradient=labels.entropy_gradient,
+                **shard,
             )
         )
+        if labels.top_k:
+            labels.candidates = most_probable(hidden, weight, labels.top_k, **shard)
+        if labels.candidates is None:
+            return outputs
+        buckets, is_greedy = bucket_logprobs(
+            hidden, weight, labels.candidates, temperature=labels.temperature, **shard
+        )
+        return torch.cat([outputs, is_greedy[None].to(outputs.dtype), buckets.t()])
 
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:

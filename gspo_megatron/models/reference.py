@@ -53,6 +53,10 @@ class ReferencePolicy:
         finally:
             self.swap()
 
+    def is_finite(self) -> bool:
+        """Whether all weights that are kept here are finite; for this rank's shards."""
+        return all(bool(weight.isfinite().all()) for weight in self._weights)
+
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the weights here and those of the policy."""

@@ -271,6 +271,9 @@ class Objective:
     needs_reference: bool
     needs_entropy_gradient: bool
     of_tokens: bool  # it may read an advantage for each token
+    # one number of terms of tokens, and the pair of its mean, as `aggregate_tokens`; a custom
+    # objective's additions are means over sequences
+    aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return self.function(inputs)
@@ -279,6 +282,11 @@ class Objective:
 def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
     """The objective of a checked configuration; a UserError where a custom one cannot be loaded."""
     advantages = build_advantages(section)
+    recipe = resolve_objective(section)
+    aggregation = "sequence_mean" if section.import_path is not None else recipe.aggregation
+    aggregate = partial(
+        aggregate_tokens, aggregation=aggregation, max_response_tokens=max_response_tokens
+    )
     if section.import_path is not None:
         function, checked = custom_objective(section.import_path, section.options)
         return Objective(
@@ -290,8 +298,9 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
             of_tokens=True,
+            aggregate=aggregate,
         )
-    loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
+    loss = PolicyLoss(section, recipe, max_response_tokens)
     return Objective(
         name=section.name,
         function=loss,
@@ -300,4 +309,5 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
         of_tokens=loss.recipe.terms == "token",
+        aggregate=aggregate,
     )

@@ -141,6 +141,17 @@ def _entropy_collapse(curves: _Curves) -> Iterator[Finding]:
         yield Finding("policy/entropy", tuple(low), text, advice)
 
 
+def _collapse(curves: _Curves) -> Iterator[Finding]:
+    alarms = curves.of("collapse/alarm")
+    if alarms:
+        text = "the policy collapses: the reward falls, by the rule of docs/campaigns.md"
+        advice = (
+            "Set training.on_collapse = rollback, or continue an earlier checkpoint with other "
+            "values: gspo-megatron train RUN --from-step N section.key=value."
+        )
+        yield Finding("collapse/alarm", tuple(alarms), text, advice)
+
+
 def _length_explosion(curves: _Curves) -> Iterator[Finding]:
     cap = curves.section("rollout").get("max_response_tokens", math.inf)
     advice = (
@@ -231,6 +242,7 @@ def _slow_rewards(curves: _Curves) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[_Curves], Iterator[Finding]], ...] = (
+    _collapse,
     _gradient_spikes,
     _entropy_collapse,
     _length_explosion,

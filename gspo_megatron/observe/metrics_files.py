@@ -1,4 +1,4 @@
-"""Reads and writes metrics.jsonl, samples.jsonl and evaluation.jsonl of a run folder.
+"""Reads and writes metrics.jsonl, draws.jsonl, samples.jsonl and evaluation.jsonl of a run folder.
 
 A metric record is a flat JSON object: `step`, an optional `phase` (default "rl"), and numbers under
 nested names such as "ratio/sequence/p50". A number that was not finite is null.
@@ -22,6 +22,7 @@ from gspo_megatron.files import make_folder
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
+DRAWS_FILE = "draws.jsonl"  # what came of each prompt of each step: a record a group
 SAMPLES_FILE = "samples.jsonl"
 CHANGES_FILE = "changes.jsonl"  # a record where a run goes on with other values of its keys
 PHASE_CONFIG = "config.from_step_"  # and the step: all values of a phase
@@ -91,6 +92,13 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 def read_samples(run_dir: str | Path) -> list[Record]:
     """Return the sample records of a run; empty without a samples file. Raises DataError."""
     path = Path(run_dir) / SAMPLES_FILE
+    return read_json_lines(path) if path.is_file() else []
+
+
+def read_draws(run_dir: str | Path) -> list[Record]:
+    """Read the record of each group of responses of a run; empty without the file. Raises
+    DataError."""
+    path = Path(run_dir) / DRAWS_FILE
     return read_json_lines(path) if path.is_file() else []
 
 

@@ -22,6 +22,7 @@ from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.advice import Finding, advise, write_steps
+from gspo_megatron.observe.history import history
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     FINE_TUNING,
@@ -407,12 +408,12 @@ def _report_one(run: Run, out: Path) -> str:
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
     tiles.append(("wall time", duration(wall_seconds(records))))
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
+    sections += [ReportSection("History", told)] if (told := history(run.path)) else []
     sections += warning_section([run])
     pictures = [*plot_run(run.path, out), plot_timeline(run, out / "plots" / "timeline.png")]
     if shown := [Picture(path, path.stem) for path in pictures if path is not None]:
         sections.append(ReportSection("Plots", [*shown]))
-    samples = read_samples(run.path)
-    if samples:
+    if samples := read_samples(run.path):
         sections.append(ReportSection("Samples", [_sample_table(samples)]))
     sections.append(ReportSection("Details", _details(run)))
     return render_html(run.name, str(run.path), sections, tiles)

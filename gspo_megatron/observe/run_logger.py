@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
+    DRAWS_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
     PHASE_CONFIG,
@@ -55,13 +57,11 @@ class RunLogger:
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
         self._metrics = MetricsWriter(self.folder)
+        self._draws = JsonLinesWriter(self.folder / DRAWS_FILE)
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
         if resumed_at is not None:
-            phase, step = resumed_at
-            self._metrics.truncate_after(step, phase)
-            self._samples.truncate_after(step, phase)
-            self._evaluation.truncate_after(step, phase)
+            self._drop_after(*resumed_at)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
         rollout = getattr(config, "rollout", None)  # fine-tuning and pre-training have no rollout
@@ -114,14 +114,30 @@ class RunLogger:
         """
         if self.is_main:
             self._metrics.sync()
+            self._draws.sync()
             self._samples.sync()
             self._evaluation.sync()
+
+    def keep_metrics(self, name: str) -> None:
+        """Copy metrics.jsonl, as it is now, to another file of the run folder. Raises OSError."""
+        if self.is_main:
+            shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
+
+    def _drop_after(self, phase: str, step: int) -> None:
+        for file in (self._metrics, self._draws, self._samples, self._evaluation):
+            file.truncate_after(step, phase)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""
         if self.is_main:
             self._metrics.write({"phase": phase, "step": step, **metrics})
             self._trackers.log(step, {"phase": phase, **metrics})
+
+    def write_draws(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write what came of the prompts of a step: see `rl.rollouts.draw_records`."""
+        if self.is_main:
+            for record in records:
+                self._draws.append(record)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write some responses of a step: see `metrics_files.sample_row`."""
@@ -149,6 +165,7 @@ class RunLogger:
         """Close the files; also after an error."""
         if self.is_main:
             self._metrics.close()
+            self._draws.close()
             self._samples.close()
             self._evaluation.close()
             self._trackers.close()

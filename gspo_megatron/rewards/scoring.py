@@ -50,7 +50,8 @@ class FailedCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class Shaping:
-    """Scales rewards, then clips them, then subtracts the penalty of an overlong response."""
+    """Scales rewards, then clips them, then subtracts penalties: for overlong responses, and for
+    responses that repeat themselves."""
 
     section: RewardSection
     max_response_tokens: int
@@ -60,13 +61,13 @@ class Shaping:
         """Whether any reward can change."""
         section = self.section
         changes = section.scale != 1.0 or section.clip is not None
-        return changes or section.overlong_buffer is not None
+        return changes or section.overlong_buffer is not None or section.repetition_penalty > 0
 
     def __call__(self, rewards: np.ndarray, sample: Sample) -> np.ndarray:
         """Shape the rewards of one response. `rewards` and the result are [turns] float64, or [1].
 
-        Scales and clips each turn. The last turn gets the penalty, because its tokens exceed the
-        length.
+        Scales and clips each turn. The last turn gets the penalties, because its tokens exceed the
+        length, and a repetition is a property of the whole response.
         """
         rewards = rewards * self.section.scale
         if self.section.clip is not None:
@@ -78,7 +79,19 @@ class Shaping:
             excess = sample.num_tokens - (self.max_response_tokens - buffer)
             share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
             rewards[-1] -= self.section.overlong_penalty * share
+        if self.section.repetition_penalty > 0:
+            text = sample.transcript or sample.response
+            share = repeated_share(text, self.section.repetition_words)
+            rewards[-1] -= self.section.repetition_penalty * share
         return rewards
+
+
+def repeated_share(text: str, size: int) -> float:
+    """Return the share of the text's runs of `size` words that occur earlier in it; 0 if the text
+    has fewer words. Upper and lower case are equal (arXiv 2502.03373, appendix C.2)."""
+    words = text.lower().split()
+    runs = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
+    return 1 - len({*runs}) / len(runs) if runs else 0.0
 
 
 # Parts that differ only by float32 rounding count as equal, as in objectives/advantages.py.

@@ -23,18 +23,22 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
+from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError
+from gspo_megatron.data.selection import PromptSelection, identity
+from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.objectives.advantages import AdvantageEstimator
-from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.observe.collapse import Alarm
+from gspo_megatron.observe.metrics_files import RL, read_draws
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
@@ -44,13 +48,16 @@ from gspo_megatron.rl.rollouts import (
     Collector,
     DynamicSampling,
     Experience,
+    draw_records,
     judge_groups,
 )
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
-NOISE_WARNING = "ratio/noise_floor"  # shown once in a run, also if it is resumed
+# Warnings that are shown once in a run, also if it is resumed
+NOISE_WARNING = "ratio/noise_floor"
+COLLAPSE_WARNING = "training.on_collapse"
 
 
 @dataclass
@@ -98,17 +105,7 @@ class ReinforcementLoop:
         self.suites = Suites(self.config, run.collector)
         self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling.of(rollout)
-        self.loader = PromptLoader(
-            # a run that only evaluates may have no prompts, and uses none
-            run.inputs.train_sizes or [len(run.inputs.train) or 1],
-            rollout.prompts_per_step,
-            self.config.training.seed,
-            shuffle=self.config.data.shuffle,
-            weights=self.config.data.weights,
-        )
         self.data_group = data_parallel_group()
-        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
-        self.last = phase_end(self.config, self.done + 1)
         # The responses of the next step, if the run was stopped between its rollout and its update.
         start = run.checkpoints.start
         self.restored: Experience | None = None
@@ -116,6 +113,9 @@ class ReinforcementLoop:
         # Responses from before `train --change` were sampled with other values.
         if start.checkpoint is not None and saved is not None and not start.begins_phase:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
+        self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
+        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
+        self.last = phase_end(self.config, self.done + 1)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
@@ -156,13 +156,14 @@ class ReinforcementLoop:
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
+        alarm = run.checkpoints.watch.alarm  # of a run that ended so
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
                 # if no server took that step's weights, they have arrived only now
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
-            elif self.done == 0 and self.restored is None:
+            elif self.restored is None and run.checkpoints.is_new(RL):
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
@@ -171,11 +172,30 @@ class ReinforcementLoop:
                         told = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {told}")
                     progress.update(0, before)
+                run.checkpoints.before_first_step(self.trainer, self.loader)
+            elif alarm is not None and self.done < steps:
+                self._end_or_go_on(alarm, self.done, progress)
             for step in range(self.done + 1, self.last + 1):
-                self._end_step(step, self.step(step), progress)
+                if run.checkpoints.back is None:
+                    self._whole_step(step, progress)
+
+    def _whole_step(self, step: int, progress: Progress) -> None:
+        """Run one step to its end. An update that loses the weights is a collapse, too, but a run
+        can only go back then: there is nothing left to save."""
+        try:
+            metrics = self.step(step)
+        except FloatingPointError as error:
+            if self.config.training.on_collapse != "rollback":
+                raise
+            alarm = self.run_components.checkpoints.lose(step, str(error))
+            if not self._goes_on_after(alarm, step, progress):
+                raise
+        else:
+            self._end_step(step, metrics, progress)
 
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """Evaluate and save if due, and log the metrics."""
+        """Evaluate and save if due, and log the metrics. After a collapse, end the run or go back;
+        see `_goes_on_after`."""
         run, steps = self.run_components, self.config.training.steps
         intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
         due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
@@ -184,11 +204,15 @@ class ReinforcementLoop:
                 metrics |= self.evaluate(step, *due)
             except _ENDS_BETWEEN_STEPS as error:
                 run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+        alarm = run.checkpoints.judge(step, metrics)
         run.logger.write(RL, step, metrics)
         progress.update(step, metrics)
         warning = self._noise_warning(metrics)
         if warning:
             progress.note(warning)
+        ends = alarm is not None and not self._goes_on_after(alarm, step, progress)
+        if run.checkpoints.back is not None:
+            return
         # A step whose evaluation succeeded only after a resume is saved again, as evaluated.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
         run.checkpoints.end_of_step(
@@ -197,10 +221,35 @@ class ReinforcementLoop:
             self.trainer,
             self.loader,
             metrics,
-            is_last=is_last,
+            is_last=is_last or ends,
             is_border=is_border(self.config, step),
         )
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
+        if ends:
+            raise UserError(run.checkpoints.collapsed_text(step))
+
+    def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
+        """Repeat the answer to a collapse that has ended the run before: the keys may be others."""
+        if not self._goes_on_after(alarm, step, progress):
+            raise UserError(self.run_components.checkpoints.collapsed_text(step))
+
+    def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
+        """Do what training.on_collapse says. Returns whether the run goes on: from here, or after a
+        rollback from `Checkpoints.back`."""
+        checkpoints, training = self.run_components.checkpoints, self.config.training
+        if training.on_collapse == "warn":
+            if COLLAPSE_WARNING not in checkpoints.warned:
+                checkpoints.warned.append(COLLAPSE_WARNING)
+                told = "training.on_collapse = warn: the run goes on"
+                progress.note(f"warning: {alarm.collapse}; {told}")
+            return True
+        if training.on_collapse == "stop" or checkpoints.rollbacks >= training.max_rollbacks:
+            return False
+        if (healthy := checkpoints.roll_back(alarm, step, self.loader)) is None:
+            return False
+        count = f"rollback {checkpoints.rollbacks} of {training.max_rollbacks}"
+        progress.note(f"{alarm.collapse}; {count}: the run goes on after step {healthy}")
+        return True
 
     # The parts of a step, in order
 
@@ -213,6 +262,7 @@ class ReinforcementLoop:
             try:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._request(step))
+                self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
@@ -226,7 +276,11 @@ class ReinforcementLoop:
         else:
             experience = restored
             self._begin_requests(step, first=step + 1)
+        records = [{"step": step, **each} for each in experience.draws]
+        self.run_components.logger.write_draws(records)
         self.run_components.logger.write_samples(step, experience.samples)
+        if isinstance(self.loader, PromptSelection):
+            self.loader.learn(records)
         return experience
 
     def _request(self, step: int) -> RolloutRequest:
@@ -242,9 +296,14 @@ class ReinforcementLoop:
             first=0,
             per_prompt=rollout.group_size,
             sampling=self.sampling,
-            seed=(seed << 32) + step,
+            seed=(seed << 32) + self._draw_number(step),
             version=max(step - 1 - rollout.staleness, 0),
         )
+
+    def _draw_number(self, step: int) -> int:
+        """The step's number for its random numbers, another one after each rollback: the samples of
+        a collapse are not drawn again."""
+        return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:
         """Make servers generate for this step and for later ones, while the policy trains.
@@ -266,11 +325,23 @@ class ReinforcementLoop:
         If servers generate ahead, the loader's next prompts belong to the next step. Refills then
         use a separate loader.
         """
-        yield self.loader.next()
+        taken = [*self.loader.next()]
+        yield [*taken]
+        while isinstance(self.loader, PromptSelection):
+            more = self.loader.refill(taken)
+            taken += more
+            yield more
         ahead = self.config.rollout.staleness > 0
-        refills = self.loader.for_refills(step) if ahead else self.loader
+        refills = self.loader.for_refills(self._draw_number(step)) if ahead else self.loader
         while True:
             yield refills.next()
+
+    def _tell_selection(self, experience: Experience) -> None:
+        """Add the figures of data.selection to those of the step, and mark what it explored."""
+        if isinstance(self.loader, PromptSelection):
+            experience.metrics |= self.loader.metrics()
+            for record in experience.draws[: self.loader.explored()]:
+                record["explored"] = True
 
     def evaluate(self, step: int, prompts: bool = True, suites: bool = True) -> dict[str, float]:
         """Evaluate data.eval_prompts and the suites, if there are any. Returns the metrics."""
@@ -331,6 +402,28 @@ class ReinforcementLoop:
         )
 
 
+def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSelection:
+    """Make what chooses the prompts of each step, from `step` on.
+
+    data.selection needs the records of all steps before it, which the main rank reads.
+    """
+    config, inputs = run.config, run.inputs
+    data, per_step, seed = config.data, config.rollout.prompts_per_step, config.training.seed
+    if not (data.selection.is_on and inputs.train):
+        # a run that only evaluates may have no prompts, and uses none
+        sizes = inputs.train_sizes or [len(inputs.train) or 1]
+        return PromptLoader(sizes, per_step, seed, shuffle=data.shuffle, weights=data.weights)
+    return PromptSelection(
+        [*map(identity, inputs.train)],
+        data.selection,
+        per_step,
+        seed,
+        step=step,
+        staleness=config.rollout.staleness,
+        records=on_main(lambda: read_draws(run.logger.folder)),
+    )
+
+
 def collect(
     collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
 ) -> Experience:
@@ -343,7 +436,7 @@ def collect(
     turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
-    kept, samples = [], []
+    kept, samples, draws = [], [], []
     chosen = DynamicSampling(
         config.rollout.prompts_per_step,
         config.rollout.max_refills,
@@ -353,7 +446,9 @@ def collect(
         request = part_of(of_step, len(kept), next_rows(), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
-        chosen.add(*judge_groups(share.group, request, collector.device))
+        has_spread, has_failed = judge_groups(share.group, request, collector.device)
+        chosen.add(has_spread, has_failed)
+        draws += draw_records(collector, request, share.group, has_spread)
         if request.first == 0:
             samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()
@@ -373,6 +468,7 @@ def collect(
         reward_seconds=metrics.reward_seconds,
         rollout_seconds=time.perf_counter() - start,
         samples=samples,
+        draws=draws,
     )
 
 

@@ -30,7 +30,15 @@ from gspo_megatron.platform.reduce_metrics import (
     mismatch_metrics,
     share_with_all_stages,
 )
-from gspo_megatron.rl.distillation import add_to_advantages, divergence_metrics, teacher_of
+from gspo_megatron.rl.distillation import (
+    ask_folder,
+    divergence_metrics,
+    of_taught_tokens,
+    teacher_of,
+    top_k_metrics,
+    with_advice,
+    with_divergence,
+)
 from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
 
@@ -60,10 +68,11 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
-        self.teacher, distillation = None, section.distillation
-        if distillation.teacher is not None:
-            offload = section.reference_offload
-            self.teacher = teacher_of(distillation.teacher, policy, offload=offload)
+        self.distillation = section.distillation
+        self.teachers = {  # computed on these ranks, by their numbers
+            number: teacher_of(folder, policy, offload=section.reference_offload)
+            for number, folder in self.distillation.folders.items()
+        }
         self.replay = RoutingReplayOff()
         if routing is not None and (routing.modes or routing.volatility):
             self.replay = RoutingReplay(policy, routing, self.device)
@@ -103,9 +112,8 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        if self.teacher is not None:  # its own routers choose its experts
-            with self.teacher.in_place():
-                self._record(everything, "teacher_logprobs")
+        for number, teacher in self.teachers.items():  # its own routers choose its experts
+            ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
 
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
@@ -143,7 +151,10 @@ class PolicyUpdater:
         is_first = not self._updates
 
         def loss(
-            micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
+            micro_batch: MicroBatch,
+            logprobs: Tensor,
+            entropies: Tensor,
+            of_candidates: Tensor | None = None,
         ) -> tuple[Tensor, LossOutputs]:
             packed, old = micro_batch.packed, micro_batch.old_logprobs
             mask, lengths = micro_batch.mask, micro_batch.masked_lengths
@@ -164,19 +175,20 @@ class PolicyUpdater:
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 reference_logprobs=micro_batch.reference_logprobs,
             )
-            teacher = micro_batch.teacher_logprobs
-            if teacher is not None:
-                if is_first:  # the policy has not been updated since it sampled
-                    self._metrics.add_means(divergence_metrics(inputs, teacher))
-                coefficient = self.section.distillation.coefficient
-                inputs = add_to_advantages(inputs, teacher, self.objective, coefficient)
+            inputs, taught = self._taught(inputs, micro_batch, is_first=is_first)
             outputs = self.objective(inputs)
+            if of_candidates is not None:
+                outputs = self._with_divergence(
+                    outputs, inputs, taught, micro_batch, of_candidates, is_first=is_first
+                )
             if is_first:
                 # The policy has not been updated since it sampled. So a difference between its
                 # log-probs and the engine's is mismatch and noise, not learning.
                 self._measure_mismatch(inputs)
             return outputs.loss, outputs
 
+        for micro_batch in micro_batches:
+            micro_batch.head.candidates = micro_batch.teacher_tokens
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
         with self.replay.training_pass(micro_batches):
             for outputs in forward_backward(
@@ -191,10 +203,51 @@ class PolicyUpdater:
         it."""
         reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
+        if "distill/loss" in metrics and "loss" in metrics:
+            metrics["loss"] += self.distillation.coefficient * metrics["distill/loss"]
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
         norms, rates = zip(*self._updates)
         metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]
         return metrics | self.replay.metrics()
+
+    def _taught(
+        self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
+    ) -> tuple[LossInputs, LossInputs]:
+        """Return the inputs with the teacher's part of the advantages, if the form has one; and the
+        original inputs with a mask of the tokens that have a teacher."""
+        teacher = micro_batch.teacher_logprobs
+        if teacher is None:
+            return inputs, inputs
+        taught = of_taught_tokens(inputs, micro_batch)
+        if is_first:  # the policy has not been updated since it sampled
+            self._metrics.add_means(divergence_metrics(taught, teacher))
+        if not self.distillation.candidates:
+            coefficient = self.distillation.coefficient
+            inputs = with_advice(inputs, taught, teacher, self.objective, coefficient)
+        return inputs, taught
+
+    def _with_divergence(
+        self,
+        outputs: LossOutputs,
+        inputs: LossInputs,
+        taught: LossInputs,
+        micro_batch: MicroBatch,
+        of_candidates: Tensor,
+        *,
+        is_first: bool,
+    ) -> LossOutputs:
+        """Add the divergence from the teacher to the outputs.
+
+        of_candidates: [k + 2, tokens], the head's output after log-probs and entropies.
+        """
+        teacher = micro_batch.teacher_buckets
+        assert teacher is not None, "its tokens are the candidates"
+        if is_first:
+            self._metrics.add_means(top_k_metrics(taught, of_candidates[0], teacher))
+        buckets = of_candidates[1:].t()
+        return with_divergence(
+            outputs, inputs, taught, buckets, teacher, self.objective, self.distillation
+        )
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum over the ranks that share the micro-batch's sequences."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gspo_megatron.config import Config
+from gspo_megatron.data.selection import identity
 from gspo_megatron.errors import EpisodeError, RewardError
 from gspo_megatron.evaluation.scores import response_record
 from gspo_megatron.objectives.advantages import group_mean
@@ -40,6 +41,8 @@ class Experience:
     # only on the first rank of each model replica.
     samples: list[dict[str, Any]] = field(default_factory=list)
     # These are the same on all ranks:
+    # what came of the prompts of all requests, in order: records of draws.jsonl without the step
+    draws: list[dict[str, Any]] = field(default_factory=list)
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
     metrics: dict[str, float] = field(default_factory=dict)  # over all sampled responses
     num_tokens: int = 0  # number of sampled response tokens
@@ -307,3 +310,42 @@ def judge_groups(
     dist.all_reduce(flags, group=data_parallel_group())
     has_spread, has_failed = (flags > 0).tolist()
     return has_spread, has_failed
+
+
+def draw_records(
+    collector: Collector,
+    request: RolloutRequest,
+    group: RolloutGroup,
+    has_spread: Sequence[bool],
+) -> list[dict[str, Any]]:
+    """Return what came of each prompt of a request: a record of draws.jsonl without the step.
+
+    A response is solved if its unshaped reward is at least `data.selection.correct_at`. The records
+    have the order of the prompts, and are the same on all ranks.
+    """
+    config, prompts = collector.config, collector.prompts[request.key]
+    correct_at = config.data.selection.correct_at
+    correct_at = config.evaluation.correct_at if correct_at is None else correct_at
+    scored = ~np.isnan(group.rewards)
+    values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
+    sums = np.zeros((4, len(request.rows)))
+    np.add.at(
+        sums.T, group.group_index - request.first, np.stack([*values, group.response_lengths], 1)
+    )
+    everyones = to_tensor(sums, collector.device)
+    dist.all_reduce(everyones, group=collector.data_group)
+    records = []
+    for row, spread, figures in zip(request.rows, has_spread, everyones.T.tolist(), strict=True):
+        responses, solved, reward, length = figures
+        records.append(
+            {
+                "prompt": identity(prompts[row]),
+                "row_id": prompts[row].row_id,
+                "responses": round(responses),
+                "solved": round(solved),
+                "reward": reward / responses if responses else None,
+                "length": length / request.per_prompt,
+                "spread": spread,
+            }
+        )
+    return records

@@ -8,7 +8,7 @@ import torch
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
 from gspo_megatron.checkpoint.manager import Checkpoints
-from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.checkpoint.resume import Start, conclude
 from gspo_megatron.checkpoint.start import Session, open_session, start_model
 from gspo_megatron.config import Config
 from gspo_megatron.config.phases import at_step, is_border, phase_end
@@ -19,6 +19,7 @@ from gspo_megatron.environments.registry import environment_of, episodes_of, too
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
@@ -29,6 +30,9 @@ from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
+
+# Beginnings of changes after which rewards are not compared with those before
+_OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 
 
 def run_training(config: Config, *, fresh: bool = False, change: bool = False) -> bool:
@@ -68,9 +72,9 @@ def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
 def _train_phase(
     config: Config, parts: tuple[Inputs, Reward, Objective] | None, session: Session
 ) -> tuple[bool, Start | None]:
-    """Train to the end of the phase, or of a run without phases. Returns whether the end was
-    reached, and the start of the next phase, if there is one. `parts` None: read the phase's own
-    inputs, reward and objective."""
+    """Train to the end of the phase, or of a run without phases, or to a rollback. Returns False if
+    the run was stopped, and the start of what follows, if anything does. `parts` None: read the
+    phase's own inputs, reward and objective."""
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
     end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
@@ -79,10 +83,14 @@ def _train_phase(
         changed = start.changed or differences(at_step(config, step), of_phase)
         if config.training.phases or changed:
             run.logger.begin_phase(step, changed, config, of_phase)
+        if any(line.startswith(_OTHER_REWARDS) for line in changed):
+            run.checkpoints.watch.forget_rewards()
         loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
         done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
         if not done:
             return False, None
+        if (back := run.checkpoints.back) is not None:
+            return True, on_main(lambda: conclude(config, back, {}, change=True))
         if is_border(config, end):
             return True, run.checkpoints.next_start()
         run.logger.finish()

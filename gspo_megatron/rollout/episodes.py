@@ -36,7 +36,7 @@ from gspo_megatron.rewards.scoring import (
     sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
-from gspo_megatron.rollout.teacher import Judged, Teacher
+from gspo_megatron.rollout.teacher import Judged, Teachers
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
 
@@ -217,10 +217,10 @@ class GroupScorer:
         shaping: Shaping,
         tokenizer: Tokenizer,
         by_part: ObjectiveSection | None = None,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """by_part: the objective, if it computes the advantage from the reward's parts (gdpo)."""
-        self.teacher = teacher
+        self.teachers = teachers
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
             shaping,
@@ -248,10 +248,10 @@ class GroupScorer:
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
         scorer = Scorer(reward, section, needs_parts=by_part is not None)
-        distillation, teacher = config.objective.distillation, None
-        if is_learnt and distillation.url is not None:
-            teacher = Teacher(distillation, section, tokenizer)
-        return cls(scorer, shaping, tokenizer, by_part, teacher)
+        distillation, teachers = config.objective.distillation, None
+        if is_learnt and (distillation.urls or distillation.field is not None):
+            teachers = Teachers(distillation, section, tokenizer)
+        return cls(scorer, shaping, tokenizer, by_part, teachers)
 
     @property
     def reward(self) -> Reward:
@@ -313,12 +313,15 @@ class GroupScorer:
 
         A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
         group. episodes: the episodes of the responses, if there is an environment; judged: the
-        answers of the teacher.
+        answers of the teachers.
         """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
         if judged is not None:
+            group.teachers = judged.teachers
+        if judged is not None and judged.logprobs is not None:
             group.teacher_logprobs, group.teacher_seconds = judged.logprobs, judged.seconds
+            group.teacher_tokens, group.teacher_top_logprobs = judged.tokens, judged.top_logprobs
             unknown = np.isnan(judged.logprobs)
             lost |= {*group.group_index.repeat(group.response_lengths)[unknown].tolist()}
             failed = failed._replace(errors=failed.errors + judged.failures)

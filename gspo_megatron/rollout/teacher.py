@@ -1,8 +1,9 @@
-"""A teacher behind a URL: its log-probs of the tokens that the policy has written.
+"""Asks teachers behind a URL for their log-probs of the tokens that the policy has written, and for
+their most probable tokens at these positions.
 
-The server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. It may hold a model
-of any shape, with the policy's tokenizer. Each branch of a response goes there whole, as token ids.
-The teacher's temperature is 1: prompt_logprobs know no other.
+A server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. Its model may have any
+shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as token ids.
+The teacher's temperature is always 1, because a server has no other for prompt_logprobs.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from gspo_megatron.config.objectives import DistillationSection
+from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import DataError, RewardError, some_of
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
+from gspo_megatron.rewards.values import shorten
 from gspo_megatron.rollout.types import RolloutGroup
+from gspo_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -35,70 +39,187 @@ _T = TypeVar("_T")
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 KEY_VARIABLE = "OPENAI_API_KEY"  # of the server, as for the reward llm_judge
 _USERS_MISTAKES = (401, 403, 404, 405)
+_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option
+
+
+# Which teacher judges which prompt
+
+
+def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
+    """Return the number, in `section.named`, of the prompt's teacher; -1 if it has none. Raises
+    DataError if the prompt's row names no known teacher."""
+    if section.field is None:
+        return 0 if section.is_on else -1
+    if section.field not in prompt.fields:
+        raise DataError(f"{prompt.source}: the row has no {section.field!r}, {_which(section)}")
+    name, names = prompt.fields[section.field], [*section.teachers]
+    if name not in names:
+        known = ", ".join(names)
+        raise DataError(
+            f"{prompt.source}: {section.field} = {shorten(name)} names no teacher, "
+            f"{_which(section)}; known: {known}; a name with {{}} is for prompts without a teacher"
+        )
+    each = section.teachers[name]
+    return -1 if each.teacher is None and each.url is None else names.index(name)
+
+
+def _which(section: DistillationSection) -> str:
+    return f"as objective.distillation.field = {section.field} wants"
+
+
+def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
+    """Raise DataError if rows of prompts name no known teacher, with one line for each."""
+    problems = []
+    for prompt in prompts if section.field is not None else ():
+        try:
+            teacher_number(section, prompt)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(some_of(problems)))
+
+
+# What teachers answer
 
 
 class Judged(NamedTuple):
-    """What a teacher says of the responses of a group."""
+    """The teachers' answers for the responses of a group: columns of RolloutGroup."""
 
-    logprobs: np.ndarray  # [response tokens] float32; NaN in responses whose call failed for good
-    failures: int  # calls, repeated ones too
-    seconds: np.ndarray  # [1] float64, wall seconds
+    failures: int = 0  # number of failed calls, including those that were repeated later
+    # [response tokens] float32; NaN in a response whose call failed for good; 0 in a response that
+    # no server judges; None: there are no servers
+    logprobs: np.ndarray | None = None
+    tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
+    top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
+    seconds: np.ndarray | None = None  # [1] float64, wall seconds
+    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: none; None: one for all
 
 
-class Teacher:
-    """Asks the server. Deadline, repetition and what follows a failure are those of `reward`."""
+@dataclass
+class _Answer:
+    """A server's answer for the response tokens of a branch."""
+
+    logprobs: np.ndarray  # [tokens] float32
+    tokens: np.ndarray  # [tokens, k] int32
+    top_logprobs: np.ndarray  # [tokens, k] float32
+
+    @classmethod
+    def all(cls, count: int, k: int, logprob: float) -> _Answer:
+        nothing = np.full((count, k), -1, np.int32), np.full((count, k), -np.inf, np.float32)
+        return cls(np.full(count, logprob, np.float32), *nothing)
+
+
+class Teachers:
+    """All teachers of a run. Asks those behind a URL. Deadline, number of repetitions and the
+    consequence of a failure come from the section `reward`."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        assert section.url is not None
-        self.url, self.reward, self.tokenizer = section.url.rstrip("/"), reward, tokenizer
-        self.name = f"objective.distillation.url = {section.url}"
-        self._model = ""  # the model's name there; empty: not asked yet
-        self._told = False  # that calls fail
+        self.section, self.k = section, section.candidates
+        self.servers = {
+            number: _Server(
+                f"{section.key_of(number, 'url')} = {url}", url, self.k, reward, tokenizer
+            )
+            for number, url in section.urls.items()
+        }
+        self._timeout_seconds = reward.timeout_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def judge(self, group: RolloutGroup) -> Judged:
-        """`judge_async`, in an event loop of its own."""
+    def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
+        """Run `judge_async` in an event loop of this object."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(self.judge_async(group))
+        return self._loop.run_until_complete(self.judge_async(group, prompts))
 
-    async def judge_async(self, group: RolloutGroup) -> Judged:
-        """Raises RewardError for what the user can mend, and, with `reward.on_failure` stop, for a
-        call that failed for good."""
+    async def judge_async(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
+        """Ask the servers about the responses of a group.
+
+        prompts: by their numbers in the step. Raises RewardError for mistakes of the user, and for
+        a call that failed for good if `reward.on_failure` is `stop`.
+        """
+        numbers = None
+        if self.section.field is not None:
+            of_prompt = {
+                n: teacher_number(self.section, prompts[n]) for n in {*group.group_index.tolist()}
+            }
+            numbers = np.array([of_prompt[n] for n in group.group_index.tolist()], np.int32)
+        if not self.servers:
+            return Judged(teachers=numbers)
+        began = time.perf_counter()
+        said, failures = await self._ask(group, numbers)
+        seconds = np.array([time.perf_counter() - began])
+        said = [_Answer.all(0, self.k, 0.0), *said]
+        columns = [np.concatenate([each.logprobs for each in said]), None, None]
+        if self.k:
+            columns[1] = np.concatenate([each.tokens for each in said])
+            columns[2] = np.concatenate([each.top_logprobs for each in said])
+        return Judged(failures, *columns, seconds, numbers)
+
+    async def _ask(
+        self, group: RolloutGroup, numbers: np.ndarray | None
+    ) -> tuple[list[_Answer], int]:
+        """Return the teacher's answer for each branch, and the number of failed calls."""
         import aiohttp  # not at the top: most runs have no teacher
 
-        began = time.perf_counter()
         key = os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=self.reward.timeout_seconds)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        branches = _branches(group)
+        servers = [
+            self.servers.get(0 if numbers is None else int(numbers[row])) for row, *_ in branches
+        ]
         async with aiohttp.ClientSession(
             timeout=timeout, headers=headers, trust_env=True
         ) as session:
-            failures = 0
-            if not self._model:
-                found, failures = await self._repeated(lambda: self._agreed_model(session))
-                self._model = found or ""
+            asked = [server for server in self.servers.values() if server in servers]
+            failures = sum([await server.introduce(session) for server in asked])
             slots = asyncio.Semaphore(CONCURRENT_CALLS)
             tasks = [
-                asyncio.ensure_future(self._of_branch(session, ids, is_response, slots))
-                for ids, is_response in _branches(group)
+                asyncio.ensure_future(server.of_branch(session, ids, is_response, slots))
+                for server, (_, ids, is_response) in zip(servers, branches, strict=True)
+                if server is not None
             ]
             try:
-                answers = await asyncio.gather(*tasks)
+                answers = iter(await asyncio.gather(*tasks))
             finally:
                 for task in tasks:  # the others, where one has failed for good
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        values = [np.empty(0, np.float32), *(values for values, _ in answers)]
-        failures += sum(each for _, each in answers)
-        seconds = np.array([time.perf_counter() - began])
-        return Judged(np.concatenate(values), failures, seconds)
+        said = []
+        for server, (_, _, is_response) in zip(servers, branches, strict=True):
+            if server is None:
+                said.append(_Answer.all(int(is_response.sum()), self.k, 0.0))
+                continue
+            found, failed = next(answers)
+            said.append(found)
+            failures += failed
+        return said, failures
+
+
+class _Server:
+    """The server of one teacher."""
+
+    def __init__(
+        self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
+    ) -> None:
+        """name: its key and URL, for messages; k: how many most probable tokens to ask for."""
+        self.name, self.url, self.k = name, url.rstrip("/"), k
+        self.reward, self.tokenizer = reward, tokenizer
+        self._model = ""  # the model's name there; empty: not known yet
+        self._told = False  # a message about failed calls was printed
+
+    async def introduce(self, session: ClientSession) -> int:
+        """Ask for the model's name, unless it is known. Returns the number of failed calls."""
+        if self._model:
+            return 0
+        found, failures = await self._repeated(lambda: self._agreed_model(session))
+        self._model = found or ""
+        return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """The model's name, after its tokenizer was compared."""
+        """Return the model's name. Raises RewardError if its tokenizer is another one."""
         model = (await self._asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
@@ -110,26 +231,28 @@ class Teacher:
             )
         return model
 
-    async def _of_branch(
+    async def of_branch(
         self,
         session: ClientSession,
         ids: np.ndarray,
         is_response: np.ndarray,
         slots: asyncio.Semaphore,
-    ) -> tuple[np.ndarray, int]:
-        """The log-probs of its response tokens, and how many calls failed."""
+    ) -> tuple[_Answer, int]:
+        """Return the server's answer for a branch, and the number of failed calls."""
         found, failures = None, 0
-        if self._model:  # nobody knows its name where that call failed for good
+        if self._model:  # it is empty if the call for the name failed for good
             async with slots:
                 call = partial(self._logprobs, session, ids, is_response)
                 found, failures = await self._repeated(call)
         if found is None:
-            found = np.full(int(is_response.sum()), np.nan, np.float32)
+            found = _Answer.all(int(is_response.sum()), self.k, math.nan)
         return found, failures
 
     async def _repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
-        """What a call returns, None where it failed for good and responses may be lost; and how
-        many calls failed."""
+        """Return the result of a call, and the number of failed calls.
+
+        The result is None if the call failed for good and `reward.on_failure` lets responses go.
+        """
         tries = 0
         while True:
             try:
@@ -155,36 +278,48 @@ class Teacher:
 
     async def _logprobs(
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
-    ) -> np.ndarray:
+    ) -> _Answer:
         tokens = ids.tolist()
-        given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
         answer = await self._asked(session, "POST", f"{self.url}/completions", given)
         entries = answer["choices"][0]["prompt_logprobs"]
         if len(entries) != len(tokens):
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(tokens)}")
-        values = []
-        for number in is_response.nonzero()[0].tolist():
-            value = float(entries[number][str(tokens[number])]["logprob"])
-            if not math.isfinite(value):
-                raise ValueError(f"a log-prob of {value}")
-            values.append(value)
-        return np.array(values, np.float32)
+        places = is_response.nonzero()[0].tolist()
+        said = _Answer.all(len(places), self.k, math.nan)
+        for row, number in enumerate(places):
+            entry = {int(token): float(each["logprob"]) for token, each in entries[number].items()}
+            for value in entry.values() if self.k else (entry[tokens[number]],):
+                if not math.isfinite(value):
+                    raise ValueError(f"a log-prob of {value}")
+            said.logprobs[row] = entry[tokens[number]]
+            # an entry has k + 1 tokens if the token written is not among the k most probable
+            best = sorted(entry.items(), key=lambda each: -each[1])[: self.k]
+            if len(best) < self.k:
+                raise ValueError(f"{len(best)} most probable tokens for top_k = {self.k}")
+            if best:
+                said.tokens[row], said.top_logprobs[row] = zip(*best)
+        return said
 
     async def _asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
         async with session.request(method, url, json=given) as response:
             text = await response.text()
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
+            if response.status == 400 and self.k and "logprobs" in text:
+                advice = f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"
+                raise RewardError(f"{self.name}: {url} says 400: {text[:500]}; {advice}")
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return await response.json()
 
 
-def _branches(group: RolloutGroup) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the tokens of each branch, in order, and which of them are of the response."""
+def _branches(group: RolloutGroup) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """List the branches in order: the row of the response, the branch's tokens, and a mask of the
+    tokens that belong to the response."""
     found, end = [], 0
     rows = zip(group.prompt_lengths.tolist(), group.response_lengths.tolist(), strict=True)
-    for prompt, response in rows:
+    for row, (prompt, response) in enumerate(rows):
         start, end = end, end + prompt + response
         ids = group.tokens[start:end]
         if group.in_response is None:
@@ -193,5 +328,7 @@ def _branches(group: RolloutGroup) -> list[tuple[np.ndarray, np.ndarray]]:
             kinds = group.in_response[start:end]
         # a branch begins where a prompt follows a response
         cuts = np.flatnonzero(~kinds[1:] & kinds[:-1]) + 1
-        found += zip(np.split(ids, cuts), np.split(kinds, cuts), strict=True)
+        found += (
+            (row, *each) for each in zip(np.split(ids, cuts), np.split(kinds, cuts), strict=True)
+        )
     return found

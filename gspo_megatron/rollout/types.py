@@ -104,6 +104,12 @@ class RolloutGroup:
     # None: no teacher
     teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
     teacher_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
+    # [response tokens, k] each: the teacher's most probable tokens, filled up with -1, and their
+    # log-probs; None: the form of distillation reads none
+    teacher_tokens: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
+    teacher_top_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
+    # the number of the teacher among several, -1: none; None: there are not several
+    teachers: Annotated[np.ndarray | None, Column(SEQUENCE, np.int32)] = None
     # the reward function's explanation of a reward
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.records

@@ -108,8 +108,9 @@ def all_records(run: Path, phase: str | None = None) -> list[dict[str, Any]]:
 
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine and the moment."""
+    moment = ("perf/", "distill/teacher_seconds")
     return [
-        {key: value for key, value in record.items() if not key.startswith("perf/")}
+        {key: value for key, value in record.items() if not key.startswith(moment)}
         for record in all_records(run)
     ]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import make_small, records, train
@@ -35,20 +38,27 @@ def distilling(toy: Path, folder: Path, teacher: Path, **objective: Any) -> Path
     return path
 
 
-def test_a_student_without_rewards_comes_closer_to_its_teacher(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl_topk", "reverse_kl_topk"])
+def test_a_student_without_rewards_comes_closer_to_its_teacher(
+    toy: Path, tmp_path: Path, form: str
+) -> None:
     teacher = a_folder(tmp_path / "teacher", toy, seed=10)
-    train(distilling(toy, tmp_path, teacher, name="grpo"))
+    train(distilling(toy, tmp_path, teacher, name="grpo"), f"objective.distillation.form={form}")
     found = [record["distill/kl"] for record in records(tmp_path / "run")]
     assert len(found) == 20 and found[0] > 0.05
     assert sum(found[-4:]) < 0.65 * sum(found[:4])
 
 
-def test_a_teacher_with_the_students_weights_teaches_nothing(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl_topk"])
+def test_a_teacher_with_the_students_weights_teaches_nothing(
+    toy: Path, tmp_path: Path, form: str
+) -> None:
     config = distilling(toy, tmp_path, tmp_path / "student")
     # the router's own loss has a gradient, too; the rollout's log-probs differ by rounding
     exact = ["model.megatron.moe_aux_loss_coeff=0.0", "objective.old_logprobs=recompute"]
-    train(config, "training.steps=1", *exact)
+    train(config, "training.steps=1", f"objective.distillation.form={form}", *exact)
     [record] = records(tmp_path / "run")
+    assert record.get("distill/loss", 0) == 0 and record.get("distill/greedy_agreement", 1) == 1
     assert record["distill/kl"] == 0 and record["grad_norm"] == 0
 
 
@@ -63,8 +73,57 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
     (other / "tokenizer.model").unlink()
     [line] = train(config, f"objective.distillation.teacher={other}", expect=2).stderr.splitlines()
     assert str(other / "tokenizer.model") in line
+    damaged = a_folder(tmp_path / "damaged", toy, seed=1)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    told = train(config, f"objective.distillation.teacher={damaged}", expect=2).stderr
+    [line] = [line for line in told.splitlines() if "not finite" in line]
+    assert line.startswith(f"{damaged}: this teacher has weights that are not finite; ")
     alone = train(config, "objective.distillation.teacher=null", expect=2).stderr.splitlines()
     assert alone == [
         "reward.name = 'none': there is nothing to learn from without "
         "objective.distillation.teacher or url; allowed: another reward"
     ]
+
+
+def specialists(toy: Path, folder: Path) -> Path:
+    """A run with rewards whose prompts name one of two teachers, or none."""
+    path = make_small(write_config(toy, folder), data={"eval_prompts": None})
+    config = yaml.safe_load(path.read_text())
+    config["model"] = {"hf_path": str(a_folder(folder / "student", toy, seed=9))}
+    teachers = {
+        "math": {"teacher": str(a_folder(folder / "math", toy, seed=10))},
+        "code": {"teacher": str(a_folder(folder / "code", toy, seed=11))},
+        "chat": {},
+    }
+    distillation = {"field": "domain", "teachers": teachers, "form": "forward_kl_topk"}
+    config["objective"] = {"name": "gspo", "mini_batches": 2, "distillation": distillation}
+    rows = [json.loads(line) for line in (toy / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["domain"] = [*teachers][number % 3]
+    config["data"]["prompts"] = str(folder / "prompts.jsonl")
+    write_rows(folder / "prompts.jsonl", rows)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_prompts_name_their_teachers_and_a_slip_is_told_before_the_start(
+    toy: Path, tmp_path: Path
+) -> None:
+    path = specialists(toy, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    first, rows[1]["domain"] = rows[1]["domain"], "prose"
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    [line] = train(path, expect=2).stderr.splitlines()
+    assert line.startswith(f"{tmp_path}/prompts.jsonl:2: domain = 'prose' names no teacher, as ")
+    rows[1]["domain"] = first
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    train(path, "rollout.prompts_per_step=6")
+    for record in records(tmp_path / "run"):
+        assert record["distill/kl"] > 0 and record["distill/loss"] > 0
+        assert record["grad_norm"] > 0 and 0 <= record["distill/greedy_agreement"] < 1

@@ -110,8 +110,8 @@ def sequence_index_of_the_packed_batch_lost() -> contextlib.AbstractContextManag
 
 @mistake("tp=2")
 def softmax_maximum_not_reduced_over_tp() -> contextlib.AbstractContextManager:
-    native = logprob_head._row_maximum
-    return patch.object(logprob_head, "_row_maximum", lambda logits, group: native(logits, None))
+    native = logprob_head.row_maximum
+    return patch.object(logprob_head, "row_maximum", lambda logits, group: native(logits, None))
 
 
 @mistake("pp=2,vpp=2")

@@ -51,7 +51,12 @@ SERVED = {
     *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
 # Written by runs with a teacher: tests/e2e/test_distillation.py, tests/vllm/test_distillation.py.
-DISTILLED = {"distill/kl", "distill/teacher_seconds"}
+DISTILLED = {
+    *("distill/kl", "distill/teacher_seconds"),
+    *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
+}
+# Written by runs that collapse: tests/e2e/test_collapse.py.
+COLLAPSED = {"collapse/alarm", "collapse/rollbacks"}
 
 
 def documented() -> set[str]:
@@ -83,7 +88,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     write_corpus(folder / "tokenizer.model", folder / "text", 30)
     train, test, text = (str(folder / name) for name in ("train.jsonl", "test.jsonl", "text"))
     data = {
-        "train": {"prompts": train, "eval_prompts": test},
+        "train": {"prompts": train, "eval_prompts": test, "selection": {"by": "pass_rate"}},
         "sft": {"examples": train, "eval_examples": test},
         "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
     }
@@ -109,7 +114,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 @pytest.mark.slow
 def test_the_page_has_every_key_and_no_other(written: set[str]) -> None:
     assert written - documented() == set(), "missing on the page"
-    assert documented() - written == SERVED | DISTILLED, "on the page, but never written"
+    assert documented() - written == SERVED | DISTILLED | COLLAPSED, (
+        "on the page, but never written"
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)

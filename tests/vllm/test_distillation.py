@@ -11,7 +11,7 @@ import yaml
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
-from tests.e2e.resuming import records, train
+from tests.e2e.resuming import all_records, train
 from tests.unit.hf.published import model_config, random_tensors, write_folder
 from tests.vllm.servers import Server, run_options, serve
 
@@ -75,7 +75,7 @@ def distilling(folder: Path, toy: Path, student: Path, url: str) -> list[dict[st
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     train(path)
-    return records(folder / "run")
+    return all_records(folder / "run")
 
 
 def test_a_teacher_with_the_students_weights_agrees_and_another_does_not(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hf.published import model_config, random_tensors, write_folder
+from tests.unit.hf.published import DELTA_NETS, model_config, random_tensors, write_folder
 from tests.unit.hf.test_hf_models import YARN
 from tests.vllm.runs import make_run
 
@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # fp32 on both sides, of other kernels. vLLM's decoding of latent attention is the coarsest.
 SAME = 5e-5
+SAME_IN_BF16 = 0.06  # of delta nets, for which vLLM has no other kernels on CPUs; 0.02 was seen
 VOCABULARY = 257
 # vLLM's kernels: heads of 32, 64, ... channels, and for latent attention the published widths.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -43,6 +44,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen2_moe": HEADS | {"mlp_only_layers": []},
     "qwen3": HEADS,
     "qwen3_moe": HEADS | {"mlp_only_layers": []},
+    "qwen3_next": HEADS
+    | {"num_hidden_layers": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_value_heads": 4, "mlp_only_layers": []},
 }
 QUICK = ("deepseek_v3", "glm4_moe", "llama")
 
@@ -54,7 +58,9 @@ QUICK = ("deepseek_v3", "glm4_moe", "llama")
 def test_servers_sample_from_the_policy(vllm_python: Path, tmp_path: Path, family: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     sizes |= {"max_position_embeddings": 2048, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5}
-    config = model_config(family, **sizes | SERVED[family])
+    in_bf16 = family in DELTA_NETS
+    dtype = "bfloat16" if in_bf16 else "float32"
+    config = model_config(family, dtype, **sizes | SERVED[family])
     model = write_folder(tmp_path / "model", config, random_tensors(config, seed=1))
     has_experts = any("experts_per_tok" in key for key in config)
     run = make_run(
@@ -62,12 +68,12 @@ def test_servers_sample_from_the_policy(vllm_python: Path, tmp_path: Path, famil
         vllm_python,
         model={"megatron": {}, "hf_path": str(model)},
         routing={"replay": "r3"} if has_experts else {},
-        training={"steps": 2, "precision": "fp32"},
+        training={"steps": 2, "precision": "bf16" if in_bf16 else "fp32"},
     )
     run.finish(run.start())
     steps = run.steps()
     assert [record["sync/version"] for record in steps] == [1, 2]
     for record in steps:
-        assert record["mismatch/abs_mean"] < SAME
+        assert record["mismatch/abs_mean"] < (SAME_IN_BF16 if in_bf16 else SAME)
         assert record["grad_norm"] > 0
         assert record.get("replay/missing_rows", 0) == 0

@@ -178,8 +178,8 @@ class MegatronRollouts:
                 given = scorer.scorer.given(generated.episodes)
                 with heard_by(lambda: self.report(scorer.scorer.progress())):
                     scores, failed = scorer.scorer.score(samples, given)
-                if scorer.teacher is not None:
-                    judged = scorer.teacher.judge(group)
+                if scorer.teachers is not None:
+                    judged = scorer.teachers.judge(group, prompts)
                 self.report("")
             except UserError as error:
                 problem = error

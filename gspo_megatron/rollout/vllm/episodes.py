@@ -106,7 +106,7 @@ class Scorers:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None and scoring.teacher is None:
+        if scorer.workers is None and scoring.teachers is None:
             await self._in_main(whole)
             return
         group, samples = await self._in_main(begin)
@@ -114,7 +114,9 @@ class Scorers:
             found = await self._in_main(lambda: scorer.score(samples, given))
         else:
             found = await scorer.score_async(samples, given)
-        judged = None if scoring.teacher is None else await scoring.teacher.judge_async(group)
+        judged = None
+        if scoring.teachers is not None:
+            judged = await scoring.teachers.judge_async(group, {group.number: prompt})
         await self._in_main(lambda: finish(group, samples, found, judged))
 
     async def close(self) -> None:

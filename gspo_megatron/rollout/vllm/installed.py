@@ -8,14 +8,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import ConfigError, RolloutError, problem
-from gspo_megatron.families import family_of, family_of_shape
-from gspo_megatron.files import parse_json
+from gspo_megatron.families import Family
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    config_of_weights,
+    delta_net_layers,
+    delta_net_sizes,
+)
 
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
@@ -70,25 +74,27 @@ def unserved(config: Config) -> list[str]:
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
     with contextlib.suppress(ConfigError):  # no family has this model
-        hf = _config_json(config.model.hf_path)  # the servers start with this folder
-        family = family_of_shape(shape) if hf is None else family_of(hf)
+        family = config.model.family(shape)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
             wrong = f"{has_not}; allowed: megatron, or another vLLM"
             return [problem("rollout.engine", "vllm", wrong)]
-        if "head_sizes" in found and family.no_cpu_servers:
-            wrong = f"vLLM {found['version']} for CPUs: its servers {family.no_cpu_servers}"
-            wrong = f"{wrong}; allowed: megatron"
+        for_cpus = "head_sizes" in found
+        if found and (why := family.no_servers or (for_cpus and family.no_cpu_servers)):
+            kind = "" if family.no_servers else " for CPUs"
+            wrong = f"vLLM {found['version']}{kind}: its servers {why}; allowed: megatron"
             return [problem("rollout.engine", "vllm", wrong)]
-        if "head_sizes" in found and section.takes_adapters and shape.num_moe_experts:
+        if for_cpus and section.takes_adapters and shape.num_moe_experts:
             wrong = f"vLLM {found['version']} for CPUs runs no adapters of models with experts"
             wrong = f"{wrong}; allowed: merged"
             return [problem("rollout.vllm.lora", section.lora, wrong)]
-        lacking = [] if hf is None else [key for key in family.vllm_keys if key not in hf]
+        lacking = _lacking_keys(config, family, shape)
         if lacking:
-            wrong = f"vLLM needs {' and '.join(lacking)} in its config.json; allowed: a folder as"
-            wrong = f"{wrong} published, or one that gspo-megatron has exported"
-            return [problem("model.hf_path", config.model.hf_path, wrong)]
+            wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"
+            return [problem("rollout.engine", "vllm", f"{wrong} model; allowed: megatron")]
+    if "head_sizes" in found and (limit := delta_net_limit(shape, config.training.precision)):
+        key, value, wrong, legal = limit
+        return [problem(key, value, f"{wrong}; allowed: {legal}, or rollout.engine = megatron")]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -104,9 +110,30 @@ def unserved(config: Config) -> list[str]:
     return [problem(f"model.megatron.{key}", shape.megatron.get(key), wrong)]
 
 
-def _config_json(folder: str | None) -> dict[str, Any] | None:
-    path = None if folder is None else Path(folder) / "config.json"
-    return parse_json(path.read_bytes()) if path is not None and path.is_file() else None
+def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, str] | None:
+    """Return the setting with which vLLM's CPU kernels of delta nets compute other log-probs than
+    training does, without an error: key, value, the limit, the legal value. None if there is no
+    such setting."""
+    if not any(delta_net_layers(shape)):
+        return None
+    kernels = "vLLM for CPUs computes delta nets"
+    if precision != "bf16":
+        return "training.precision", precision, f"{kernels} in bf16 alone", "bf16"
+    sizes = delta_net_sizes(shape.megatron)
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if sizes[key] != 128:
+            wrong = f"{kernels} with heads of 128 alone"
+            return f"model.megatron.{key}", sizes[key], wrong, "128"
+    return None
+
+
+def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:
+    """Return the keys that vLLM needs and an export would lack. The servers start with an export,
+    which has the keys of the weights' config.json and of ours."""
+    model = config.model
+    known = family.config(shape, shape.vocab_size or 1) or {}
+    known |= config_of_weights(model.hf_path, model.checkpoint_path) or {}
+    return [key for key in family.vllm_keys if key not in known]
 
 
 def _look_at(python: str) -> dict[str, Any]:

@@ -216,12 +216,20 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def needed_arguments(
-    folder: str, dtype: str, *, routes: bool, on_cpu: bool, workers: int = 1, latent: bool = False
+    folder: str,
+    dtype: str,
+    *,
+    routes: bool,
+    on_cpu: bool,
+    workers: int = 1,
+    latent: bool = False,
+    delta_nets: bool = False,
 ) -> dict[str, Any]:
     """Return the options that every server of a run needs.
 
     folder: the weights; dtype: vLLM's name of it; routes: report the experts of tokens; workers:
-    number of workers that share the tensors; latent: the model has multi-head latent attention.
+    number of workers that share the tensors; latent: the model has multi-head latent attention;
+    delta_nets: it has gated delta nets.
     """
     own: dict[str, Any] = {}
     if on_cpu:
@@ -230,6 +238,8 @@ def needed_arguments(
         own = {"enforce_eager": True, "enable_chunked_prefill": False}
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
+        if delta_nets:
+            own["enable_prefix_caching"] = False  # with delta nets it needs chunks of prompts
         if latent:
             # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
             # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:

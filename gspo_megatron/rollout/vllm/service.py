@@ -32,6 +32,7 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
+from gspo_megatron.families.model_shape import delta_net_layers
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
 from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, ServerClient, connected_session
@@ -189,6 +190,7 @@ class Service:
                 on_cpu=self.settings["on_cpu"],
                 workers=section.tensor_parallel_size,
                 latent=self.config.resolved_model().has_latent_attention,
+                delta_nets=any(delta_net_layers(self.config.resolved_model())),
             ),
             "max_model_len": self.config.resolved_model().max_sequence_length,
             "tensor_parallel_size": section.tensor_parallel_size,

@@ -10,16 +10,21 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.errors import RolloutError
-from gspo_megatron.families import preset_of_folder
-from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.errors import RolloutError, format_value
+from gspo_megatron.families import family_of, preset_of_folder
+from gspo_megatron.families.model_shape import (
+    ModelShape,
+    config_of_weights,
+    delta_net_layers,
+    shape_of,
+)
 from gspo_megatron.rollout.vllm.client import (
     TOKEN_VARIABLE,
     ServerClient,
     ServerGone,
     connected_session,
 )
-from gspo_megatron.rollout.vllm.installed import device_of
+from gspo_megatron.rollout.vllm.installed import delta_net_limit, device_of
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
     common_environment,
@@ -38,10 +43,13 @@ def server_command(
     """Return the command and the environment of a server that a run can use.
 
     folder: the model in Hugging Face format; dtype: vLLM's name of it; options: more options of
-    vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, and ConfigError
-    if the folder's model is not supported.
+    vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, or one that
+    would answer with other log-probs than training computes, and ConfigError if the folder's model
+    is not supported.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
+    if on_cpu and (wrong := _wrong_on_cpus(folder, shape, dtype)):
+        raise RolloutError(f"{folder}: {wrong}")
     arguments = needed_arguments(
         str(folder.resolve()),
         dtype,
@@ -49,12 +57,26 @@ def server_command(
         on_cpu=on_cpu,
         workers=options.get("tensor_parallel_size", 1),
         latent=shape.has_latent_attention,
+        delta_nets=any(delta_net_layers(shape)),
     )
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     environ = common_environment(token) | (cpu_environment() if on_cpu else {})
     return server_words(python, {**arguments, **options}), environ
+
+
+def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:
+    """Return why servers on CPUs would answer with wrong log-probs; empty if they would not."""
+    family = family_of(config_of_weights(str(folder), None) or {})
+    if family.no_cpu_servers:
+        return f"vLLM's servers for CPUs {family.no_cpu_servers}"
+    limit = delta_net_limit(shape, "bf16" if dtype == "bfloat16" else dtype)
+    if limit is None:
+        return ""
+    key, value, wrong, legal = limit
+    what = "--dtype" if key == "training.precision" else key.rpartition(".")[2]
+    return f"{wrong}; {what} is {format_value(value)}; allowed: {legal}"
 
 
 async def serve(

@@ -75,7 +75,7 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
 ) -> None:
     notes: list[str] = []
     saved: list[str] = []  # a run that is resumed from there does not warn again
-    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
+    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: (0, None))
     monkeypatch.setattr(Checkpoints, "_save", lambda self, *_, **__: saved.extend(self.warned))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
     checkpoints = manager(tmp_path, notes, **{"keep_best": 1, **section})
@@ -102,7 +102,7 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
 def test_a_run_that_an_error_ends_says_what_has_to_work_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UserError, advice: str
 ) -> None:
-    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: None)
+    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: (0, None))
     monkeypatch.setattr(Checkpoints, "_save", lambda *_, **__: None)
     state = SimpleNamespace(position=Position(RL, 3))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: state)

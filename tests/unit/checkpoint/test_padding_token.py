@@ -31,7 +31,7 @@ def test_it_is_that_of_the_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, hf: dict[str, Any], token: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    monkeypatch.setattr(start, "_damage_of", lambda *_: [])
+    monkeypatch.setattr(start, "damage_of", lambda *_: [])
     monkeypatch.setattr(start, "on_main", lambda _: tmp_path)
     for name in ("load_model", "load_rng"):
         monkeypatch.setattr(start, name, lambda *_, **__: tmp_path)

@@ -69,3 +69,17 @@ def test_a_mistake_in_a_configuration_is_told_and_not_dropped(tmp_path: Path) ->
     source.write_text("data: {tokenizer: t, examples: a, prompts: b}\nnonsense: {}\n")
     found, _ = _values(source, SUITES)
     assert "nonsense" in found
+
+
+def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    values = {
+        "objective": {"distillation": {"url": "http://127.0.0.1:1/v1"}},
+        "reward": {"name": "none"},
+        "data": {"tokenizer": "t.model", "prompts": "a.jsonl"},
+        "evaluation": {"interval": 5, "suites": SUITES},
+    }
+    path.write_text(to_yaml(parse_config(values)))
+    evaluated = parse_config(_values(path, {})[0])  # the suites are those of the file
+    assert [*evaluated.evaluation.suites] == ["near"] and evaluated.reward.name != "none"
+    assert not evaluated.objective.distillation.is_on

@@ -42,6 +42,7 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
+        (1, ["reward.repetition_penalty=0.5", "reward.repetition_words=4"]),
         (1, ["environment.verifiers=textarena", "environment.python=sh"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
         (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
@@ -192,6 +193,12 @@ DELTA_NETS = [
          "optimizer.megatron.optimizer = 'sgd'", "cannot be saved; allowed: adam"),
         (1, ["checkpoint.interval=1", "parallel.ddp.use_distributed_optimizer=false"],
          "parallel.ddp.use_distributed_optimizer = false", "cannot be saved; allowed: true"),
+        (1, ["training.on_collapse=stop"], "checkpoint.interval = 0",
+         "allowed: from 1, or training.on_collapse = warn in place of stop"),
+        (1, ["training.on_collapse=rollback"], "checkpoint.interval = 0",
+         "allowed: from 1, or training.on_collapse = warn in place of rollback"),
+        (1, ["training.on_collapse=rollback", "checkpoint.interval=9", "training.steps=16777216"],
+         "training.steps = 16777216", "allowed: below 16777216, or on_collapse = stop"),
         (1, ["objective.advantage=gdpo", "reward.scale=2.0"], "reward.scale = 2.0",
          "normalises each part of the reward by itself; allowed: 1.0"),
         (1, ["objective.advantage=gdpo", "reward.clip=1.0"], "reward.clip = 1.0",
@@ -201,6 +208,8 @@ DELTA_NETS = [
          "below"),
         (1, ["reward.overlong_penalty=0.5"], "reward.overlong_penalty = 0.5",
          "nothing reads it without reward.overlong_buffer; allowed: 1.0"),
+        (1, ["reward.repetition_words=4"], "reward.repetition_words = 4",
+         "nothing reads it without reward.repetition_penalty; allowed: 3"),
         (1, ["rollout.max_refills=7"], "rollout.max_refills = 7",
          "nothing reads it without rollout.dynamic_sampling; allowed: 4"),
     ],
@@ -211,6 +220,17 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
     (line,) = problems_of(world_size, *overrides)
     assert line.startswith(f"{start}: ")
     assert wrong in line
+
+
+def test_collapses_can_be_answered_where_checkpoints_are() -> None:
+    for does in ("stop", "rollback"):
+        assert problems_of(1, f"training.on_collapse={does}", "checkpoint.interval=1") == []
+        # nothing is trained, and nothing has to be saved
+        assert not any(
+            "checkpoint" in line
+            for line in problems_of(1, f"training.on_collapse={does}", "training.steps=0")
+        )
+    assert problems_of(1, "training.on_collapse=warn") == []
 
 
 def test_what_replay_asks_for_is_asked_for_replay_alone() -> None:

@@ -197,6 +197,24 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         # parts of a reward
         ({"advantage": "gdpo", "kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
          "objective.kl_in = 'reward'", "no single reward", "loss"),
+        ({"distillation": {"coefficient": 2.0}},
+         "objective.distillation.coefficient = 2.0", "nothing reads it without", "1.0"),
+        ({"distillation": {"form": "forward_kl_topk"}},
+         "objective.distillation.form = 'forward_kl_topk'", "nothing reads it", "reverse_kl"),
+        ({"distillation": {"url": "u", "top_k": 5}},
+         "objective.distillation.top_k = 5", "form = reverse_kl", "20, or a form with topk"),
+        ({"distillation": {"url": "u", "teacher": "t"}},
+         "objective.distillation.url = 'u'", "a teacher already", "null"),
+        ({"distillation": {"url": "u", "field": "domain"}},
+         "objective.distillation.field = 'domain'", "there are no", "null"),
+        ({"distillation": {"teachers": {"a": {"url": "u"}}}},
+         "objective.distillation.field = null", "nothing tells which", "the name of a field"),
+        ({"distillation": {"field": "f", "url": "u", "teachers": {"a": {"url": "u"}}}},
+         "objective.distillation.url = 'u'", "teachers has the teachers", "null"),
+        ({"distillation": {"field": "f", "teachers": {"a": {"url": "u", "teacher": "t"}}}},
+         "objective.distillation.teachers.a.url = 'u'", "already, teachers.a.teacher", "null"),
+        ({"distillation": {"field": "f", "teachers": {"a": {}, "b": {}}}},
+         "objective.distillation.teachers = 'a, b'", "none of them", "one at least that has"),
         ({"kl": "k3_unbiased", "kl_coefficient": 0.1, "kl_in": "reward"},
          "objective.kl = 'k3_unbiased'", "is 1 where the reward", "k3, or objective.kl_in = loss"),
         # rules on ratios that they are not defined on
@@ -290,6 +308,13 @@ def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, l
         {"name": "grpo", "correction": ["kpop"], "correction_high": 0.2},
         {"name": "gspo", "correction": []},
         {"name": "dapo", "advantage": "gdpo", "advantage_std": "population"},
+        {"distillation": {"url": "u", "form": "forward_kl_topk", "top_k": 64}},
+        {
+            "distillation": {
+                "field": "f",
+                "teachers": {"a": {"url": "u"}, "b": {"teacher": "t"}, "c": {}},
+            }
+        },
         {"kl": "k3_unbiased", "kl_coefficient": 0.1},
         {"name": "minirl", "old_logprobs": "rollout"},
         {"name": "dapo", "correction": "icepop", "correction_low": 0.2, "correction_high": 3.0},

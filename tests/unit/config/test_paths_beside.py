@@ -73,6 +73,15 @@ def test_they_are_read_from_its_folder_and_that_is_told(
     assert capsys.readouterr().err == ""  # it was told
 
 
+def test_teachers_are_found_beside_it(task: Path) -> None:
+    (task / "math").mkdir()
+    given = "{field: domain, teachers: {math: {teacher: math}, code: {url: math}, chat: {}}}"
+    (task / "config.yaml").write_text(f"{TEXT}objective: {{distillation: {given}}}\n")
+    teachers = load_config("task/config.yaml").objective.distillation.teachers
+    assert teachers["math"].teacher == "task/math"
+    assert teachers["code"].url == "math" and teachers["chat"].teacher is None
+
+
 def test_the_present_folder_comes_first_and_outputs_go_there(
     task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,12 +72,23 @@ def delta(layers: int, hidden: int, experts: int, topk: int, **more: Any) -> dic
     return {**sizes, **heads, **widths, **nets, **routed, **more}
 
 
+def qwen3_next(**more: Any) -> dict[str, Any]:
+    named = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    rope = {"rope_theta": 1e7, "rope_scaling": None, "partial_rotary_factor": 0.25}
+    sizes = {"vocab_size": 151_936, "intermediate_size": 5120, "decoder_sparse_step": 1}
+    sizes["max_position_embeddings"] = 262_144
+    return delta(48, 2048, 512, 10, **named, **sizes, **rope | more)
+
+
 def vision(text: dict[str, Any]) -> dict[str, Any]:
     """As Qwen3.5 is published, with a vision model beside the language model."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     named = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "rope_parameters": rope}
     more = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}  # beside rope_parameters
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    more["layer_types"] = kinds * (text["num_hidden_layers"] // len(kinds))
     return {
         "model_type": "qwen3_5_moe",
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -86,6 +97,17 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
         "image_token_id": 248_056,
         "tie_word_embeddings": False,
     }
+
+
+def dense_vision(
+    layers: int, hidden: int, width: int, queries: int, keys: int, values: int, tied: bool = False
+) -> dict[str, Any]:
+    """values: heads of a delta net's values."""
+    kind = {"model_type": "qwen3_5_text", "intermediate_size": width}
+    sizes = heads(queries, keys, linear_num_value_heads=values)
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    text = delta(layers, hidden, 0, 0, **kind, **sizes)
+    return vision(text) | outer | {"tie_word_embeddings": tied}
 
 
 def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
@@ -148,6 +170,16 @@ def llama3(factor: float, layers: int, hidden: int, queries: int, **more: Any) -
     context = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
     sizes = heads(queries, 8, rope_scaling=scaling, **context)
     return plain("LlamaForCausalLM", 128_256, layers, hidden, **sizes, **more)
+
+
+def mixtral_8x22b(vocabulary: int) -> dict[str, Any]:
+    return plain(
+        *("MixtralForCausalLM", vocabulary, 56, 6144),
+        **heads(48, 8, rope_theta=1e6),
+        intermediate_size=16_384,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
 
 
 # Parameters in units of 10^9, without the layers for further tokens. On how many ranks each is
@@ -229,9 +261,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             model_type="glm4_moe_lite",
             architectures=["Glm4MoeLiteForCausalLM"],
             intermediate_size=10_240,
+            q_lora_rank=768,
+            qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
+            v_head_dim=256,
             n_routed_experts=64,
+            num_experts_per_tok=4,
             moe_intermediate_size=1536,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.8,
+            n_group=1,
+            topk_group=1,
+            topk_method="noaux_tc",
             num_nextn_predict_layers=1,
+            partial_rotary_factor=1.0,
+            rope_theta=1e6,
+            rope_scaling=None,
+            max_position_embeddings=202_752,
+            rms_norm_eps=1e-5,
         ),
         29.9,
     ),
@@ -253,6 +301,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             "scoring_func": "sigmoid",
             "qk_norm_type": "per_layer",
             "num_mtp_modules": 3,
+            "use_mtp": True,
+            "mtp_transformer_layers": 1,
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "attn_type_list": [1] * 62,
+            "shared_intermediate_size": 0,
             "sliding_window": None,
             "max_position_embeddings": 196_608,
             "quantization_config": _FP8 | {"fmt": "float8_e4m3fn"},
@@ -282,36 +336,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         ),
         299.5,
     ),
-    "Qwen3-Next-80B-A3B": (
-        delta(
-            *(48, 2048, 512, 10),
-            model_type="qwen3_next",
-            architectures=["Qwen3NextForCausalLM"],
-            vocab_size=151_936,
-            intermediate_size=5120,
-            decoder_sparse_step=1,
-            rope_theta=1e7,
-            rope_scaling=None,
-            partial_rotary_factor=0.25,
-            max_position_embeddings=262_144,
-        ),
-        79.7,
-    ),
+    "Qwen3-Next-80B-A3B": (qwen3_next(), 79.7),
+    "Qwen3-Next-80B-A3B-FP8": (qwen3_next(quantization_config=_FP8), 79.7),
+    "Qwen3-Coder-Next": (qwen3_next(rope_theta=5e6, use_sliding_window=False), 79.7),
     "Qwen3.5-35B-A3B": (vision(delta(40, 2048, 256, 8)), 34.66),
-    "Qwen3.5-27B": (
-        vision(
-            delta(
-                *(64, 5120, 0, 0),
-                model_type="qwen3_5_text",
-                intermediate_size=17_408,
-                num_attention_heads=24,
-                num_key_value_heads=4,
-                linear_num_value_heads=48,
-            )
-        )
-        | {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
-        26.9,
-    ),
+    "Qwen3.5-0.8B": (dense_vision(24, 1024, 3584, 8, 2, 16, tied=True), 0.752),
+    "Qwen3.5-9B": (dense_vision(32, 4096, 12_288, 16, 4, 32), 8.95),
+    "Qwen3.5-27B": (dense_vision(64, 5120, 17_408, 24, 4, 48), 26.9),
     "Qwen3.5-122B-A10B": (
         vision(
             delta(
@@ -450,16 +481,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         ),
         46.7,
     ),
-    "Mixtral-8x22B": (
-        plain(
-            *("MixtralForCausalLM", 32_000, 56, 6144),
-            **heads(48, 8, rope_theta=1e6),
-            intermediate_size=16_384,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-        ),
-        140.6,
-    ),
+    "Mixtral-8x22B": (mixtral_8x22b(32_000), 140.6),
+    "Mixtral-8x22B-Instruct": (mixtral_8x22b(32_768), 140.6),
     "OLMoE-1B-7B": (
         plain(
             *("OlmoeForCausalLM", 50_304, 16, 2048),
@@ -480,7 +503,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             num_experts=192,
             num_experts_per_tok=8,
             moe_intermediate_size=1536,
+            expert_hidden_dim=1536,
             num_shared_experts=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+            qk_norm=True,
+            route_norm=True,
+            moe_router_use_sigmoid=True,
+            moe_router_enable_expert_bias=True,
+            router_scaling_factor=2.826,
+            rope_parameters={"rope_type": "default", "rope_theta": 11_158_840.0},
+            max_position_embeddings=262_144,
+            rms_norm_eps=1e-5,
         ),
         295.0,
     ),

@@ -302,6 +302,13 @@ for _family, _settings in CONFIGS.items():
     _settings["model_type"] = _family
 
 
+# Keys that vLLM needs and transformers neither reads nor writes: an export adds them.
+ADDED_KEYS: dict[str, dict[str, Any]] = {
+    "hy_v3": {"expert_hidden_dim": 28, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+}
+
+
 def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
     return CONFIGS[family] | {"torch_dtype": dtype} | changes
 

@@ -18,7 +18,13 @@ from gspo_megatron.families.adapter_map import adapted_weights, adapter_map
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.hf.adapters import PeftFolder, peft_layout
-from tests.unit.hf.published import VOCABULARY, model_config, write_model
+from tests.unit.hf.published import (
+    CONFIGS,
+    VOCABULARY,
+    model_config,
+    tensor_shapes,
+    write_model,
+)
 
 RANK = 4
 
@@ -125,6 +131,41 @@ def test_target_modules_name_what_is_adapted_and_nothing_else(tmp_path: Path, ba
     modules = PeftFolder(folder).config["target_modules"]
     assert "model.layers.0.mlp.experts.0.gate_proj" in modules
     assert not any(".layers.1." in module for module in modules)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str) -> None:
+    """Routers have none, and neither has what delta nets project from."""
+    config = model_config(family)
+    weights = weight_map(FAMILIES[family], shape_of(describe(config)), VOCABULARY)
+    found = {
+        matrix.name: (matrix.rows, matrix.columns)
+        for weight in adapted_weights(weights, ["all"]).values()
+        for matrix in weight.matrices
+    }
+    assert found == {
+        name: shape
+        for name, shape in published_matrices(config).items()
+        if ".layers." in name and name.endswith(".weight") and len(shape) == 2
+        if not name.endswith(("gate.weight", "router.weight")) and ".in_proj_" not in name
+    }
+
+
+def published_matrices(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Published tensors, and each matrix of those that hold all experts of a layer (gpt-oss has
+    them transposed)."""
+    shapes = tensor_shapes(config)
+    for name, shape in list(shapes.items()):
+        start, _, leaf = name.rpartition(".")
+        if start.endswith(".experts") and len(shape) == 3:
+            count, columns, rows = shape
+            leaves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
+            shapes |= {
+                f"{start}.{expert}.{each}.weight": (rows // len(leaves), columns)
+                for expert in range(count)
+                for each in leaves
+            }
+    return shapes
 
 
 def test_unknown_targets_are_told_with_what_there_is() -> None:

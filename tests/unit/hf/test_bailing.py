@@ -116,6 +116,20 @@ def test_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert said == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+def test_rows_by_groups_of_keys_would_show(tmp_path: Path) -> None:
+    """A file has all queries, all keys and all values, unlike Megatron-Core's linear_qkv."""
+    config = model_config("bailing_moe_v2")
+    tensors = random_tensors(config, seed=4)
+    expected = logits_by_hand(config, tensors, list(range(VOCABULARY)))
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    for name in [name for name in tensors if "query_key_value.weight" in name]:
+        shape = (keys, heads // keys + 2, config["head_dim"], config["hidden_size"])
+        parts = tensors[name].view(shape).split([heads // keys, 1, 1], dim=1)
+        tensors[name] = torch.cat([part.flatten(0, 2) for part in parts])
+    policy = policy_of(config_of(write_folder(tmp_path / "ling", config, tensors)))
+    assert (logits_of(policy, list(range(VOCABULARY))) - expected).abs().max() > 1e-3
+
+
 def as_glm(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the names of GLM-4.5."""
     width, keys = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # The matrices of experts are square, as in the published models: shapes cannot tell their order.
 SQUARE = {"hidden_size": 32, "intermediate_size": 32}
 LENGTH = 70  # the window has 6 tokens, YaRN extends from 8 on
-IDS = [random.Random(5).randrange(VOCABULARY) for _ in range(LENGTH)]
+IDS = random.Random(5).choices(range(VOCABULARY), k=LENGTH)
 
 
 @dataclass

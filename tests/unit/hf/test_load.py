@@ -19,6 +19,7 @@ from gspo_megatron.models.build import Policy, build_policy
 from tests.unit.hf.policies import config_of, policy_of
 from tests.unit.hf.published import (
     VOCABULARY,
+    assert_same_bits,
     model_config,
     random_tensors,
     read_folder,
@@ -117,6 +118,19 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="Zamba2ForCausalLM.*not supported; supported: Qwen3"):
         load_hf(folder, policy)
+
+
+def test_code_of_a_published_folder_is_ignored_where_asked(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "one", "deepseek_v3", seed=1)
+    published = model_config("deepseek_v3", auto_map={"AutoConfig": "own.Config"})
+    (folder / "config.json").write_text(json.dumps(published))
+    policy = _random_policy(folder)
+    with pytest.raises(DataError, match=r"model\.ignore_custom_code = true \(of convert: --ign"):
+        load_hf(folder, policy)
+    load_hf(folder, policy, ignore_custom_code=True)
+    export_hf(policy, tmp_path / "again", hf_config=published)
+    assert_same_bits(read_folder(tmp_path / "again"), read_folder(folder))
+    load_hf(tmp_path / "again", policy)  # it names no code
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -23,6 +23,8 @@ from gspo_megatron.hf.files import HfFolder
 from gspo_megatron.hf.load import load_hf
 from tests.unit.hf.policies import config_of, logits_of, policy_of
 from tests.unit.hf.published import (
+    ADDED_KEYS,
+    CONFIGS,
     VOCABULARY,
     assert_same_bits,
     model_config,
@@ -71,7 +73,8 @@ def fp8_model(
 def is_quantized(name: str) -> bool:
     """All matrices of layers but the gates of routers."""
     kinds = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "query_key_value.weight")
-    return name.endswith((*kinds, "dense.weight", "proj_with_mqa.weight"))
+    nets = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    return name.endswith((*kinds, *nets, "dense.weight", "proj_with_mqa.weight"))
 
 
 def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> None:
@@ -85,13 +88,14 @@ def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> No
             assert torch.equal(folder.read(name, part), plain[name][part]), (name, part)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "bailing_moe_v2"])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gpt_oss"])
 def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
-    """With Ling, the keys and the values of one matrix begin in the middle of its blocks."""
+    """With Ling, the keys and the values of one matrix begin in the middle of its blocks, and with
+    Qwen3-Next each head's."""
     config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))
-    ids = [random.Random(6).randrange(VOCABULARY) for _ in range(19)]
+    ids = random.Random(6).choices(range(VOCABULARY), k=19)
     found = logits_of(policy, ids)
     export_hf(policy, tmp_path / "again", hf_config=config)
     assert_same_bits(read_folder(tmp_path / "again"), plain)
@@ -205,6 +209,9 @@ def test_mxfp4_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, na
     ("family", "key"),
     [
         ("glm4_moe", "num_nextn_predict_layers"),
+        ("glm4_moe_lite", "num_nextn_predict_layers"),
+        ("deepseek_v3", "num_nextn_predict_layers"),
+        ("hy_v3", "num_nextn_predict_layers"),
         ("bailing_moe_v2", "num_nextn_predict_layers"),
         ("minimax_m2", "num_mtp_modules"),
     ],
@@ -223,12 +230,23 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, family: str, key
     export_hf(policy, tmp_path / "again", hf_config=config)
     assert_same_bits(read_folder(tmp_path / "again"), tensors)
     written = json.loads((tmp_path / "again/config.json").read_text())
-    assert written == config | {key: 0}
+    assert written == config | {key: 0} | ADDED_KEYS.get(family, {})
 
     # a layer that the configuration does not know is no such layer
     wrong = write_folder(tmp_path / "wrong", config | {key: 0}, {**tensors, **further})
     with pytest.raises(DataError, match=r"layers\.4\..* is no part of the model"):
         policy_of(config_of(wrong))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"])
+def test_further_layers_beside_delta_nets_have_a_prefix(tmp_path: Path, family: str) -> None:
+    config = model_config(family)
+    tensors = random_tensors(config, seed=9)
+    names = ("layers.0.mlp.gate", "layers.0.self_attn.q_proj", "fc", "norm")
+    further = {f"mtp.{name}.weight": torch.zeros(44) for name in names}
+    source = write_folder(tmp_path / "source", config, tensors | further)
+    export_hf(policy_of(config_of(source)), tmp_path / "again", hf_config=config)
+    assert_same_bits(read_folder(tmp_path / "again"), tensors)
 
 
 def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.hf.export import export_hf
 from gspo_megatron.hf.side_files import export_config, generation_files
 from tests.unit.hf.policies import config_of, policy_of
-from tests.unit.hf.published import CONFIGS, VOCABULARY, model_config, write_model
+from tests.unit.hf.published import ADDED_KEYS, CONFIGS, VOCABULARY, model_config, write_model
 
 NAME = "generation_config.json"
 
@@ -99,7 +99,13 @@ def test_it_describes_the_same_model_and_keeps_an_original(family: str) -> None:
     assert made["architectures"] == CONFIGS[first]["architectures"]
     original = model_config(family) | {"bos_token_id": 3, "somebodys_key": [1, 2]}
     made = export_config(_shape(original), VOCABULARY, torch.float32, original)
-    assert made == original
+    assert made == original | ADDED_KEYS.get(family, {})
+
+
+def test_code_that_an_export_does_not_have_is_not_named() -> None:
+    original = model_config("deepseek_v3") | {"auto_map": {"AutoConfig": "own.Config"}}
+    made = export_config(_shape(original), VOCABULARY, torch.float32, original)
+    assert made == model_config("deepseek_v3")
 
 
 def test_what_has_changed_is_changed_in_the_original() -> None:

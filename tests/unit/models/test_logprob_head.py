@@ -245,7 +245,7 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(
 def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
     limit = {"cpu": logprob_head.TILE_BYTES, "cuda": logprob_head.GPU_TILE_BYTES}[device]
     for rows, columns in ((4096, 151_936), (32_769, 151_936), (300, 151_936), (4096, 18_992)):
-        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device(device))
+        tiles = logprob_head.tiles_of(rows, columns, None, 4, torch.device(device))
         for blocks, total in zip(tiles, (rows, columns)):
             assert blocks[0].start == 0 and blocks[-1].stop == total
             assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:]))
@@ -261,7 +261,7 @@ def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
 
 def test_logits_of_a_small_batch_are_one_tile():
     for rows, columns in ((4000, 1024), (1, 151_936), (7, 100), (0, 100), (5, 0)):
-        tiles = logprob_head._tiles(rows, columns, None, 4, torch.device("cpu"))
+        tiles = logprob_head.tiles_of(rows, columns, None, 4, torch.device("cpu"))
         assert tiles == tuple([slice(0, n)] if n else [] for n in (rows, columns))
 
 

@@ -56,6 +56,12 @@ def test_a_healthy_run_gives_no_warning(seed: int) -> None:
     assert advise(healthy(seed), config) == []
 
 
+def test_an_alarm_of_the_watch_is_a_warning() -> None:
+    found = advise([*healthy(1), {"step": 251, "reward/mean": 0.9, "collapse/alarm": 1.0}])
+    assert only(found, "collapse/alarm") == (251,)
+    assert "--from-step" in found[0].advice
+
+
 def test_a_run_without_metrics_gives_no_warning() -> None:
     assert advise([]) == advise([{"step": 1, "reward/mean": None}]) == []
 

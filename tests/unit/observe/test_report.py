@@ -64,6 +64,14 @@ def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunM
     assert "&lt;b&gt;1&lt;/b&gt;" in cells(path) and "&amp;seven" in cells(path)
 
 
+def test_the_report_tells_where_a_run_comes_from(make_run: RunMaker) -> None:
+    run_dir = make_run("run")
+    assert "History" not in write_report([run_dir], run_dir).read_text()
+    (run_dir / "branch.json").write_text('{"run": "/runs/<old>", "step": 40}')
+    page = write_report([run_dir], run_dir).read_text()
+    assert "History" in page and "branch of /runs/&lt;old&gt; after step 40" in page
+
+
 def test_the_template_is_in_the_package_that_is_built(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]

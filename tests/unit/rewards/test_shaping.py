@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -12,9 +14,16 @@ from gspo_megatron.types import Sample
 LONGEST, BUFFER = 20, 5
 
 
-def shaped(rewards: list[float], tokens: int = 1, truncated: bool = False, **keys: object) -> list:
+def shaped(
+    rewards: list[float],
+    tokens: int = 1,
+    truncated: bool = False,
+    text: str = "r",
+    transcript: str = "",
+    **keys: object,
+) -> list:
     shaping = Shaping(RewardSection(**keys), LONGEST)
-    sample = Sample("p", "a", "r", truncated, num_tokens=tokens)
+    sample = Sample("p", "a", text, truncated, num_tokens=tokens, transcript=transcript)
     given = np.array(rewards)
     result = shaping(given, sample).tolist()
     assert given.tolist() == rewards  # what the reward function returned stays
@@ -52,6 +61,49 @@ def test_the_order_is_scale_clip_punishment() -> None:
     assert shaped([1.0, 2.0, 3.0], LONGEST, overlong_buffer=BUFFER) == [1.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("keys", [{}, {"scale": 0.5}, {"clip": 1.0}, {"overlong_buffer": 4}])
+def repetition(text: str, size: int) -> float:
+    """The share of runs of `size` words that are not the first of their kind; arXiv 2502.03373,
+    appendix C.2, punishes by it."""
+    words = text.lower().split()
+    counts = Counter(" ".join(words[n : n + size]) for n in range(len(words) - size + 1))
+    return sum(count - 1 for count in counts.values()) / max(counts.total(), 1)
+
+
+LOOPS = "To be or not to be or not to be Or not"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 11, 12])
+@pytest.mark.parametrize("text", ["", "one", "one two three", "a a a a", LOOPS, "a b\n a  b"])
+def test_responses_that_repeat_themselves_lose_their_share(text: str, size: int) -> None:
+    keys = {"repetition_penalty": 2.0, "repetition_words": size}
+    expected = 0.5 - 2.0 * repetition(text, size)
+    assert shaped([0.5], text=text, **keys) == [pytest.approx(expected, abs=1e-15)]
+    # that of all turns of an episode, from its last one
+    found = shaped([0.5, 0.25], text="one", transcript=text, **keys)
+    other = repetition(text or "one", size)
+    assert found == [0.5, pytest.approx(0.25 - 2.0 * other, abs=1e-15)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_penalty_is_that_of_trl(size: int) -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_repetition_penalty_reward(ngram_size=size, max_penalty=-0.5)
+    for text in ("one", "one two three", "a a a a", LOOPS):
+        # of tokens there, of words here
+        [expected] = theirs(completions=[text], completion_ids=[text.lower().split()])
+        found = shaped([0.0], text=text, repetition_penalty=0.5, repetition_words=size)
+        assert found == [pytest.approx(expected, abs=1e-15)]
+
+
+def test_a_share_counted_by_hand() -> None:
+    """There are 10 runs of three words; only "to be or", "be or not", "or not to" and "not to be"
+    are new."""
+    assert shaped([1.0], text=LOOPS, repetition_penalty=1.0) == [pytest.approx(1 - 6 / 10)]
+
+
+KEYS = [{"scale": 0.5}, {"clip": 1.0}, {"overlong_buffer": 4}, {"repetition_penalty": 0.5}]
+
+
+@pytest.mark.parametrize("keys", [{}, *KEYS])
 def test_shaping_is_off_by_default(keys: dict[str, object]) -> None:
     assert Shaping(RewardSection(**keys), LONGEST).is_on is bool(keys)

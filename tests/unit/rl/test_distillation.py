@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gspo_megatron.config.distillation import DistillationSection
+from gspo_megatron.models.top_k_head import bucket_logprobs
 from gspo_megatron.objectives import Objective
-from gspo_megatron.rl.distillation import add_to_advantages, divergence_metrics
+from gspo_megatron.rl.distillation import (
+    add_to_advantages,
+    bucket_divergence,
+    divergence_metrics,
+    top_k_metrics,
+    with_divergence,
+)
 from gspo_megatron.types import LossInputs, LossOutputs
 from tests.unit.objectives.batches import (
+    LONGEST,
     as_mini_batch,
     choose,
     inputs_of,
@@ -134,3 +144,200 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
         [gradient] = torch.autograd.grad(loss, logits)
         total += log_p[token].exp().detach() * gradient
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
+def test_a_teacher_far_away_is_followed_and_what_is_masked_is_not_read(
+    name: str, hidden: float
+) -> None:
+    """One token is 200 apart; the gradient in float32 is that in float64."""
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        inputs, objective = inputs_of(name, 3, dtype=dtype), make_objective(name)
+        teacher = teacher_of(inputs, 4).to(dtype).where(inputs.mask > 0, hidden)
+        teacher[int(inputs.mask.nonzero()[0])] -= 200.0
+        taught = add_to_advantages(inputs, teacher, objective, 0.5)
+        expected = expected_advantages(inputs, teacher.double(), 0.5)
+        read, wanted = taught.token_advantages, expected[0]
+        if not objective.of_tokens:
+            read, wanted = taught.advantages, expected[1]
+        assert read is not None
+        masked = inputs.mask.bool() if objective.of_tokens else torch.ones(len(wanted)).bool()
+        wanted = torch.tensor(wanted, dtype=torch.float64)[masked]
+        tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
+        torch.testing.assert_close(read.double()[masked], wanted, **tolerance)
+        objective(taught).loss.backward()
+        gradients.append(inputs.logprobs.grad)
+    assert gradients[0].isfinite().all() and gradients[0].any()
+    torch.testing.assert_close(gradients[1].double(), gradients[0], rtol=1e-4, atol=1e-6)
+
+
+TOPK = ["forward_kl_topk", "reverse_kl_topk"]
+
+
+@pytest.mark.parametrize("form", TOPK)
+def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
+    """Log-probs of -200 and -inf: the definition in float64, and finite in float32."""
+    far = [math.log1p(-math.exp(-1.0)), -200.0, -1.0]
+    near = [-200.0, math.log1p(-math.exp(-1.0)), -1.0]
+    lost = [-math.inf, -math.inf, -math.inf]
+    chosen = torch.tensor([True, False, True])
+    for dtype in (torch.float64, torch.float32):
+        ours = torch.tensor([far, lost, near], dtype=dtype, requires_grad=True)
+        teacher = torch.tensor([near, lost, near], dtype=dtype)
+        found = bucket_divergence(form, ours, teacher, chosen)
+        over, under = (near, far) if form == "forward_kl_topk" else (far, near)
+        wanted = math.fsum(math.exp(a) * (a - b) for a, b in zip(over, under, strict=True))
+        assert found.tolist() == [pytest.approx(wanted, rel=1e-6), 0.0, 0.0] and wanted > 100
+        [gradient] = torch.autograd.grad(found.sum(), ours)
+        assert gradient.isfinite().all() and gradient[0].any() and not gradient[1:].any()
+
+
+def a_pair(seed: int, tokens: int = 6, vocab: int = 11) -> tuple[Tensor, Tensor]:
+    """Logits of policy and teacher."""
+    generator = torch.Generator().manual_seed(seed)
+    ours, theirs = torch.randn(2, tokens, vocab, generator=generator, dtype=torch.float64) * 2
+    return ours.requires_grad_(), theirs
+
+
+def in_buckets(logits: Tensor, best: Tensor) -> Tensor:
+    """Log-probs of the tokens `best` [tokens, k], and of all others together."""
+    p = logits.softmax(1)
+    rest = p.scatter(1, best, 0.0).sum(1, keepdim=True)
+    return torch.cat([p.gather(1, best), rest], 1).log()
+
+
+def by_loops(form: str, ours: Tensor, theirs: Tensor, best: Tensor) -> list[Tensor]:
+    """The divergence of each token from its definition, with all in one sum."""
+    found = []
+    for row in range(len(ours)):
+        q, p = ours[row].softmax(0), theirs[row].softmax(0)
+        buckets = [[token] for token in best[row].tolist()]
+        buckets.append([token for token in range(len(q)) if [token] not in buckets])
+        total = torch.zeros((), dtype=torch.float64)
+        for bucket in buckets:
+            of_q, of_p = sum(q[t] for t in bucket), sum(p[t] for t in bucket)
+            over, under = (of_p, of_q) if form == "forward_kl_topk" else (of_q, of_p)
+            assert isinstance(over, Tensor) and isinstance(under, Tensor)
+            total = total + over * (over / under).log()
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("form", TOPK)
+def test_a_divergence_over_buckets_is_that_of_the_definition(form: str, k: int) -> None:
+    ours, theirs = a_pair(k)
+    best = theirs.topk(k)[1]
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+    expected = torch.stack(by_loops(form, ours, theirs, best))
+    [wanted] = torch.autograd.grad((weights * expected).sum(), ours)
+    chosen = torch.ones(6, dtype=torch.bool)
+    found = bucket_divergence(form, in_buckets(ours, best), in_buckets(theirs, best), chosen)
+    [gradient] = torch.autograd.grad((weights * found).sum(), ours)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", TOPK)
+def test_more_tokens_say_more_up_to_the_whole_vocabulary(form: str) -> None:
+    ours, theirs = a_pair(7)
+    log_q, log_p = ours.log_softmax(1), theirs.log_softmax(1)
+    over, under = (log_p, log_q) if form == "forward_kl_topk" else (log_q, log_p)
+    whole, before = (over.exp() * (over - under)).sum(1), torch.zeros(6)
+    for k in (1, 2, 5, 10):  # 10: the eleventh is the rest
+        best = theirs.topk(k)[1]
+        buckets = [in_buckets(each, best) for each in (ours, theirs)]
+        found = bucket_divergence(form, *buckets, torch.ones(6, dtype=torch.bool))
+        assert (found > before - 1e-12).all() and (found <= whole + 1e-12).all()
+        before = found.detach()
+    torch.testing.assert_close(before, whole.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("form", TOPK)
+def test_equal_distributions_have_no_divergence_and_no_gradient(
+    form: str, dtype: torch.dtype
+) -> None:
+    ours, _ = a_pair(3)
+    best = ours.topk(4)[1]
+    buckets = in_buckets(ours.detach(), best).to(dtype)
+    leaf = buckets.clone().requires_grad_()
+    found = bucket_divergence(form, leaf, buckets, torch.ones(6, dtype=torch.bool))
+    found.sum().backward()
+    assert not found.any() and leaf.grad is not None and not leaf.grad.any()
+
+
+@pytest.mark.parametrize("form", TOPK)
+def test_what_is_not_learnt_from_may_hold_anything(form: str) -> None:
+    """NaN of the teacher at tokens without a teacher or outside the mask; probabilities of nearly
+    0 and 1 elsewhere."""
+    ours, theirs = a_pair(5)
+    best = theirs.topk(3)[1]
+    teacher, chosen = in_buckets(theirs, best), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    teacher[~chosen] = math.nan
+    teacher[0] = torch.tensor([0.0, -90.0, -95.0, -16.6])  # sure of itself
+    scaled = ours * torch.tensor([1.0, 200.0, 1.0, 1.0, 1.0, 1.0])[:, None]
+    policy, _ = bucket_logprobs(scaled, torch.eye(11, dtype=torch.float64), best)
+    found = bucket_divergence(form, policy, teacher, chosen)
+    [gradient] = torch.autograd.grad(found.sum(), ours)
+    assert found.isfinite().all() and gradient.isfinite().all()
+    assert (
+        not found[~chosen].any() and not gradient[~chosen].any() and gradient[chosen].any(1).all()
+    )
+
+
+@pytest.mark.parametrize("form", TOPK)
+def test_a_token_that_the_policy_does_not_have_is_one_of_the_rest(form: str) -> None:
+    ours, theirs = a_pair(8)
+    best = theirs.topk(4)[1]
+    q, p = in_buckets(ours, best), in_buckets(theirs, best)
+    fewer = torch.cat([q[:, :2], q[:, 3:4], torch.logaddexp(q[:, 2], q[:, 4])[:, None]], 1)
+    folded = torch.cat([p[:, :2], p[:, 3:4], torch.logaddexp(p[:, 2], p[:, 4])[:, None]], 1)
+    chosen = torch.ones(6, dtype=torch.bool)
+    expected = bucket_divergence(form, fewer, folded, chosen)
+    lacking = torch.cat([fewer[:, :2], torch.full((6, 1), -math.inf), fewer[:, 2:]], 1)
+    found = bucket_divergence(form, lacking, p, chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    [gradient] = torch.autograd.grad(found.sum(), ours)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("gspo", TOPK[0]), ("dapo", TOPK[1]), ("dr_grpo", TOPK[0])]
+)
+def test_a_divergence_is_aggregated_as_the_tokens_of_the_objective(name: str, form: str) -> None:
+    inputs, objective = as_mini_batch(inputs_of(name, 4)), make_objective(name)
+    count = len(inputs.mask)
+    ours, theirs = a_pair(9, tokens=count)
+    best = theirs.topk(3)[1]
+    q, p = in_buckets(ours, best), in_buckets(theirs, best)
+    section = DistillationSection(teacher="x", form=form, coefficient=0.3, top_k=3)
+    taught = replace(inputs, mask=inputs.mask * (torch.arange(count) % 4 > 0))
+    plain = objective(inputs)
+    found = with_divergence(plain, inputs, taught, q, p, objective, section)
+    terms = torch.stack(by_loops(form, ours, theirs, best)) * taught.mask
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in range(count):
+        length = float(inputs.sequence_lengths[inputs.sequence_index[row]])
+        sequences = inputs.global_num_sequences
+        divisor = {"gspo": sequences * length, "dapo": inputs.global_num_tokens}
+        expected = expected + terms[row] / divisor.get(name, sequences * LONGEST)
+    torch.testing.assert_close(found.loss - plain.loss, 0.3 * expected, rtol=1e-9, atol=1e-12)
+    numerator, denominator = found.means["distill/loss"].tolist()
+    assert numerator / denominator == pytest.approx(float(expected), rel=1e-9)
+    assert "distill/loss" not in plain.means
+
+
+def test_metrics_of_a_teachers_tokens() -> None:
+    inputs = inputs_of("gspo", 4)
+    taught, count = inputs.mask > 0, len(inputs.mask)
+    flags = torch.arange(count) % 3 == 0
+    teacher = torch.full((count, 3), math.nan)
+    teacher[taught] = torch.tensor([0.5, 0.2, 0.3]).log()
+    found = top_k_metrics(inputs, flags.double(), teacher)
+    numerator, tokens = found["distill/greedy_agreement"].tolist()
+    assert (numerator, tokens) == (int((flags & taught).sum()), int(taught.sum()))
+    numerator, tokens = found["distill/top_k_mass"].tolist()
+    assert numerator / tokens == pytest.approx(0.7, rel=1e-6)

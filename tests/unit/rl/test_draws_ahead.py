@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.loop import ReinforcementLoop
+from gspo_megatron.rl.loop import ReinforcementLoop, order_of_prompts
 from gspo_megatron.rl.run import assemble
 from gspo_megatron.rollout.engine import RolloutRequest
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
@@ -54,10 +56,15 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     loggers: list[RunLogger] = []
 
-    def make(ahead: int) -> Recorded:
+    def make(ahead: int, selection: dict[str, Any] | None = None) -> Recorded:
         stop_processes()  # of another loop
         config = tiny_config(
-            data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
+            data={
+                "tokenizer": str(folder),
+                "prompts": str(prompts),
+                "answer_field": "prompt",
+                "selection": selection or {},
+            },
             logging={"dir": str(tmp_path / f"run_{len(loggers)}")},
             rollout={
                 "group_size": 2,
@@ -130,3 +137,38 @@ def test_without_staleness_refills_are_the_next_prompts(make_loop: Any) -> None:
     rolled_out(loop, 1, 2)
     assert [draw.rows for draw in loop.sampled] == [plain.next() for _ in range(6)]
     assert [draw.version for draw in loop.sampled] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ahead", [0, AHEAD])
+def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
+    make_loop: Any, tmp_path: Path, ahead: int
+) -> None:
+    """With refills, and with draws that servers have begun before the run ended."""
+    selection = {"by": "pass_rate", "floor": 0.3, "retire_after": 2}
+    whole = rolled_out(make_loop(ahead, selection), 1, 2)
+    saved = json.loads(json.dumps(whole.loader.state_dict()))
+    (tmp_path / "run_1").mkdir()
+    shutil.copy(tmp_path / "run_0/draws.jsonl", tmp_path / "run_1")
+    before = len(whole.begun)
+    rolled_out(whole, 3, 4)
+    begun = {draw.name: draw for draw in whole.begun}
+    for step in range(1, 5):
+        first, *refills = whole.draws_of(step)
+        assert begun.get(first.name, first) == first and len(refills) == 2
+        rows = [row for draw in (first, *refills) for row in draw.rows]
+        assert len({*rows}) == 3 * PROMPTS
+    assert len(begun) == (min(4 + ahead, STEPS) if ahead else 0)
+
+    resumed = make_loop(ahead, selection)
+    resumed.loader = order_of_prompts(resumed.run_components, 3)
+    resumed.loader.load_state_dict(saved)
+    rolled_out(resumed, 3, 4)
+    assert resumed.begun == whole.begun[before:]
+    assert resumed.sampled == whole.draws_of(3) + whole.draws_of(4)
+    names = ("run_0", "run_1")
+    lines = [(tmp_path / name / "draws.jsonl").read_text().splitlines() for name in names]
+    assert lines[0] == lines[1] and len(lines[0]) == 4 * 3 * PROMPTS
+    record = json.loads(lines[0][0])
+    assert (record["responses"], record["solved"], record["spread"]) == (2, 2, False)
+    explored = [json.loads(line).get("explored", False) for line in lines[0][9:12]]
+    assert explored == [True, False, False]  # of the second step: floor(6 * 0.3) - floor(3 * 0.3)

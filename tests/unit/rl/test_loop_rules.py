@@ -31,7 +31,8 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def a_loop(config: Config, **parts: Any) -> Any:
     """A loop's own lines, without the model that it would build."""
     loop = object.__new__(ReinforcementLoop)
-    vars(loop).update(config=config, sampling=Sampling(4), **parts)
+    loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
+    vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
     return loop
 
 
@@ -46,6 +47,9 @@ def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
     # a longer run draws what the shorter one drew
     longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
     assert longer._request(7).seed == loops[3]._request(7).seed
+    # and after a rollback nothing of that
+    longer.run_components.checkpoints.rollbacks = 1
+    assert not {longer._request(step).seed for step in range(1, 300)} & {*drawn}
 
 
 @pytest.mark.parametrize(("ahead", "versions"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
@@ -88,7 +92,8 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
         told.append((step, loader.state_dict(), *what))
         raise HasEndedError
 
-    run = SimpleNamespace(checkpoints=SimpleNamespace(after_failure=after_failure))
+    checkpoints = SimpleNamespace(after_failure=after_failure, rollbacks=0)
+    run = SimpleNamespace(checkpoints=checkpoints)
     loader = PromptLoader([9], 4, seed=0, shuffle=True)
     before = loader.state_dict()
     rollout = {"prompts_per_step": 4, "max_staleness": ahead}
@@ -159,8 +164,12 @@ class Saved:
     def __init__(self) -> None:
         self.told: list[tuple[int, bool]] = []
         self.warned: list[str] = []
+        self.back = None
 
-    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool) -> None:
+    def judge(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool, is_border: bool) -> None:
+        assert not is_border
         self.told.append((step, is_last))
 
     def saved_step(self, step: int) -> int:

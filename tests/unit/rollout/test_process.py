@@ -296,6 +296,13 @@ def test_latent_attention_on_cpus_gets_other_kernels() -> None:
     assert not {"attention_backend", "compilation_config"} & on_gpu.keys()
 
 
+def test_delta_nets_on_cpus_have_no_prefix_caching() -> None:
+    options = {"routes": True, "delta_nets": True}
+    on_cpu, on_gpu = (needed_arguments("folder", "bfloat16", on_cpu=c, **options) for c in (1, 0))
+    assert on_cpu["enable_prefix_caching"] is False
+    assert "enable_prefix_caching" not in on_gpu
+
+
 _FORKS = """
 import multiprocessing
 import gspo_vllm_server

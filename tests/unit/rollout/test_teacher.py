@@ -8,17 +8,18 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from gspo_megatron.config.objectives import DistillationSection
+from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rollout import teacher as module
-from gspo_megatron.rollout.teacher import PROBE, Judged, Teacher
+from gspo_megatron.rollout.teacher import PROBE, Judged, Teachers, check_teachers
+from gspo_megatron.types import Prompt
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -29,18 +30,25 @@ def logprob(tokens: list[int], number: int) -> float:
 
 
 def right(given: dict[str, Any]) -> dict[str, Any]:
-    tokens = given["prompt"]
-    assert given["model"] == "the teacher" and given["prompt_logprobs"] == 0
+    tokens, k = given["prompt"], given["prompt_logprobs"]
+    assert given["model"] == "the teacher"
     entries: list[Any] = [None]
     for number in range(1, len(tokens)):
-        entry = {"logprob": logprob(tokens, number), "rank": 1, "decoded_token": "x"}
-        entries.append({str(tokens[number]): entry})
+        # the token itself first, as vLLM has it, then the most probable ones
+        found = {str(tokens[number]): logprob(tokens, number)} | best(number, k)
+        entries.append({t: {"logprob": value, "decoded_token": "x"} for t, value in found.items()})
     return {"choices": [{"prompt_logprobs": entries}]}
+
+
+def best(number: int, k: int) -> dict[str, float]:
+    """Made-up most probable tokens of a place."""
+    return {str(100 + number - each): -0.001 * (each + 1) for each in range(k)}
 
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """The server's URL; what `answer` raises is an error 500."""
+    """The server's URL. What `answer` raises is an error 500; but ConnectionAbortedError is the end
+    of the connection, and TimeoutError is no answer at all."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "the teacher"}]})
@@ -52,54 +60,61 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
 
     async def complete(request: web.Request) -> web.Response:
         keys.append(request.headers.get("Authorization"))
-        return web.json_response(answer(await request.json()))
+        try:
+            return web.json_response(answer(await request.json()))
+        except TimeoutError:
+            await asyncio.sleep(3600)
+            raise
+        except ConnectionAbortedError:  # as where the server is killed
+            assert request.transport is not None
+            request.transport.abort()
+            raise
 
     application = web.Application()
     application.router.add_get("/v1/models", models)
     application.router.add_post("/tokenize", tokenize)
     application.router.add_post("/v1/completions", complete)
-    loop, started, port = asyncio.new_event_loop(), threading.Event(), [0]
+    started = threading.Event()
+    found: list[Any] = []  # the event loop, what ends it, and the port
 
-    async def start() -> web.AppRunner:
-        runner = web.AppRunner(application)
+    async def serve() -> None:
+        runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port[0] = runner.addresses[0][1]
+        found.extend([asyncio.get_running_loop(), ended, runner.addresses[0][1]])
         started.set()
-        return runner
+        await ended.wait()
+        await runner.cleanup()
 
-    def run() -> None:
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
+    assert started.wait(60)
+    loop, ended, port = found
     try:
-        assert started.wait(60)
-        yield f"http://127.0.0.1:{port[0]}/v1"
+        yield f"http://127.0.0.1:{port}/v1"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(ended.set)
         thread.join()
 
 
 def group_of(**more: Any) -> Any:
     """Two responses to one prompt: 3 + 2 and 3 + 1 tokens."""
     lengths = {"prompt_lengths": np.array([3, 3]), "response_lengths": np.array([2, 1])}
+    lengths["group_index"] = np.array([0, 0])
     tokens = np.array([5, 6, 7, 8, 9, 5, 6, 7, 4], np.int32)
     return SimpleNamespace(**{"tokens": tokens, "in_response": None} | lengths | more)
 
 
 def ask(
-    answer: Answer, group: Any = None, tokens: tuple[int, ...] = (1, 2), **reward: Any
+    answer: Answer, group: Any = None, tokens: tuple[int, ...] = (1, 2), k: int = 0, **reward: Any
 ) -> Judged:
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     with served(answer, list(tokens), keys := []) as url:
         section = RewardSection(**{"retries": 0, "timeout_seconds": 20.0} | reward)
-        teacher = Teacher(DistillationSection(url=url), section, tokenizer)
-        judged = teacher.judge(group or group_of())
-        assert teacher.judge(group or group_of()).logprobs.shape == judged.logprobs.shape
+        more: Any = {"form": "forward_kl_topk", "top_k": k} if k else {}
+        teacher = Teachers(DistillationSection(url=url, **more), section, tokenizer)
+        judged = teacher.judge(group or group_of(), {})
+        assert teacher.judge(group or group_of(), {}).logprobs.shape == judged.logprobs.shape
     assert {*keys} <= {None}
     return judged
 
@@ -113,9 +128,108 @@ def test_each_response_token_has_the_log_prob_that_the_server_gives_it() -> None
     judged = ask(right)
     first, second = [5, 6, 7, 8, 9], [5, 6, 7, 4]
     expected = [logprob(first, 3), logprob(first, 4), logprob(second, 3)]
-    assert judged.logprobs.dtype == np.float32
+    assert judged.logprobs is not None and judged.logprobs.dtype == np.float32
     assert judged.logprobs.tolist() == pytest.approx(expected, rel=1e-6)
-    assert judged.failures == 0 and judged.seconds.shape == (1,)
+    assert judged.failures == 0 and judged.seconds is not None and judged.seconds.shape == (1,)
+    assert judged.tokens is None and judged.teachers is None
+
+
+def test_each_response_token_has_the_teachers_most_probable_tokens() -> None:
+    judged = ask(right, k=3)
+    assert judged.tokens is not None and judged.top_logprobs is not None
+    assert judged.tokens.tolist() == [[103, 102, 101], [104, 103, 102], [103, 102, 101]]
+    assert judged.top_logprobs.dtype == np.float32
+    assert judged.top_logprobs[1].tolist() == pytest.approx([-0.001, -0.002, -0.003])
+    plain = ask(right)
+    assert judged.logprobs is not None and plain.logprobs is not None
+    assert judged.logprobs.tolist() == plain.logprobs.tolist()
+
+
+def test_the_token_written_may_be_one_of_the_most_probable() -> None:
+    def answer(given: dict[str, Any]) -> Any:
+        found = right(given)
+        for place, token in enumerate(given["prompt"][1:], start=1):
+            entry = found["choices"][0]["prompt_logprobs"][place]
+            entry.pop(str(100 + place))  # of the k, the first
+            entry[str(token)]["logprob"] = -0.0001
+        return found
+
+    judged = ask(answer, k=2)
+    assert judged.tokens is not None
+    assert judged.tokens[0].tolist() == [8, 102]
+
+
+SPECIALISTS: dict[str, Any] = {"math": {}, "code": {}, "chat": {}, "art": {"teacher": "a folder"}}
+
+
+def test_several_teachers_judge_the_responses_to_their_own_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four responses to as many prompts the first two are of servers, the third of a folder,
+    and the last has no teacher."""
+    asked: dict[str, list[list[int]]] = {"math": [], "code": []}
+
+    def answering(name: str) -> Answer:
+        def answer(given: dict[str, Any]) -> Any:
+            asked[name].append(given["prompt"])
+            return right(given)
+
+        return answer
+
+    tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
+    group = SimpleNamespace(
+        tokens=np.array([5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 9, 4], np.int32),
+        in_response=None,
+        prompt_lengths=np.array([2, 2, 2, 2]),
+        response_lengths=np.array([1, 1, 1, 1]),
+        group_index=np.array([7, 8, 9, 10]),
+    )
+    domains = dict(zip([7, 8, 9, 10], ["code", "math", "art", "chat"]))
+    prompts = {n: Prompt("", None, f"p:{n}", {"domain": d}) for n, d in domains.items()}
+    with (
+        served(answering("math"), [1, 2], []) as math,
+        served(answering("code"), [1, 2], []) as code,
+    ):
+        teachers = SPECIALISTS | {"math": {"url": math}, "code": {"url": code}}
+        section = DistillationSection.model_validate(
+            {"field": "domain", "teachers": teachers, "form": "reverse_kl_topk", "top_k": 2}
+        )
+        judged = Teachers(section, RewardSection(retries=0), tokenizer).judge(
+            cast(Any, group), prompts
+        )
+    assert asked == {"math": [[5, 7, 2]], "code": [[5, 6, 1]]}
+    assert judged.teachers is not None and judged.teachers.tolist() == [1, 0, 3, -1]
+    assert judged.logprobs is not None and judged.tokens is not None
+    assert judged.logprobs[:2].tolist() == pytest.approx(
+        [logprob([5, 6, 1], 2), logprob([5, 7, 2], 2)]
+    )
+    assert judged.logprobs[2:].tolist() == [0, 0]
+    assert judged.tokens.tolist() == [[102, 101], [102, 101], [-1, -1], [-1, -1]]
+
+
+def test_a_folder_and_no_server_tells_whose_prompts_they_are() -> None:
+    section = DistillationSection.model_validate({"field": "domain", "teachers": SPECIALISTS})
+    teachers = Teachers(section, RewardSection(), cast(Any, None))
+    prompts = {0: Prompt("", None, "p:1", {"domain": "art"})}
+    judged = teachers.judge(group_of(), prompts)
+    assert judged.teachers is not None and judged.teachers.tolist() == [3, 3]
+    assert judged.logprobs is None and judged.seconds is None
+
+
+def test_a_prompt_that_names_no_teacher_is_told_by_its_line() -> None:
+    section = DistillationSection.model_validate({"field": "domain", "teachers": SPECIALISTS})
+    rows = [{"domain": "math"}, {"domain": "maths"}, {}, {"domain": 3}, {"domain": "chat"}]
+    prompts = [Prompt("", None, f"p.jsonl:{n}", row) for n, row in enumerate(rows, start=1)]
+    with pytest.raises(DataError) as caught:
+        check_teachers(section, prompts)
+    wanted = "as objective.distillation.field = domain wants"
+    others = "known: math, code, chat, art; a name with {} is for prompts without a teacher"
+    assert str(caught.value).splitlines() == [
+        f"p.jsonl:2: domain = 'maths' names no teacher, {wanted}; {others}",
+        f"p.jsonl:3: the row has no 'domain', {wanted}",
+        f"p.jsonl:4: domain = 3 names no teacher, {wanted}; {others}",
+    ]
+    check_teachers(DistillationSection(url="http://x"), prompts)
 
 
 def test_each_branch_of_an_episode_is_asked_by_itself() -> None:
@@ -154,6 +268,15 @@ def changed(change: Callable[[list[Any], str], Any]) -> Answer:
     return answer
 
 
+def few(answer: Answer) -> Answer:
+    """A wrong answer about the most probable tokens alone."""
+
+    def answering(given: dict[str, Any]) -> Any:
+        return answer(given) if given["prompt_logprobs"] else right(given)
+
+    return answering
+
+
 WRONG = {
     "NaN": (changed(lambda e, t: e[-1][t].update(logprob=float("nan"))), "a log-prob of nan"),
     "null": (changed(lambda e, t: e[-1][t].update(logprob=None)), "TypeError"),
@@ -161,6 +284,22 @@ WRONG = {
     "a token less": (changed(lambda e, t: e.pop()), "ValueError: log-probs of "),
     "no log-probs": (lambda _: {"choices": [{}]}, "prompt_logprobs"),
     "an error": (lambda _: 1 / 0, "says 500"),
+    "fewer tokens": (
+        few(changed(lambda e, _: (e[-1].popitem(), e[-1].popitem()))),
+        "1 most probable tokens for top_k = 2",
+    ),
+    "a NaN in the list": (
+        few(changed(lambda e, _: e[-1][[*e[-1]][-1]].update(logprob=float("nan")))),
+        "a log-prob of nan",
+    ),
+    "null in the list": (
+        few(changed(lambda e, _: e[-1][[*e[-1]][-1]].update(logprob=None))),
+        "TypeError",
+    ),
+    "words for tokens": (
+        few(changed(lambda e, _: e[-1].update({"the": {"logprob": -1}}))),
+        "invalid literal",
+    ),
 }
 
 
@@ -168,8 +307,9 @@ WRONG = {
 def test_a_wrong_answer_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_WAIT_SECONDS", 0.01)
     answer, said = WRONG[name]
+    of_list = name in ("fewer tokens", "a NaN in the list", "null in the list", "words for tokens")
     with pytest.raises(RewardError) as caught:
-        ask(answer, retries=1)
+        ask(answer, retries=1, k=2 if of_list else 0)
     line = str(caught.value)
     assert line.startswith("objective.distillation.url = http://127.0.0.1:") and "\n" not in line
     assert said in line and line.endswith("in the last of 2 calls")
@@ -202,6 +342,18 @@ def test_an_answer_after_a_failure_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert judged.logprobs.tolist() == pytest.approx(ask(right).logprobs.tolist())
 
 
+def test_a_server_that_gives_fewer_tokens_is_told_how_to_give_more() -> None:
+    said = "Requested prompt logprobs of 64, which is greater than max allowed: 20"
+
+    def answer(_: Any) -> Any:
+        raise web.HTTPBadRequest(text=said)
+
+    with pytest.raises(RewardError) as caught:
+        ask(answer, k=64, retries=5, on_failure="drop_group")
+    line = str(caught.value)
+    assert said in line and line.endswith("start it with --max-logprobs 64, or lower top_k")
+
+
 def test_a_slow_teacher_is_late() -> None:
     wait = threading.Event()
     with pytest.raises(RewardError, match="TimeoutError"):
@@ -217,7 +369,7 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     section = DistillationSection(url=f"http://127.0.0.1:{unused_tcp_port}/v1")
     with pytest.raises(RewardError, match=r"distillation.url = .* ClientConnectorError: Cannot"):
-        Teacher(section, RewardSection(retries=0), tokenizer).judge(group_of())
+        Teachers(section, RewardSection(retries=0), tokenizer).judge(group_of(), {})
 
 
 @pytest.fixture

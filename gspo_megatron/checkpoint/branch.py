@@ -1,0 +1,151 @@
+"""Makes a branch: a new run folder that begins with a checkpoint of another run.
+
+The files of the checkpoint are linked, or copied to another disk. The checkpoint gets its name
+last, so a branch that was killed before is made again by the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.checkpoint.folder import (
+    CHECKPOINTS,
+    PHASES,
+    REFERENCE,
+    Publication,
+    positions,
+    remove_leftovers,
+    set_latest,
+)
+from gspo_megatron.checkpoint.lineage import Branch, read_branch
+from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
+from gspo_megatron.checkpoint.resume import conclude, refuse_damage
+from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
+from gspo_megatron.checkpoint.run_state import CONFIG_FILE
+from gspo_megatron.config import to_yaml
+from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
+from gspo_megatron.errors import ConfigError, DataError, UserError, problem
+from gspo_megatron.files import make_folder, write_atomically
+from gspo_megatron.observe.metrics_files import (
+    CHANGES_FILE,
+    DRAWS_FILE,
+    EVALUATION_FILE,
+    METRICS_FILE,
+    PHASE_CONFIG,
+    SAMPLES_FILE,
+    JsonLinesWriter,
+)
+
+BRANCH_CONFIG = "branch.yaml"  # in the folder of a branch: the configuration that it runs with
+
+
+def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
+    """Make a branch of a run at a step, or find it if it is there, and return its configuration
+    file. Its values are those of the checkpoint, changed by `overrides`.
+
+    Without an override of logging.dir the folder is RUN-from-STEP. Raises UserError if the run has
+    no such checkpoint, if the folder holds something else, or if the overrides change more than a
+    phase may change.
+    """
+    default = str(run.with_name(f"{run.resolve().name}-from-{step}"))
+    folder = _folder(default, overrides)
+    branch = read_branch(folder)
+    if branch is None:
+        _refuse_other_files(folder)
+        branch = _branch_of(run, step)
+    elif (Path(branch.run), branch.step) != (run.resolve(), step):
+        there = f"holds a branch of {branch.run} after step {branch.step}"
+        raise UserError(problem("logging.dir", str(folder), f"{there}; give another"))
+    values: dict[str, Any] = {**branch.config}
+    values["logging"] = {**values.get("logging", {}), "dir": default}
+    config = parse_config(values, overrides, folder.name)
+    if not positions(folder / CHECKPOINTS):
+        source = Path(branch.run) / CHECKPOINTS / branch.checkpoint
+        refuse_damage(source, find_damage(source, contents=False))
+        conclude(config, source, {}, change=True)
+        with RunLock() as lock:
+            lock.hold(folder)
+            try:
+                _make(branch, source, folder)
+            except OSError as error:
+                wrong = f"the branch cannot be made: {error.strerror or error}"
+                raise UserError(f"{folder}: {wrong}; then repeat the command") from error
+    path = folder / BRANCH_CONFIG
+    write_atomically(path, to_yaml(config).encode())
+    return path
+
+
+def _folder(default: str, overrides: Sequence[str]) -> Path:
+    """Return the folder of the branch."""
+    values, _ = apply_overrides({"logging": {"dir": default}}, overrides)
+    section = values["logging"]
+    given = section.get("dir") if isinstance(section, dict) else None
+    return Path(given if isinstance(given, str) and given else default)
+
+
+def _refuse_other_files(folder: Path) -> None:
+    """Raise UserError if the folder of a new branch is not empty."""
+    entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
+    if any(path.name != LOCK_FILE for path in entries):
+        wrong = "is not empty; allowed: a new folder for the branch"
+        raise UserError(problem("logging.dir", str(folder), wrong))
+
+
+def _branch_of(run: Path, step: int) -> Branch:
+    """Return the record of a new branch. Raises UserError if there is no such checkpoint."""
+    found = [p for p in positions(run / CHECKPOINTS) if p.phase == PHASES[-1] and not p.rolled_out]
+    if not found:
+        raise UserError(f"{run}: holds no checkpoint of an RL run; allowed: the folder of a run")
+    chosen = [position for position in found if position.step == step]
+    if not chosen:
+        kept = ", ".join(str(position.step) for position in reversed(found))
+        raise UserError(f"--from-step {step}: {run} has no checkpoint of it; allowed: {kept}")
+    path = run / CHECKPOINTS / chosen[0].name / CONFIG_FILE
+    try:
+        config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: not the configuration of a run")
+    above = read_branch(run)
+    lineage = [] if above is None else [{"run": above.run, "step": above.step}, *above.lineage]
+    return Branch(str(run.resolve()), step, chosen[0].name, config, lineage)
+
+
+def _make(branch: Branch, source: Path, folder: Path) -> None:
+    """Fill the folder of a branch. Raises OSError and DataError."""
+    run, checkpoints = Path(branch.run), folder / CHECKPOINTS
+    make_folder(checkpoints)
+    remove_leftovers(checkpoints)
+    branch.write(folder)
+    for path in sorted(run.glob(f"{PHASE_CONFIG}*.yaml")):
+        if int(path.stem.removeprefix(PHASE_CONFIG)) <= branch.step:
+            shutil.copyfile(path, folder / path.name)
+    for name in (METRICS_FILE, DRAWS_FILE, SAMPLES_FILE, EVALUATION_FILE, CHANGES_FILE):
+        if (run / name).is_file():
+            shutil.copyfile(run / name, folder / name)
+            with JsonLinesWriter(folder / name) as file:
+                file.truncate_after(branch.step)
+    for reference in sorted((run / CHECKPOINTS).glob(f"{REFERENCE}*")):
+        _link(reference, checkpoints)
+    _link(source, checkpoints)
+    set_latest(checkpoints, source.name)
+
+
+def _link(source: Path, checkpoints: Path) -> None:
+    """Give a branch a checkpoint of the run that it comes from, under the same name."""
+    files = read_manifest(source)
+    publication = Publication(checkpoints, source.name)
+    publication.begin()
+    for name in files:
+        path = publication.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, path)
+        except OSError:  # another disk, or one without hard links
+            shutil.copyfile(source / name, path)
+    publication.publish(files)

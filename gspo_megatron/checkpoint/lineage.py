@@ -1,0 +1,45 @@
+"""The record of a branch: the run and the step that it comes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.observe.history import BRANCH_FILE
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A run that continues a checkpoint of another run in a folder of its own."""
+
+    run: str  # the absolute path of the run that it comes from
+    step: int  # finished steps of RL at that point
+    checkpoint: str  # the checkpoint's name, in both runs
+    config: dict[str, Any]  # of the checkpoint: all sections
+    # of the runs above that one, the nearest first: run and step
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Write the record into the branch's folder. Raises OSError."""
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        write_atomically(folder / BRANCH_FILE, text.encode())
+
+
+def read_branch(folder: Path) -> Branch | None:
+    """Return the record in a run folder, or None if the run is no branch. Raises DataError if it is
+    damaged."""
+    path = folder / BRANCH_FILE
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return Branch(**parse_json(content))
+    except WRONG_VALUES as error:
+        raise DataError(f"{path}: not the record of a branch") from error

@@ -1,0 +1,57 @@
+"""The record of a run's rollbacks, beside its checkpoints.
+
+A rollback happens at one moment: when the record gets its new contents, by a rename. A run that is
+killed before it resumes from its newest checkpoint, and comes to the same rollback again. After it
+the checkpoints in `undone` do not count: `folder.positions` leaves them out, and the next start of
+the run removes those that are still there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import WRONG_VALUES, parse_json, sync
+from gspo_megatron.observe.history import ROLLBACKS_FILE as IN_RUN_FOLDER
+
+ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
+
+
+@dataclass
+class Rollbacks:
+    """All rollbacks of a run."""
+
+    number: int  # of the last one; a branch counts those of the run that it comes from
+    to: str  # the checkpoint to which it went back
+    loader: dict[str, Any]  # the place in the data from which the run continues
+    prompts: dict[str, Any]  # the data of that place
+    undone: list[str]  # checkpoints that it takes back
+    # of each one: number, from_step, to_step, text
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, checkpoints: Path) -> None:
+        """Write the record at one moment, which a loss of power does not split. Raises OSError."""
+        partial = checkpoints / f".partial-{ROLLBACKS_FILE}"  # removed at the next start, if left
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        sync(partial)
+        partial.replace(checkpoints / ROLLBACKS_FILE)
+        sync(checkpoints)
+
+
+def read_rollbacks(checkpoints: Path) -> Rollbacks | None:
+    """Return the record in a folder of checkpoints, or None if the run never went back. Raises
+    DataError if it is damaged, because without it checkpoints of a collapse would be resumed."""
+    path = checkpoints / ROLLBACKS_FILE
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return Rollbacks(**parse_json(content))
+    except WRONG_VALUES as error:
+        raise DataError(f"{path}: not the record of a run's rollbacks") from error

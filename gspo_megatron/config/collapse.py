@@ -1,0 +1,26 @@
+"""The keys of the section `training` that say what a run does when its policy collapses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gspo_megatron.config.section import Section, harmless
+
+# The seeds of samples hold both numbers in 32 bits: see `ReinforcementLoop._draw_number`.
+STEP_BITS = 24
+Rollbacks = Annotated[int, Field(ge=0, lt=1 << (32 - STEP_BITS))]
+
+
+class CollapseKeys(Section):
+    """A part of the section `training`."""
+
+    on_collapse: Literal["warn", "stop", "rollback"] = harmless(
+        "warn",
+        "what the run does when its policy collapses (docs/campaigns.md): one warning; save and "
+        "end; or go back to the last healthy checkpoint, with other samples and prompts",
+    )
+    max_rollbacks: Rollbacks = harmless(
+        2, "largest number of rollbacks of a run; the next collapse ends it, as with stop"
+    )

@@ -1,0 +1,128 @@
+"""The configuration of on-policy distillation: the teachers, their prompts, and the form of the
+loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from gspo_megatron.config.section import Section, SuiteName, Text, harmless, shapes
+
+FORMS = ("reverse_kl", "forward_kl_topk", "reverse_kl_topk")
+TOP_K = 20  # a vLLM server gives at most so many without --max-logprobs
+MOST_CANDIDATES = 1024  # the largest top_k: 8 KB a token
+
+_FOLDER = (
+    "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
+    "ranks compute its log-probs; null: none"
+)
+_URL = (
+    "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
+    "with its prompt_logprobs and /tokenize; null: none"
+)
+
+
+class TeacherSection(Section):
+    """One of several teachers. If neither key is set, its prompts have no teacher."""
+
+    teacher: Text | None = shapes(None, _FOLDER)
+    url: Text | None = harmless(None, _URL)
+
+
+class DistillationSection(Section):
+    """A teacher that judges each token of the responses."""
+
+    teacher: Text | None = shapes(None, _FOLDER)
+    url: Text | None = harmless(None, _URL)
+    coefficient: float = shapes(1.0, "weight beside the rewards' advantages, or of the loss", gt=0)
+    form: Literal[FORMS] = shapes(  # ty: ignore[invalid-type-form]
+        "reverse_kl",
+        "reverse_kl: the log-ratio of teacher and policy on the tokens written, as an advantage; "
+        "forward_kl_topk, reverse_kl_topk: KL(teacher, policy) or KL(policy, teacher) over the "
+        "teacher's top_k tokens and the rest, as a loss",
+    )
+    top_k: int = shapes(
+        TOP_K,
+        "tokens of the teacher that a form with topk reads at each position; a vLLM server gives "
+        "20, and more with --max-logprobs",
+        ge=1,
+        le=MOST_CANDIDATES,
+    )
+    field: Text | None = shapes(
+        None, "the field of a prompt's row that names its teacher, one of teachers"
+    )
+    teachers: dict[SuiteName, TeacherSection] = shapes(
+        {}, "several teachers by name, each with teacher or url; {}: prompts that have no teacher"
+    )
+
+    @property
+    def named(self) -> dict[str, TeacherSection]:
+        """All teachers by name. A teacher for all prompts has the name ""."""
+        if self.teachers or (self.teacher is None and self.url is None):
+            return self.teachers
+        return {"": TeacherSection(teacher=self.teacher, url=self.url)}
+
+    @property
+    def folders(self) -> dict[int, str]:
+        """The folders of teachers that the training ranks compute, by their numbers in `named`."""
+        every = enumerate(self.named.values())
+        return {number: each.teacher for number, each in every if each.teacher is not None}
+
+    @property
+    def urls(self) -> dict[int, str]:
+        """The URLs of teachers behind a server, by their numbers in `named`."""
+        every = enumerate(self.named.values())
+        return {number: each.url for number, each in every if each.url is not None}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.folders or self.urls)
+
+    @property
+    def candidates(self) -> int:
+        """How many most probable tokens of the teacher the form reads at each position."""
+        return 0 if self.form == "reverse_kl" else self.top_k
+
+    def key_of(self, number: int, key: str) -> str:
+        """Return the full name of a teacher's key `teacher` or `url`."""
+        name = [*self.named][number]
+        return (
+            f"objective.distillation.teachers.{name}.{key}"
+            if name
+            else f"objective.distillation.{key}"
+        )
+
+
+def distillation_problems(given: DistillationSection) -> Iterator[tuple[str, Any, str]]:
+    """Yield the problems of the section: the key below objective.distillation, its value, and what
+    is wrong."""
+    for name, value in {"coefficient": 1.0, "form": "reverse_kl"}.items():
+        if not given.is_on and getattr(given, name) != value:
+            wrong = "nothing reads it without objective.distillation.teacher or url"
+            yield name, getattr(given, name), f"{wrong}; allowed: {value}"
+    if given.form == "reverse_kl" and given.top_k != TOP_K:
+        wrong = "nothing reads it with objective.distillation.form = reverse_kl"
+        yield "top_k", given.top_k, f"{wrong}; allowed: {TOP_K}, or a form with topk"
+    if given.teacher is not None and given.url is not None:
+        wrong = "there is a teacher already, distillation.teacher; allowed: null"
+        yield "url", given.url, wrong
+    if not given.teachers:
+        if given.field is not None:
+            wrong = "there are no objective.distillation.teachers; allowed: null"
+            yield "field", given.field, wrong
+        return
+    if given.field is None:
+        wrong = "nothing tells which of objective.distillation.teachers is that of a prompt"
+        yield "field", None, f"{wrong}; allowed: the name of a field"
+    for name in ("teacher", "url"):
+        if getattr(given, name) is not None:
+            wrong = "objective.distillation.teachers has the teachers; allowed: null"
+            yield name, getattr(given, name), wrong
+    for name, each in given.teachers.items():
+        if each.teacher is not None and each.url is not None:
+            wrong = f"there is a teacher already, teachers.{name}.teacher; allowed: null"
+            yield f"teachers.{name}.url", each.url, wrong
+    if not given.is_on:
+        wrong = "none of them has teacher or url; allowed: one at least that has"
+        yield "teachers", ", ".join(given.teachers), wrong

@@ -1,0 +1,58 @@
+"""The section data.selection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gspo_megatron.config.section import Positive, Section, shapes
+from gspo_megatron.errors import format_value
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SelectionSection(Section):
+    """Which prompts a step uses."""
+
+    by: Literal["uniform", "pass_rate"] = shapes(
+        "uniform",
+        "uniform: all prompts in turn; pass_rate: prompts whose last responses were solved neither "
+        "too often nor too seldom, and new ones",
+    )
+    low: Share = shapes(0.01, "the lowest pass rate of the band: share of solved responses")
+    high: Share = shapes(0.99, "the highest pass rate of the band")
+    floor: Share = shapes(
+        0.1, "share of prompts that are chosen at random, in and out of the band, but not retired"
+    )
+    retire_after: Positive | None = shapes(
+        None,
+        "number of draws in a row, all responses solved, after which a prompt is retired; null: "
+        "never",
+    )
+    revive_after: Positive | None = shapes(
+        None, "number of steps after which a retired prompt is drawn once more; null: never"
+    )
+    correct_at: float | None = shapes(
+        None, "a response with at least this reward is solved; null: as evaluation.correct_at"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether statistics decide."""
+        return self.by != "uniform"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield each key of the section that does not fit the others, and why."""
+        idle = {} if self.is_on else dict.fromkeys(("low", "high", "floor", "retire_after"), "by")
+        if self.retire_after is None:
+            idle["revive_after"] = "retire_after"
+        for name, above in idle.items():
+            usual = type(self).model_fields[name].default
+            if getattr(self, name) != usual:
+                reason = "by = uniform" if above == "by" else "retire_after = null"
+                wrong = f"nothing reads it with data.selection.{reason}"
+                yield f"data.selection.{name}", f"{wrong}; allowed: {format_value(usual)}"
+        if self.is_on and self.low > self.high:
+            yield "data.selection.low", f"above high; allowed: at most {format_value(self.high)}"

@@ -1,0 +1,242 @@
+"""What a run knows about its prompts, and the choice of the next ones by it.
+
+Each group of responses is a record of draws.jsonl. The figures of a prompt are a sum over these
+records, so they are the same after a resume: the file is cut at the resumed step. A prompt is known
+by its contents, so its figures stay when files grow or change their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_megatron.config.selection import SelectionSection
+from gspo_megatron.errors import DataError
+from gspo_megatron.types import Prompt
+
+Record = Mapping[str, Any]  # of draws.jsonl
+
+
+def identity(prompt: Prompt) -> str:
+    """Return a name of a prompt that depends on its contents alone: the text or the messages, the
+    answer and the other fields of its row."""
+    contents = [prompt.text, prompt.messages, prompt.answer, prompt.fields]
+    text = json.dumps(contents, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class PromptFigures:
+    """The figures of one prompt."""
+
+    draws: int = 0  # number of groups
+    responses: int = 0  # with a reward
+    solved: int = 0  # of them
+    reward: float = 0.0  # sum
+    length: float = 0.0  # sum over draws of the mean length in tokens
+    last_step: int = 0
+    last_rate: float = math.nan  # pass rate of the last draw; NaN: none yet
+    in_a_row: int = 0  # last draws whose responses were all solved
+
+    def add(self, record: Record) -> None:
+        """Add a group. A group without rewards changes no rate."""
+        responses, solved = record["responses"], record["solved"]
+        self.draws += 1
+        self.length += record["length"]
+        self.last_step = record["step"]
+        if responses:
+            self.responses += responses
+            self.solved += solved
+            self.reward += record["reward"] * responses
+            self.last_rate = solved / responses
+            self.in_a_row = self.in_a_row + 1 if solved == responses else 0
+
+    @property
+    def pass_rate(self) -> float:
+        """The share of all responses that were solved; NaN: there are none."""
+        return self.solved / self.responses if self.responses else math.nan
+
+
+def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
+    """Return the figures of each prompt that was drawn, by its identity."""
+    found: dict[str, PromptFigures] = defaultdict(PromptFigures)
+    for record in records:
+        found[record["prompt"]].add(record)
+    return dict(found)
+
+
+class PromptSelection:
+    """Chooses the prompts of a step by pass rates. It takes the place of `PromptLoader`.
+
+    A choice depends only on seed, number of the draw, and the figures over all steps up to
+    `step - 1 - staleness`. These steps are finished whenever the draw may begin, so draws ahead of
+    their step are the same whenever they are made. All ranks get the same prompts.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        section: SelectionSection,
+        prompts_per_step: int,
+        seed: int,
+        *,
+        step: int = 1,
+        staleness: int = 0,
+        records: Iterable[Record] = (),
+    ) -> None:
+        """prompts: identities, by row; step: the next one; records: of the steps before it."""
+        self.section, self._prompts_per_step, self._seed = section, prompts_per_step, seed
+        self._prompts, self._staleness = prompts, staleness
+        self._step = self._draw = step  # a run that went back has more draws than steps
+        self._drawn: dict[int, list[int]] = {}  # rows of the last draws and of those ahead
+        self._refills = 0  # of the last draw
+        self._waiting = deque(records)  # later than the figures
+        self._figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        for row, name in enumerate(prompts):
+            self._rows[name].append(row)
+        self._last_step = np.zeros(len(prompts), np.int64)
+        self._rate = np.full(len(prompts), np.nan)
+        self._in_a_row = np.zeros(len(prompts), np.int64)
+
+    def learn(self, records: Iterable[Record]) -> None:
+        """Take the groups of one more step."""
+        self._waiting.extend(records)
+
+    # The interface of PromptLoader
+
+    def next(self) -> list[int]:
+        """Return the rows of the next step's prompts."""
+        rows = self._rows_of(self._draw)
+        self._draw, self._step, self._refills = self._draw + 1, self._step + 1, 0
+        for old in [each for each in self._drawn if each < self._draw - self._staleness]:
+            del self._drawn[old]
+        return rows
+
+    def peek(self, steps: int) -> list[list[int]]:
+        """Return the rows of the next steps without advancing."""
+        return [self._rows_of(self._draw + ahead) for ahead in range(steps)]
+
+    def refill(self, taken: Iterable[int]) -> list[int]:
+        """Return the rows of further prompts for the step of the last `next`. They differ from the
+        step's rows so far, `taken`, and depend on all steps before it."""
+        self._refills += 1
+        self._fold(self._step - 2)
+        return self._choose(self._draw - 1, self._refills, {*taken})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON values. The figures are in draws.jsonl."""
+        drawn = {str(number): list(rows) for number, rows in self._drawn.items()}
+        return {
+            "num_prompts": len(self._prompts),
+            "seed": self._seed,
+            "draw": self._draw,
+            "drawn": drawn,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Raises DataError if it was made with other prompts."""
+        for key, mine in (("num_prompts", len(self._prompts)), ("seed", self._seed)):
+            if state.get(key) != mine:
+                raise DataError(
+                    f"the checkpoint's selection was made with {key} = {state.get(key)}, this run "
+                    f"has {key} = {mine}; resume with the same prompt files and settings"
+                )
+        self._draw = state["draw"]
+        self._drawn = {int(number): list(rows) for number, rows in state["drawn"].items()}
+
+    # The choice
+
+    def explored(self, draw: int | None = None) -> int:
+        """Return how many prompts of a draw, the first ones, were chosen at random. None: of the
+        last draw."""
+        draw = self._draw - 1 if draw is None else draw
+        before, after = (
+            math.floor(number * self._prompts_per_step * self.section.floor)
+            for number in (draw - 1, draw)
+        )
+        return after - before
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many prompts the last draw could choose from."""
+        retired, band = self._kinds(self._step - 1)
+        unseen = np.isnan(self._rate)
+        return {
+            "selection/band": float((band & ~unseen).sum()),
+            "selection/new": float(unseen.sum()),
+            "selection/retired": float(retired.sum()),
+        }
+
+    def _rows_of(self, draw: int) -> list[int]:
+        if draw not in self._drawn:
+            step = self._step + draw - self._draw
+            self._fold(step - 1 - self._staleness)
+            # Their results are not known yet.
+            recent = range(draw - self._staleness, draw)
+            under_way = {row for each in recent for row in self._drawn.get(each, ())}
+            self._drawn[draw] = self._choose(draw, 0, under_way, step)
+        return self._drawn[draw]
+
+    def _fold(self, limit: int) -> None:
+        """Bring the figures to those after step `limit`. It never falls from draw to draw."""
+        while self._waiting and self._waiting[0]["step"] <= limit:
+            record = self._waiting.popleft()
+            name = record["prompt"]
+            figures = self._figures[name]
+            figures.add(record)
+            rows = self._rows.get(name, [])
+            self._last_step[rows] = figures.last_step
+            self._rate[rows] = figures.last_rate
+            self._in_a_row[rows] = figures.in_a_row
+
+    def _kinds(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which prompts are retired at a step, and which are in the band, [prompts] bool.
+        New ones and those to be revived count as in the band."""
+        section, size = self.section, len(self._prompts)
+        solved = np.zeros(size, bool)
+        if section.retire_after is not None:
+            solved = self._in_a_row >= section.retire_after
+        revived = np.zeros(size, bool)
+        if section.revive_after is not None:
+            revived = solved & (step - self._last_step >= section.revive_after)
+        retired = solved & ~revived
+        inside = (self._rate >= section.low) & (self._rate <= section.high)
+        return retired, ~retired & (inside | revived | np.isnan(self._rate))
+
+    def _choose(
+        self, draw: int, request: int, avoided: set[int], step: int | None = None
+    ) -> list[int]:
+        """Choose the prompts of one request (0: the first of its step).
+
+        In this order, until there are enough: a share at random; the band, the longest not drawn
+        first; the others at random; the retired. Then those `avoided`, and at last any twice.
+        """
+        words = [self._seed % 2**32, self._seed // 2**32, draw, request]
+        # RandomState: its streams are the same in all versions of NumPy.
+        order = np.random.RandomState(words).permutation(len(self._prompts))
+        retired, band = self._kinds(self._step - 1 if step is None else step)
+        by_age = order[np.argsort(self._last_step[order], kind="stable")]
+        at_random = order[~retired[order]]
+        chosen: dict[int, None] = {}
+
+        def take(rows: np.ndarray, count: int, left_out: set[int]) -> None:
+            for row in map(int, rows):
+                if len(chosen) >= count:
+                    return
+                if row not in left_out:
+                    chosen[row] = None
+
+        wanted = self._prompts_per_step
+        take(at_random, 0 if request else self.explored(draw), avoided)
+        for left_out in (avoided, set[int]()):
+            for rows in (by_age[band[by_age]], at_random, by_age):
+                take(rows, wanted, left_out)
+        rows = [*chosen]
+        return [rows[number % len(rows)] for number in range(wanted)]

@@ -1,0 +1,194 @@
+"""Finds out from the metrics of a run's steps that its policy collapses. docs/campaigns.md states
+the rule, and how often it was right on kept runs.
+
+Figures are means of the last WINDOW steps. They are compared with the run's best stretch: the up to
+STRETCH steps in a row with the highest mean reward. There is an alarm if
+
+    the reward is FALL below the best one,
+    it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
+    a figure is not finite.
+
+A fall is a share of the best reward or, if that is larger, of the standard deviation of single
+rewards. So noise is no fall, even if rewards are small or negative. The fall must also be longer
+than noise: CLEAR standard errors of the difference, and more in a longer run, because the best of
+many stretches is a lucky one, and the worst of many windows an unlucky one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gspo_megatron.observe.metrics_files import RL, phase_of
+from gspo_megatron.observe.progress import number
+
+WINDOW = 5  # steps: a single step is noisy
+FALL = 0.25  # examples/evidence: no run that converged falls so far, and each that collapsed does
+STRETCH = 20
+CLEAR = 2.0  # and sqrt(2 ln(windows)), the expected largest of so many normal numbers
+
+REWARD, SPREAD = "reward/mean", "reward/std"
+
+
+class Sign(NamedTuple):
+    """The range of a figure: from `least` to `most` times its value in the best stretch, and at
+    most `more` above it. Figures below `floor` are never too large."""
+
+    name: str
+    most: float = math.inf
+    least: float = 0.0
+    more: float = math.inf
+    floor: float = 0.0
+
+
+_SIGNS = {
+    "policy/entropy": Sign("entropy", most=2.0, least=0.25),
+    "grad_norm": Sign("gradient norm", most=4.0),
+    # a ratio of a token is of any size without harm; so is a mismatch that is rounding
+    "ratio/token/max": Sign("largest token ratio", most=10.0, floor=20.0),
+    "mismatch/k3": Sign("mismatch of trainer and rollout", most=10.0, floor=1e-3),
+    "response/length_mean": Sign("length of responses", most=2.0, least=0.5),
+    "response/truncated": Sign("share of cut responses", more=0.25),
+}
+_FINITE = (REWARD, "grad_norm", "loss")
+_KEPT = (REWARD, SPREAD, *_SIGNS)
+
+
+class Alarm(NamedTuple):
+    """A collapse that was seen."""
+
+    step: int
+    healthy: int  # a step whose policy was healthy for sure
+    text: str
+
+    @property
+    def collapse(self) -> str:
+        """The beginning of all messages about it."""
+        return f"the policy collapses: {self.text}"
+
+
+class CollapseWatch:
+    """Applies the rule step by step. Its state does not grow, and is exact in JSON."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """`state`: the watch's state at the checkpoint that is resumed."""
+        state = state or {}
+        self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
+        self._best: dict[str, float] = dict(state.get("best", {}))  # the best stretch
+        self._best_step: int = state.get("best_step", 0)  # its last step
+        self._best_size: int = state.get("best_size", 0)
+        self._steps: int = state.get("steps", 0)  # with rewards
+        self._squares: float = state.get("squares", 0.0)  # of the differences from step to step
+        self.healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
+        alarm = state.get("alarm")
+        self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as values that JSON can hold."""
+        return {
+            "recent": [dict(each) for each in self._recent],
+            "best": dict(self._best),
+            "best_step": self._best_step,
+            "best_size": self._best_size,
+            "steps": self._steps,
+            "squares": self._squares,
+            "healthy": self.healthy,
+            "alarm": None if self.alarm is None else list(self.alarm),
+        }
+
+    def forget_rewards(self) -> None:
+        """Begin again, because other prompts, rewards or lengths make other figures. What was
+        healthy stays so."""
+        self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
+        self._steps, self._squares, self.alarm = 0, 0.0, None
+
+    @property
+    def healthy_step(self) -> int:
+        """The number of steps after which the run was healthy for sure, because the whole window
+        after it looked healthy, too."""
+        return max(self.healthy - WINDOW, 0)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
+        """Take the metrics of one more step. Returns the alarm if there is one at this step. After
+        an alarm there is none until the run is healthy again."""
+        found = self._judge(step, metrics)
+        if self.healthy == step:
+            self.alarm = None
+        if found is None or self.alarm is not None:
+            return None
+        self.alarm = Alarm(step, self.healthy_step, found)
+        return self.alarm
+
+    def lose(self, step: int, text: str) -> Alarm:
+        """Return the alarm of a step whose update has lost the weights."""
+        self.alarm = Alarm(step, self.healthy_step, text)
+        return self.alarm
+
+    def _judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Return what is wrong at this step, or None."""
+        for key in _FINITE:
+            value = metrics.get(key, 0.0)
+            if value is None or not math.isfinite(value):
+                return f"{key} is not finite"
+        if REWARD not in metrics:
+            return None
+        known = {k: float(metrics[k]) for k in _KEPT if metrics.get(k) is not None}
+        if self._recent:
+            self._squares += (known[REWARD] - self._recent[-1][REWARD]) ** 2
+        self._recent = [*self._recent, known][-STRETCH:]
+        self._steps += 1
+        if len(self._recent) < WINDOW:
+            self.healthy = step  # as far as anyone knows
+            return None
+        stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
+        if not self._best or stretch[REWARD] >= self._best[REWARD]:
+            self._best, self._best_step, self._best_size = stretch, step, len(self._recent)
+        best = self._best[REWARD]
+        lost = best - now[REWARD]
+        fall = lost / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
+        if fall <= FALL / 2:
+            self.healthy = step
+            return None
+        signs = _out_of_range(self._best, now)
+        if lost <= self._noise() or (fall <= FALL and not signs):
+            return None
+        figures = [f"reward {number(best)} -> {number(now[REWARD])}", *signs]
+        return f"steps up to {self._best_step} -> up to {step}: {', '.join(figures)}"
+
+    def _noise(self) -> float:
+        """Return the largest fall of the reward that noise alone explains in so long a run."""
+        variance = self._squares / (self._steps - 1) / 2  # of a step
+        error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
+        return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
+
+
+def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
+    """Return the first alarm in the metric records of a run, or None."""
+    watch = CollapseWatch()
+    alarms = (
+        watch.add(record["step"], record)
+        for record in records
+        if phase_of(record) == RL and record["step"] > 0
+    )
+    return next((alarm for alarm in alarms if alarm is not None), None)
+
+
+def _means(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means of the figures that all steps have."""
+    shared = [key for key in steps[0] if all(key in each for each in steps)]
+    return {key: statistics.fmean(each[key] for each in steps) for key in shared}
+
+
+def _out_of_range(best: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
+    """Return a text for each figure that is out of its range."""
+    found = []
+    for key, sign in _SIGNS.items():
+        if key not in best or key not in now:
+            continue
+        before, after = best[key], now[key]
+        high = after > sign.most * before or after > before + sign.more
+        if (high and after >= sign.floor) or after < sign.least * before:
+            found.append(f"{sign.name} {number(before)} -> {number(after)}")
+    return found

@@ -1,0 +1,52 @@
+"""What happened to a run before its last steps: where it branched off, and its rollbacks. The
+report tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.observe.metrics_files import METRICS_FILE
+
+BRANCH_FILE = "branch.json"  # in the folder of a branch: checkpoint.lineage
+ROLLBACKS_FILE = "checkpoints/rollbacks.json"  # in the run folder: checkpoint.rollback
+
+
+def kept_metrics(number: int) -> str:
+    """Return the name of the file with the metrics that a rollback has taken back."""
+    return Path(METRICS_FILE).with_suffix(f".rollback_{number}.jsonl").name
+
+
+def history(run: Path) -> list[str]:
+    """Return the run's history, a sentence an event; empty for a run that has none."""
+    branch, record = _read(run / BRANCH_FILE), _read(run / ROLLBACKS_FILE)
+    told = [_of_branch(branch)] if branch else []
+    rollbacks = record.get("rollbacks", [])
+    return told + [_of_rollback(each) for each in rollbacks]
+
+
+def _of_branch(branch: Mapping[str, Any]) -> str:
+    """Tell where a branch and the runs above it branched off."""
+    lines: Sequence[Mapping[str, Any]] = [branch, *branch.get("lineage", [])]
+    places = [f"{each.get('run')} after step {each.get('step')}" for each in lines]
+    return f"This run is a branch of {', itself a branch of '.join(places)}."
+
+
+def _of_rollback(told: Mapping[str, Any]) -> str:
+    number, first, last = (told.get(key) for key in ("number", "to_step", "from_step"))
+    return (
+        f"Rollback {number}: after step {last} the run went back to step {first}, because of a "
+        f"collapse ({told.get('text')}). {kept_metrics(int(number or 0))} has the metrics until "
+        "then."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file holds; empty if it is missing or damaged, which its writer reports."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, *WRONG_VALUES):
+        return {}
+    return found if isinstance(found, dict) else {}

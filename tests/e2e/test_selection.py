@@ -1,0 +1,182 @@
+"""A run that chooses its prompts by their pass rates: which ones, and the same ones if it is
+stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import (
+    assert_same_run,
+    checkpoint_names,
+    make_small,
+    records,
+    tensors,
+    train,
+)
+from tests.programs import gspo
+
+STEPS, FILE = 8, 14
+LAST = f"rl_{STEPS:08d}"
+# From the fifth step on every prompt is known.
+SELECTION = {
+    "by": "pass_rate",
+    "low": 0.2,
+    "high": 0.8,
+    "floor": 0.3,
+    "retire_after": 1,
+    "revive_after": 3,
+}
+DYNAMIC = {"dynamic_sampling": True, "max_refills": 1}
+
+
+def a_run(toy: Path, folder: Path, rows: int = FILE, **training: Any) -> Path:
+    folder.mkdir()
+    lines = (toy / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(lines[:rows]))
+    config = make_small(
+        write_config(toy, folder),
+        data={"prompts": str(folder / "few.jsonl"), "selection": SELECTION},
+        rollout=DYNAMIC,
+        training={"steps": STEPS, **training},
+        checkpoint={"interval": 2, "keep_last": None},
+    )
+    # 0 or 1, so that groups without spread are refilled
+    reward = (folder / "resuming_reward.py").read_text()
+    (folder / "resuming_reward.py").write_text(reward.replace("% 97 / 96", "% 5 // 3"))
+    return config
+
+
+@pytest.fixture(scope="module")
+def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run."""
+    config = a_run(toy, tmp_path_factory.mktemp("selection") / "whole")
+    train(config)
+    return config.parent
+
+
+def draws(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "draws.jsonl").open()]
+
+
+def copied(undisturbed: Path, folder: Path, *, with_run: bool = False) -> Path:
+    copy = shutil.copytree(undisturbed, folder / "copy")
+    if not with_run:
+        shutil.rmtree(copy / "run")
+    (copy / "calls").unlink()
+    values = yaml.safe_load((copy / "config.yaml").read_text())
+    values["logging"]["dir"] = str(copy / "run")
+    (copy / "config.yaml").write_text(yaml.safe_dump(values))
+    return copy / "config.yaml"
+
+
+def assert_same_draws(run: Path, undisturbed: Path) -> None:
+    assert_same_run(run, undisturbed / "run", LAST)
+    assert draws(run) == draws(undisturbed / "run")
+
+
+def test_what_is_drawn_and_kept(undisturbed: Path) -> None:
+    found, metrics = draws(undisturbed / "run"), records(undisturbed / "run")[1:]
+    assert [each["step"] for each in metrics] == [*range(1, STEPS + 1)]
+    seen: set[str] = set()
+    for record in metrics:
+        of_step = [each for each in found if each["step"] == record["step"]]
+        refills = int(record["rollout/refills"])
+        assert len(of_step) == 4 * (1 + refills) == len({each["prompt"] for each in of_step})
+        # of a run that measures what it samples: the mean over its groups
+        mean = sum(each["reward"] for each in of_step) / len(of_step)
+        assert mean == pytest.approx(record["reward/mean"])
+        length = sum(each["length"] for each in of_step) / len(of_step)
+        assert length == pytest.approx(record["response/length_mean"])
+        spread = sum(each["spread"] for each in of_step) / len(of_step)
+        assert spread == pytest.approx(1 - record["reward/zero_spread_groups"])
+        seen |= {each["prompt"] for each in of_step if not each.get("explored")}
+    assert len({each["prompt"] for each in found}) == FILE
+    # by hand: who was in the band when step 6 was drawn
+    known: dict[str, list[tuple[int, float]]] = {}
+    for each in found:
+        if each["step"] < 6:
+            known.setdefault(each["prompt"], []).append((each["step"], each["solved"] / 4))
+    chosen = [e["prompt"] for e in found if e["step"] == 6 and not e.get("explored")][:3]
+    eligible = {
+        name
+        for name, of_prompt in known.items()
+        if 0.2 <= of_prompt[-1][1] <= 0.8 or (of_prompt[-1][1] == 1 and of_prompt[-1][0] <= 3)
+    }
+    assert {*chosen} <= eligible and len(eligible) < FILE
+    assert metrics[5]["selection/new"] == 0
+    text = gspo("prompts", undisturbed / "run").stdout
+    assert f"to {FILE} prompts in {len(found)} groups, up to step {STEPS}" in text
+
+
+@pytest.mark.parametrize("call", [70, 120])
+def test_a_stopped_run_draws_the_same(undisturbed: Path, tmp_path: Path, call: int) -> None:
+    """Between responses and update of a step, as a signal has it."""
+    config = copied(undisturbed, tmp_path)
+    (config.parent / "signal_at").write_text(str(call))
+    train(config, expect=75)
+    assert LAST not in checkpoint_names(config.parent / "run")
+    train(config)
+    assert_same_draws(config.parent / "run", undisturbed)
+
+
+def test_a_killed_run_draws_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    """Its folder has records of steps after the checkpoint, and a line that was cut off."""
+    config = copied(undisturbed, tmp_path, with_run=True)
+    run = config.parent / "run"
+    for name in checkpoint_names(run):
+        if name.startswith("rl_") and name > "rl_00000004":
+            shutil.rmtree(run / "checkpoints" / name)
+    with (run / "draws.jsonl").open("a") as file:
+        file.write('{"step": 8, "pro')
+    train(config)
+    assert_same_draws(run, undisturbed)
+
+
+def test_a_prolonged_run_draws_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    config = copied(undisturbed, tmp_path)
+    train(config, "training.steps=5")
+    train(config)
+    run, other = config.parent / "run", undisturbed / "run"
+    assert draws(run) == draws(other)
+    assert tensors(run / "checkpoints" / LAST) == tensors(other / "checkpoints" / LAST)
+
+
+def test_other_layouts_draw_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    config = copied(undisturbed, tmp_path)
+    train(config, "parallel.layout=tp=2,ep=2,dp=2", "training.steps=5")
+    mine = draws(config.parent / "run")
+    theirs = [each for each in draws(undisturbed / "run") if each["step"] <= 5]
+    assert [each["prompt"] for each in mine] == [each["prompt"] for each in theirs]
+    assert mine == theirs
+
+
+def test_statistics_stay_when_files_grow_between_phases(toy: Path, tmp_path: Path) -> None:
+    """The second phase has more prompts, in another order. It knows those of the first."""
+    config = a_run(toy, tmp_path / "grown", rows=8)
+    lines = (toy / "train.jsonl").read_text().splitlines(keepends=True)[:12]
+    (config.parent / "more.jsonl").write_text("".join(reversed(lines)))
+    values = yaml.safe_load(config.read_text())
+    section = values["data"].pop("selection") | {"floor": 0.0}
+    more = {"prompts": str(config.parent / "more.jsonl"), "selection": section}
+    values["training"] |= {"steps": 4, "phases": [{"until_step": 3}, {"data": more}]}
+    values["rollout"] |= {"dynamic_sampling": False, "max_refills": 4}
+    config.write_text(yaml.safe_dump(values))
+    train(config)
+    found = draws(config.parent / "run")
+    old = {each["prompt"] for each in found if each["step"] < 4}
+    assert len(old) == 8  # once or twice each, without data.selection
+    last = {each["prompt"] for each in found if each["step"] == 4}
+    assert len(last) == 4 and not last & old  # those that are new
+    record = records(config.parent / "run")[-1]
+    assert record["selection/new"] == 4
+    rates = {each["prompt"]: each["solved"] / 4 for each in found if each["step"] < 4}
+    inside = sum(0.2 <= rate <= 0.8 for rate in rates.values())
+    retired = [rate for rate in rates.values() if rate == 1]
+    assert record["selection/band"] - inside in (0, len(retired)) and inside > 0
