@@ -279,7 +279,7 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
     theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
-        key = distillation.key_of(number, "teacher")
+        key = config.objective.distillation.key_of(number, "teacher")
         raise DataError(
             f"{key} = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
