@@ -8,9 +8,11 @@ import re
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 
 from gspo_megatron.config import parse_config
+from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.objectives import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -21,6 +23,7 @@ from gspo_megatron.config.objectives import (
 )
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.rl.distillation import divergence_metrics, top_k_metrics, with_divergence
 from tests.e2e.test_train import KEYS
 from tests.programs import ROOT
 from tests.unit.objectives.batches import make_inputs
@@ -194,5 +197,12 @@ def test_every_metric_that_the_page_explains_is_measured() -> None:
     inputs = make_inputs(0, with_reference=True)
     means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}
     measured = {*objective.complete(means), *KEYS}  # KEYS: of a run
+    teacher = torch.tensor([0.7, 0.3]).log().expand(len(inputs.mask), 2)
+    form = DistillationSection(form="forward_kl_topk")
+    distilled = with_divergence(
+        objective(inputs), inputs, inputs, teacher, teacher, objective, form
+    )
+    measured |= {*distilled.means, *divergence_metrics(inputs, inputs.old_logprobs)}
+    measured |= {*top_k_metrics(inputs, inputs.mask, teacher)}
     named = [name for row in table("metric") for name in code(row["metric"])]
     assert [name for name in named if name not in measured] == []
