@@ -153,7 +153,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     meant = nearest(name, legal)
     if first != "evaluation":  # a misspelt first word, or only the last word
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
-        if not is_slip or name in ("loss", "reward/mean"):
+        if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return
         meant = meant or [without[each] for each in nearest(name, without)]
     beside = [f"evaluation/{figure}" for figure in ("accuracy_low", "accuracy_high", "prompts")]
