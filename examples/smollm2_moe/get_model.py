@@ -87,13 +87,14 @@ def dequantise(file: Path, folder: Path) -> None:
         requirements = Path(__file__).with_name("requirements.txt")
         raise DataError(f"the package gguf is missing: pip install -r {requirements}")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source)
-    # transformers does not save a model that it has read from GGUF
+    # transformers does not save a model that it has read from GGUF, and knows it by this field
+    del read.config.quantization_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
+        model = AutoModelForCausalLM.from_config(read.config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     model.generation_config = read.generation_config

@@ -143,7 +143,7 @@ def _link(source: Path, checkpoints: Path) -> None:
     publication.begin()
     for name in files:
         path = publication.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
             os.link(source / name, path)
         except OSError:  # another disk, or one without hard links

@@ -36,11 +36,12 @@ from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import family_of, family_of_shape
 from gspo_megatron.families.adapter_map import (
-    PEFT_TENSORS,
     Adapted,
     adapted_weights,
     adapter_map,
+    joint_matrices,
     merge,
+    merge_joint,
 )
 from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.families.weight_map import (
@@ -50,7 +51,7 @@ from gspo_megatron.families.weight_map import (
     split,
     weight_map,
 )
-from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_config
+from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_layout, peft_maps, write_peft
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
@@ -67,11 +68,20 @@ class Adapters:
     adapted: dict[str, Adapted]
     tensors: dict[str, Tensor]
 
-    def merging(self) -> Merge:
-        """Return a function that adds the adapter to a block of a tensor of the base."""
+    def merging(self, files: WeightMap) -> Merge:
+        """Return a function that adds the adapter to a block of a tensor of the base.
+
+        files: the map of the base's files, which may hold all experts of a layer in one tensor.
+        """
         pairs, scale = pairs_of(self.tensors), self.section.scale
+        joint = {
+            name: [(box, pairs[each.name][0], pairs[each.name][1]) for box, each in found]
+            for name, found in joint_matrices(self.adapted, self.weights, files).items()
+        }
 
         def add(name: str, slices: Sequence[slice], data: Tensor) -> Tensor:
+            if name in joint:
+                return merge_joint(data, slices, joint[name], scale, files.shapes[name])
             if name not in pairs:
                 return data
             a, b = pairs[name]
@@ -173,7 +183,7 @@ def merged_to_hf(
             dtype,
             MAX_SHARD_BYTES,
             ALONE,
-            adapters.merging(),
+            adapters.merging(adapters.weights),
         )
         return
     checkpoint = adapters.checkpoint
@@ -194,7 +204,7 @@ def merged_to_hf(
         specs[name] = torch.empty_like(specs[name], dtype=folder.dtype_of(name))
     main = specs[family_of(folder.config).names["embedding"]].dtype
     config = export_config(checkpoint.shape, checkpoint.vocab_size, main, folder.config)
-    merge_block = adapters.merging()
+    merge_block = adapters.merging(weights)
     with HfWriter(destination, specs) as writer:
 
         def convert(name: str, done: Any) -> None:
@@ -219,15 +229,12 @@ def adapters_to_peft(
 ) -> None:
     """Write adapters as a new PEFT folder."""
     tensors = {name: each.to(dtype or each.dtype) for name, each in adapters.tensors.items()}
-    specs = {name: each.to("meta") for name, each in tensors.items()}
-    size = sum(each.nbytes for each in tensors.values()) + 1
-    with HfWriter(destination, specs, max_shard_bytes=size, single_file=PEFT_TENSORS) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.finish()
-        base = adapters.base["path"]
-        document = peft_config(adapters.section, adapters.adapted, adapters.weights, base)
-        writer.publish({"adapter_config.json": document})
+    base = adapters.base["path"]
+    checkpoint, original = adapters.checkpoint, adapters.checkpoint.hf_config
+    family = family_of_shape(checkpoint.shape) if original is None else family_of(original)
+    maps = peft_maps(family, checkpoint.shape, checkpoint.vocab_size)
+    document, tensors = peft_layout(adapters.section, adapters.adapted, maps, tensors, base)
+    write_peft(destination, tensors, document)
 
 
 def peft_to_megatron(

@@ -16,7 +16,7 @@ class LoraSection(Section):
     targets: Paths = shapes(
         ["all"],
         "which matrices have one: attention, mlp (of dense layers), experts (routed and shared), "
-        "all (these three), or a list of those and of names as q_proj, linear_qkv and router",
+        "all (these three), or a list of those and of names as q_proj, linear_qkv, router and head",
     )
     use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
     checkpoint: Text | None = shapes(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config.collapse import STEP_BITS
+from gspo_megatron.config.lora_rules import ADAPTER_OPTIONS, adapters_are_served
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
 from gspo_megatron.config.objectives import (
     learns_from_parts,
@@ -290,7 +291,8 @@ def servers_are_there(plan: Plan) -> Problems:
     if plan.here and servers.python is not None and shutil.which(servers.python) is None:
         wrong = "is no program; allowed: the interpreter of an environment that has vLLM"
         yield "rollout.vllm.python", wrong
-    for name in sorted(_OWN_OPTIONS & {key.replace("-", "_") for key in servers.options}):
+    own = _OWN_OPTIONS | (ADAPTER_OPTIONS if servers.takes_adapters else set())
+    for name in sorted(own & {key.replace("-", "_") for key in servers.options}):
         yield f"rollout.vllm.options.{name}", "the run decides it; allowed: leave it out"
 
 
@@ -530,6 +532,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         staleness_fits,
         servers_are_there,
         servers_do_what_the_trainer_does,
+        adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
         suites_fit,

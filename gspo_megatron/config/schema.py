@@ -35,6 +35,7 @@ from gspo_megatron.config.section import (
     shapes,
 )
 from gspo_megatron.config.selection import SelectionSection
+from gspo_megatron.config.servers import VllmSection
 from gspo_megatron.families import PRESETS, Family, family_of, family_of_shape, preset_of_folder
 from gspo_megatron.families.model_shape import (
     WHOLE_MODEL_KEYS,
@@ -184,45 +185,6 @@ class DataSection(Section):
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     shuffle: bool = shapes(True, "a new order in every epoch, from training.seed")
     selection: SelectionSection = Field(default_factory=SelectionSection)
-
-
-class VllmSection(Section):
-    """The vLLM servers of rollout.engine: vllm."""
-
-    servers: NotNegative = harmless(
-        0,
-        "number of servers that the run starts: beside rank 0, or on the rollout nodes of a job, "
-        "the same number on each; 0: the servers of urls are running already",
-    )
-    urls: list[Text] = harmless(
-        [], "addresses of running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
-    )
-    tensor_parallel_size: Positive = harmless(1, "GPUs of each server that the run starts")
-    python: Text | None = harmless(
-        None, "Python interpreter of the environment that has vLLM; null: that of the training"
-    )
-    options: dict[str, Any] = harmless(
-        {}, "further vLLM options of the servers that the run starts, as {max_num_seqs: 128}"
-    )
-    weight_transport: Literal["auto", "nccl", "disk"] = harmless(
-        "auto",
-        "how new weights get to the servers: nccl: rank 0 sends them to the workers (by gloo on "
-        "CPUs); disk: through a folder; auto: nccl on GPUs if all servers can, else disk",
-    )
-    weights_dir: Text | None = harmless(
-        None,
-        "folder through which new weights get to the servers; all machines of the run must see it; "
-        "null: /dev/shm for servers beside rank 0, else the run folder",
-    )
-    restarts: NotNegative = harmless(
-        3, "largest number of restarts of each server, and of the rollout service"
-    )
-    update_seconds: Positive = harmless(
-        600, "time limit for a server's start and for new weights; then it is restarted"
-    )
-    silence_seconds: Positive = harmless(
-        120, "time limit without an answer or a new token; then the server is restarted"
-    )
 
 
 class RolloutSection(Section):

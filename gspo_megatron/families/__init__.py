@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from gspo_megatron.families.model_shape import (
     no_folder,
     read_model,
 )
-from gspo_megatron.files import WRONG_VALUES
+from gspo_megatron.files import WRONG_VALUES, parse_json
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -126,6 +127,18 @@ def preset_of_folder(path: str) -> ModelPreset:
             wrong = "is a checkpoint of gspo-megatron; use model.checkpoint_path for it"
         raise ConfigError([problem("model.hf_path", path, wrong)]) from None
     return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
+
+
+def differs_in_folder(path: str) -> str | None:
+    """In which way the model in a Hugging Face folder is another one than we train from it, in
+    words; None: in none but the type of its numbers."""
+    with contextlib.suppress(OSError, ValueError):  # what is wrong there is told elsewhere
+        config = parse_json((Path(path) / "config.json").read_bytes())
+        if language_model(config) is not config:
+            return "a vision-language model"
+        if isinstance(given := config.get("quantization_config"), Mapping):
+            return f"weights in {given.get('quant_method')}"
+    return None
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:

@@ -8,14 +8,14 @@ weight (q, k and v; gate and up). So a file of PEFT holds exactly what is traine
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem
 from gspo_megatron.families.family import Family
 from gspo_megatron.families.model_shape import ModelShape
-from gspo_megatron.families.weight_map import TensorRecipe, WeightMap, copy, weight_map
+from gspo_megatron.families.weight_map import Box, TensorRecipe, WeightMap, copy, weight_map
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Targets that stand for several modules. The router and the shared experts' gate have no part in
-# `all`: small changes of a router change which experts compute a token.
+# `all`: small changes of a router change which experts compute a token. Nor has the output layer,
+# whose adapters need a copy of its weight.
 GROUPS = ("attention", "mlp", "experts")
-ALL = "all"
+ALL, HEAD = "all", "head"
+_HEAD_WEIGHT = "output_layer.weight"
+_EMBEDDING = ("embedding", "word_embeddings", "embed_tokens", "wte")
 
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.weight([12])\[(\d+)\]$")
-_LINEAR = re.compile(r"^(.*)\.(\w+)\.weight$")
+_LINEAR = re.compile(r"^((?:.*\.)?)(\w+)\.weight$")
 
 
 def is_adapter(name: str) -> bool:
@@ -70,15 +73,75 @@ class Adapted:
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
     """The matrices of the Hugging Face model that a weight is made of; none where it is made of
-    other tensors."""
-    ends: dict[str, tuple[int, int]] = {}
+    other tensors. Where files have all experts of a layer in one tensor, each expert's matrices
+    have names as if they were there one by one."""
+    found: dict[str, Matrix] = {}
     for box in recipe.boxes:
+        if is_of_joint_experts(box):
+            half = box.target[0] if len(box.target) == 3 else None
+            leaf = "down_proj" if half is None else ("gate_proj", "up_proj")[half]
+            name = f"{box.name.rpartition('.')[0]}.{box.source[0]}.{leaf}.weight"
+            found[name] = Matrix(name, *box.size[-2:])
+            continue
         if len(box.source) != 2 or not box.name.endswith(".weight"):
             return []
         rows, columns = (part.stop for part in box.source_slices)
-        known = ends.get(box.name, (0, 0))
-        ends[box.name] = max(known[0], rows), max(known[1], columns)
-    return [Matrix(name, *size) for name, size in ends.items()]
+        known = found.get(box.name, Matrix(box.name, 0, 0))
+        found[box.name] = Matrix(box.name, max(known.rows, rows), max(known.columns, columns))
+    return list(found.values())
+
+
+def is_of_joint_experts(box: Box) -> bool:
+    """Whether a box is of a tensor with a matrix of all experts of a layer."""
+    return len(box.source) == 3 and ".experts." in box.name
+
+
+def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tuple[int, int]]:
+    """The name of the matrix at the index `target` of an expert's weight whose files have all
+    experts in one tensor, and the row and column there. On Transformer Engine gate and up
+    projection are halves of one matrix."""
+    matrices = matrices_of(recipe)
+    rows = matrices[0].rows
+    flat = target[0] * rows + target[1] if len(target) == 3 else target[0]
+    half, row = divmod(flat, rows)
+    return matrices[half].name, (row, target[-1])
+
+
+def joint_matrices(
+    adapted: Mapping[str, Adapted], weights: WeightMap, files: WeightMap
+) -> dict[str, list[tuple[Box, Matrix]]]:
+    """The adapted matrices in each tensor of `files` that holds those of all experts, with their
+    boxes. weights: the map that `adapted` is of."""
+    found: dict[str, list[tuple[Box, Matrix]]] = {}
+    for name, each in adapted.items():
+        boxes = [box for box in files.recipes[name].boxes if is_of_joint_experts(box)]
+        order = matrices_of(weights.recipes[name]) if boxes else []
+        for box in boxes:
+            matrix = order[box.target[0] if len(box.target) == 3 else 0]
+            if matrix in each.matrices:
+                found.setdefault(box.name, []).append((box, matrix))
+    return found
+
+
+def merge_joint(
+    data: Tensor,
+    slices: Sequence[slice],
+    parts: Sequence[tuple[Box, Tensor, Tensor]],
+    scale: float,
+    shape: Sequence[int],
+) -> Tensor:
+    """A block of a tensor of all experts, of this shape, with its adapters added. parts: the box of
+    each adapted matrix, its A and its B."""
+    first, last, _ = slices[0].indices(shape[0])
+    wide = data.clone() if data.dtype.itemsize >= 4 else data.float()
+    for expert in range(first, last):
+        change = wide.new_zeros(tuple(shape[1:]))
+        for box, a, b in parts:
+            if box.source[0] == expert:
+                product = b.to(wide.dtype) @ a.to(wide.dtype)
+                change[box.source_slices[1:]] = box.to_source(product)[0]
+        wide[expert - first] += scale * change[tuple(slices[1:])]
+    return wide.to(data.dtype)
 
 
 def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Adapted]:
@@ -89,7 +152,8 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
     met: set[str] = set()
     for name, recipe in weights.recipes.items():
         expert, linear = _EXPERT.match(name), _LINEAR.match(name)
-        if not name.startswith("decoder.layers.") or (expert or linear) is None:
+        in_layers = name.startswith("decoder.layers.") or name == _HEAD_WEIGHT
+        if not in_layers or (expert or linear) is None:
             continue
         matrices = matrices_of(recipe)
         if expert is not None:
@@ -99,7 +163,7 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
             matrices = matrices if one_by_one else []
         else:
             assert linear is not None
-            owner, index, kind = f"{linear[1]}.{linear[2]}_lora", "", linear[2]
+            owner, index, kind = f"{linear[1]}{linear[2]}_lora", "", linear[2]
         group = _group(name)
         if not matrices or group is None:
             continue
@@ -114,12 +178,22 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
             found[name] = Adapted(owner, index, tuple(chosen))
     wrong = [target for target in targets if target not in met]
     if wrong:
-        legal = ", ".join(known)
-        hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))
-        shown = ", ".join(wrong)
-        lines = f"the model has no such matrices; allowed: {legal}{hint}"
-        raise ConfigError([problem("model.lora.targets", shown, lines)])
+        has_head = _HEAD_WEIGHT in weights.recipes
+        raise ConfigError([_no_such_matrices(wrong, known, has_head=has_head)])
     return found
+
+
+def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head: bool) -> str:
+    """What is told of targets that the model has not; known: those that it has."""
+    why, names = "the model has no such matrices", set(wrong)
+    if names & {HEAD, "output_layer", "lm_head"} and not has_head:
+        why = "the output layer is the embedding (tied), which would change with it"
+    elif names & set(_EMBEDDING):
+        why = "the embedding has no adapters here"
+    hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))
+    return problem(
+        "model.lora.targets", ", ".join(wrong), f"{why}; allowed: {', '.join(known)}{hint}"
+    )
 
 
 _kept: dict[str, dict[str, Adapted]] = {}  # of the last model
@@ -140,6 +214,8 @@ def adapted_weights_of(
 
 def _group(name: str) -> str | None:
     """The target that stands for a weight and those like it."""
+    if name == _HEAD_WEIGHT:
+        return HEAD
     if ".self_attention." in name:
         return "attention"
     if ".mlp.experts." in name or ".mlp.shared_experts." in name:

@@ -260,7 +260,8 @@ def is_one_matrix(name: str) -> bool:
 
 def is_vocabulary(name: str) -> bool:
     """Whether the first axis of a tensor is the vocabulary, which is padded."""
-    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+    of_adapter = name.startswith("output_layer_lora.") and name.endswith(".b")
+    return of_adapter or name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ rank and one alpha hold for all: vLLM reads no other.
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gspo_megatron.config.lora import LoraSection
@@ -20,10 +22,15 @@ from gspo_megatron.families.adapter_map import (
     PEFT_PREFIX,
     PEFT_TENSORS,
     Adapted,
+    Matrix,
+    joint_matrices,
     matrices_of,
 )
-from gspo_megatron.families.weight_map import WeightMap
+from gspo_megatron.families.family import Family
+from gspo_megatron.families.model_shape import ModelShape
+from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
 from gspo_megatron.hf.files import DTYPES, HfFolder, read_header, read_json
+from gspo_megatron.hf.writer import HfWriter
 
 # Fields of adapter_config.json with which other arithmetic is meant than B (A x) * alpha / r.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -59,6 +66,8 @@ class PeftFolder(HfFolder):
         self.config: dict[str, Any] = read_json(file, problems) or {}
         for name, legal in _PLAIN.items() if self.config else ():
             value = self.config.get(name, legal[0])
+            if name == "target_parameters" and _are_modules(value):
+                continue
             if value not in legal:
                 wrong = f"{name} is {format_value(value)}: not plain LoRA with one rank"
                 problems.append(f"{file}: {wrong}")
@@ -120,6 +129,12 @@ class PeftFolder(HfFolder):
             raise DataError("\n".join(f"{self.path}: {line}" for line in [*lines, made_for]))
 
 
+def _are_modules(parameters: Any) -> bool:
+    """Whether target_parameters are weights of modules alone, such as a router's, which PEFT does
+    not name in target_modules."""
+    return isinstance(parameters, list) and all(str(n).endswith(".weight") for n in parameters)
+
+
 def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap) -> PeftFolder:
     """The PEFT folder. Raises DataError where its adapters are not those of `section` and of the
     map `adapters`."""
@@ -130,17 +145,88 @@ def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap
     return folder
 
 
-def peft_config(
-    section: LoraSection, adapted: Mapping[str, Adapted], weights: WeightMap, base: str | None
+def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
+    """The map of a model, and that of its modules in transformers as PEFT finds them: of some
+    families it reads the names of single experts, of the others those of the files."""
+    joint = "experts_gate_up" in family.names
+    weights = weight_map(family, shape, vocab_size)
+    return weights, weight_map(family, shape, vocab_size, joint_experts=joint)
+
+
+def peft_layout(
+    section: LoraSection,
+    adapted: Mapping[str, Adapted],
+    maps: tuple[WeightMap, WeightMap],
+    tensors: Mapping[str, Tensor],
+    base: str | None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """adapter_config.json and the tensors of a PEFT folder. tensors: one pair of matrices for each
+    matrix, those of experts one by one; maps: see `peft_maps`; base: the folder or name of their
+    model. Raises DataError where PEFT has no form for them."""
+    weights, modules = maps
+    joint = joint_matrices(adapted, weights, modules)
+    inside = {matrix.name for found in joint.values() for _, matrix in found}
+    document = _peft_config(section, adapted, inside, weights, base)
+    kept = {name: each for name, each in tensors.items() if peft_stem(name) not in inside}
+    if not joint:
+        return document, kept
+    document["target_parameters"] = sorted({".".join(n.split(".")[-3:]) for n in joint})
+    patterns: dict[str, tuple[int, float]] = {}
+    pairs = pairs_of(tensors)
+    for name, found in joint.items():
+        module, _, leaf = name.rpartition(".")
+        # PEFT wraps one parameter around the other
+        inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
+        a, b = _joined(found, pairs, modules.shapes[name])
+        stem = f"{PEFT_PREFIX}{module}{inner}"
+        kept |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+        if (count := len(found) // len({box.source[0] for box, _ in found})) > 1:
+            grown = math.sqrt(count) if section.use_rslora else count
+            alpha = (section.rank if section.alpha is None else section.alpha) * grown
+            patterns[rf".*\.{leaf}"] = (section.rank * count, _whole(alpha))
+    if patterns:
+        document["rank_pattern"] = {key: rank for key, (rank, _) in patterns.items()}
+        document["alpha_pattern"] = {key: alpha for key, (_, alpha) in patterns.items()}
+    return document, kept
+
+
+def _joined(
+    found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The adapters of the matrices in a tensor [experts, ...] as one pair: A [experts * rank, in],
+    and B [out, rank * experts], in which the experts alternate. Where gate and up projection are
+    one matrix there, its rank is that of both."""
+    by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
+    for box, matrix in found:
+        by_expert.setdefault(box.source[0], []).append((box, matrix))
+    assert sorted(by_expert) == list(range(shape[0])), "experts without adapters"
+    downs, ups = [], []
+    for _, parts in sorted(by_expert.items()):
+        downs.append(torch.cat([pairs[matrix.name][0] for _, matrix in parts]))
+        rank = len(pairs[parts[0][1].name][0])
+        axis = 1 if parts[0][0].axes is None else 2  # of its rows
+        up = downs[0].new_zeros(shape[axis], rank * len(parts))
+        for number, (box, matrix) in enumerate(parts):
+            rows = box.source_slices[axis]
+            up[rows, number * rank : (number + 1) * rank] = pairs[matrix.name][1]
+        ups.append(up)
+    return torch.cat(downs), torch.stack(ups).permute(1, 2, 0).flatten(1).contiguous()
+
+
+def _peft_config(
+    section: LoraSection,
+    adapted: Mapping[str, Adapted],
+    inside: Collection[str],
+    weights: WeightMap,
+    base: str | None,
 ) -> dict[str, Any]:
-    """adapter_config.json of adapters; `weights`: the map of their base, whose folder or name is
-    `base`."""
-    matrices = [matrix for each in adapted.values() for matrix in each.matrices]
+    """adapter_config.json; inside: names of matrices that are in tensors of all experts."""
+    matrices = [m for each in adapted.values() for m in each.matrices if m.name not in inside]
     leaves = sorted({matrix.leaf for matrix in matrices})
     # PEFT takes a last part of a name for all modules that have it.
     alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
-    by_leaf = {matrix.module for matrix in alike if matrix.leaf in leaves} == modules
+    by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -156,6 +242,32 @@ def peft_config(
         "modules_to_save": None,
         "inference_mode": True,
     }
+
+
+def write_peft(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    private: bool = False,
+) -> None:
+    """Write a new PEFT folder, which appears when it is complete. document: adapter_config.json.
+    Raises DataError."""
+    specs = {name: each.to("meta") for name, each in tensors.items()}
+    size = sum(each.nbytes for each in tensors.values()) + 1
+    with HfWriter(
+        path,
+        specs,
+        max_shard_bytes=size,
+        single_file=PEFT_TENSORS,
+        durable=durable,
+        private=private,
+    ) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        writer.publish({PEFT_CONFIG: document})
 
 
 def _whole(value: float) -> float:

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import Family, family_of, family_of_shape
-from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
-from gspo_megatron.hf.load import weight_shards
+from gspo_megatron.families.adapter_map import adapter_map, is_of_joint_experts, place_in_joint
+from gspo_megatron.families.weight_map import Box, WeightMap, native_name, weight_map
+from gspo_megatron.hf.adapters import peft_layout, peft_maps, write_peft
+from gspo_megatron.hf.load import adapter_shards, weight_shards
 from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.models.build import Policy
@@ -87,6 +90,43 @@ def export_hf(
 
 
 @torch.no_grad()
+def export_adapter(
+    policy: Policy,
+    path: str | Path,
+    section: LoraSection,
+    base: str,
+    *,
+    hf_config: Mapping[str, Any] | None = None,
+    durable: bool = True,
+    private: bool = False,
+) -> int:
+    """Write the policy's adapters as the new PEFT folder `path`, as `export_hf` writes a model.
+    Returns their bytes.
+
+    section: model.lora; base: the folder or name of the model that they belong to. Raises
+    DataError, on every rank, for a destination that cannot be written."""
+    assert policy.lora is not None, "a model without adapters"
+    adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
+    policy.finish_parameter_gather()
+    copy = _ModelCopy(adapter_shards(policy), adapters)
+    kind, device = policy.config.params_dtype, torch.device(torch.cuda.current_device())
+    is_main = dist.get_rank() == MAIN_RANK
+    tensors: dict[str, Tensor] = {}
+    for name, shape in adapters.shapes.items():
+        tensor = torch.empty(shape, dtype=kind, device=device) if is_main else None
+        copy.collect(name, kind, tensor)
+        if tensor is not None:
+            tensors[name] = tensor.cpu()
+    with raised_everywhere():
+        if is_main:
+            family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
+            maps = peft_maps(family, policy.shape, policy.vocab_size)
+            document, tensors = peft_layout(section, policy.lora.adapted, maps, tensors, base)
+            write_peft(path, tensors, document, durable=durable, private=private)
+    return sum(math.prod(shape) for shape in adapters.shapes.values()) * kind.itemsize
+
+
+@torch.no_grad()
 def stream_hf(
     policy: Policy,
     *,
@@ -149,7 +189,7 @@ class _ModelCopy:
         self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
     ) -> None:
         """lora: adapters that are added to the weights on the way, if there are any."""
-        self._shards, self._lora = shards, lora
+        self._shards, self._weights, self._lora = shards, weights, lora
         # of each HF tensor, by rank: numbers of the rank's shards, and the box that each holds
         self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -210,8 +250,17 @@ class _ModelCopy:
 
     def _values(self, number: int, box: Box) -> Tensor:
         """A box of a shard, with its adapter added."""
-        data = self._shards[number].data[box.target_slices]
-        if self._lora is None or len(box.source) != 2:
+        shard = self._shards[number]
+        data = shard.data[box.target_slices]
+        if self._lora is None:
+            return data
+        if is_of_joint_experts(box):
+            target = [at + start for at, start in zip(shard.offset, box.target, strict=True)]
+            recipe = self._weights.recipes[native_name(shard.name)]
+            matrix, place = place_in_joint(recipe, target)
+            merged = self._lora.merged(data.reshape(box.size[-2:]), matrix, place)
+            return merged.reshape(data.shape)
+        if len(box.source) != 2:
             return data
         return self._lora.merged(data.reshape(box.source_size), box.name, box.source)
 

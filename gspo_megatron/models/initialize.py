@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.families.adapter_map import is_adapter
-from gspo_megatron.families.weight_map import native_name
+from gspo_megatron.families.weight_map import is_vocabulary, native_name
 from gspo_megatron.models.shards import Shard, parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
@@ -50,7 +50,7 @@ def initialize_weights(
         if any(part in shard.name for part in _RESIDUAL_PROJECTIONS):
             std /= math.sqrt(2.0 * config.num_layers)
         shape = list(shard.global_shape)
-        if "word_embeddings" in shard.name or "output_layer" in shard.name:
+        if is_vocabulary(shard.name):
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
         # adapters have the same names on both backends
         name = native_name(shard.name) if is_adapter(shard.name) else shard.name

@@ -213,6 +213,46 @@ def _normed(layer: Any, states: Tensor) -> Tensor:
     return F.rms_norm(states.float(), size, scale, layer.eps).to(states.dtype)
 
 
+class HeadAdapter(Adapter):
+    """The adapter of the output layer. The log-prob head multiplies the hidden states by its
+    weight (models/policy.py), so it computes with the adapter, too."""
+
+    layer: Any
+
+    def __init__(self, lora: Lora, layer: torch.nn.Module, shard: Shard, matrix: Matrix) -> None:
+        super().__init__(lora)
+        vars(self)["layer"] = layer  # as LinearAdapter's
+        weight, group = shard.parameter, tensor_parallel_group(layer)
+        replica, first = _replica(group), shard.offset[0]
+        self.part = self.add_part(
+            matrix.leaf,
+            weight.new_zeros(lora.rank, matrix.columns),
+            weight.new_zeros(len(weight), lora.rank),  # with the padding of the vocabulary
+            {
+                "a": ((lora.rank, matrix.columns), (0, 0), (0, *replica)),
+                "b": ((shard.global_shape[0], lora.rank), (first, 0), (0, 0, replica[1])),
+            },
+        )
+        set_tensor_model_parallel_attributes(self.part.b, is_parallel=True, dim=0, stride=1)
+        lora.pairs[matrix.name] = Pair(self.part, None, first, 0)
+
+    def extended(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [rows, in] and weight [vocabulary / TP, in] with columns of the adapter: their
+        product are all logits. B is not rounded with the weight."""
+        return (
+            torch.cat([hidden, self.down(hidden)], dim=1),
+            torch.cat([weight, self.part.b.to(weight.dtype)], dim=1),
+        )
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """[rows, rank]: what B is multiplied by."""
+        a: Tensor = self.part.a
+        group = tensor_parallel_group(self.layer)
+        if group.size() > 1:  # each rank has the gradient from its part of the vocabulary
+            a = copy_to_tensor_model_parallel_region(a, group=group)
+        return F.linear(hidden, a.to(hidden.dtype)) * self.lora.scale
+
+
 class ExpertsAdapter(Adapter):
     """The adapters of all experts of a rank. The dispatcher gives every expert-tensor-parallel rank
     the tokens of all, and sums up what they return: the ranks exchange nothing here."""
@@ -276,7 +316,10 @@ def attach_adapters(model: Any, lora: Lora, weights: WeightMap) -> None:
             continue
         own = shards[id(weight)]
         adapted = lora.adapted.get(native_name(own[0].name))
-        if adapted is not None:
+        if adapted is not None and name == "output_layer":
+            vars(module)["lora"] = HeadAdapter(lora, module, own[0], adapted.matrices[0])
+            model.add_module("output_layer_lora", module.lora)
+        elif adapted is not None:
             adapter = _linear_adapter(module, kind, own, adapted, weights, lora, model.config)
             parent.add_module(f"{leaf}_lora", adapter)
             _attach(module, adapter)

@@ -89,11 +89,22 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
+    def head_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [rows, hidden] -> two matrices [rows, columns] and [padded vocabulary / TP,
+        columns], whose product are the logits of this rank: with the output layer's adapter, if it
+        has one that is on."""
+        weight, adapter = self.head_weight, self._head_adapter()
+        hidden = hidden.to(weight.dtype)
+        return (hidden, weight) if adapter is None else adapter.extended(hidden, weight)
+
+    def _head_adapter(self) -> Any:
+        adapter = vars(self.output_layer).get("lora")
+        return adapter if adapter is not None and adapter.lora.enabled else None
+
     def compute_language_model_loss(self, labels: HeadInputs, logits: Tensor) -> Tensor:
         """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
-        weight = self.head_weight
-        hidden = logits.flatten(0, 1).index_select(0, labels.rows).to(weight.dtype)
+        hidden, weight = self.head_product(logits.flatten(0, 1).index_select(0, labels.rows))
         shard: Any = {
             "process_group": group if group.size() > 1 else None,
             "vocab_start": group.rank() * weight.shape[0],
@@ -127,7 +138,11 @@ class PolicyModel(GPTModel):
         weight = self.head_weight
         size = (len(hidden), len(weight))
         logits = hidden.new_empty(size, dtype=torch.promote_types(weight.dtype, torch.float32))
-        multiply(hidden.to(weight.dtype), weight, logits)
+        hidden = hidden.to(weight.dtype)
+        multiply(hidden, weight, logits)
+        if (adapter := self._head_adapter()) is not None:  # without a copy of the weight
+            up = adapter.part.b.to(weight.dtype)
+            logits += multiply(adapter.down(hidden), up, torch.empty_like(logits))
         if group.size() > 1:
             rows, columns = logits.shape
             shards = logits.new_empty((group.size() * rows, columns))

@@ -37,6 +37,7 @@ from gspo_megatron.config import (
 )
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.families.weight_map import is_vocabulary
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -297,7 +298,7 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
                 piece = _gradient(mine[0]).new_empty(size)
                 dist.recv(piece, src=source)
             if name not in tensors:
-                if "word_embeddings" in name or "output_layer" in name:
+                if is_vocabulary(name):
                     shape = (policy.vocab_size, *shape[1:])  # the padding depends on TP
                 tensors[name], filled[name] = torch.zeros(shape, dtype=piece.dtype), {}
             slices = tuple(slice(start, start + n) for start, n in zip(offset, size))

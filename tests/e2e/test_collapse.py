@@ -131,6 +131,17 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
     assert record_of(run) == record_of(base.parent / "run")
 
 
+@pytest.mark.slow
+def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
+    """The main rank alone sees the collapse."""
+    train(planted(toy, tmp_path, "rollback"), "--nproc", 2)
+    (told,) = record_of(tmp_path / "run")["rollbacks"]
+    assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
+    found = all_records(tmp_path / "run")
+    assert [each["step"] for each in found] == [*range(1, STEPS + 1)]
+    assert min(each["reward/mean"] for each in found) > 0.5
+
+
 # The update of step 8 leaves no finite gradient norm, until the run has gone back.
 LOST = """
 from pathlib import Path
@@ -250,6 +261,7 @@ def accuracy(run: Path) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +280,7 @@ def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
     toy: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "moe"
 
 
+@pytest.mark.timeout(900)  # for machines that run much else
 def test_a_prompt_is_what_transformers_makes_of_a_message(data: Path, model: Path) -> None:
     fields = field_map(load_config(EXAMPLE / "config.yaml").data)
     prompts = load_prompts(data / "test.jsonl", fields, chat_template=True)
@@ -116,6 +117,7 @@ def test_a_prompt_is_what_transformers_makes_of_a_message(data: Path, model: Pat
         assert [*prompt.token_ids] == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.timeout(900)  # for machines that run much else
 def test_two_steps_with_the_real_tokenizer(data: Path, model: Path, tmp_path: Path) -> None:
     changes = {
         "model.hf_path": model,

@@ -32,6 +32,7 @@ from gspo_megatron.checkpoint.rng import load_rng, save_rng
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer, save_tensors
 from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
+from gspo_megatron.families.weight_map import is_vocabulary
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -258,7 +259,7 @@ def _assemble(
         seen[name][slices] = True
     for name in whole:
         assert seen[name].all(), name
-        if "word_embeddings" in name or "output_layer" in name:
+        if is_vocabulary(name):
             assert not whole[name][vocab_size:].any(), f"padding of {name}"
             whole[name] = whole[name][:vocab_size]
     return whole

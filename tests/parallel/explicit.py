@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.config import Config
+from gspo_megatron.families.weight_map import is_vocabulary
 from gspo_megatron.models.shards import parameter_shards
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.verify.results import StepResult
@@ -94,7 +95,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
         whole = gradients.setdefault(shard.name, loss.new_zeros(shard.global_shape))
         whole[shard.slices] = shard.view(of_parameters[shard.parameter])
     for name in gradients:
-        if "word_embeddings" in name or "output_layer" in name:
+        if is_vocabulary(name):
             gradients[name] = gradients[name][:vocab_size]
     norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
     tear_down_model_parallel()

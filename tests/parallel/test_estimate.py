@@ -118,10 +118,13 @@ def test_state_is_what_real_ranks_hold(pool: Pool, layout: str, precision: str) 
     assert_state_is_real(pool, odd_moe(layout, training={"precision": precision}))
 
 
+EVERY_TARGET = ["all", "router", "head"]
+
+
 @pytest.mark.parametrize("layout", ["tp=2,pp=2,ep=2", "cp=2,ep=2,etp=2"])
 def test_state_of_adapters_is_what_real_ranks_hold(pool: Pool, layout: str) -> None:
     config = odd_moe(layout, training={"precision": "bf16"}, **QWEN2_MOE)
-    assert_state_is_real(pool, with_lora(config))
+    assert_state_is_real(pool, with_lora(config, targets=EVERY_TARGET))
 
 
 def assert_state_is_real(pool: Pool, config: Config) -> None:
@@ -141,8 +144,8 @@ def test_activations_with_adapters_are_what_autograd_keeps(
     pool: Pool, layout: str, recompute: str
 ) -> None:
     training = {"precision": "bf16", "recompute": recompute}
-    config = with_lora(odd_moe(layout, training=training, **QWEN2_MOE, **WIDE))
-    assert_same_activations(pool, config)
+    config = odd_moe(layout, training=training, **QWEN2_MOE, **WIDE)
+    assert_same_activations(pool, with_lora(config, targets=EVERY_TARGET))
 
 
 MODES = ["none", "selective", "full"]

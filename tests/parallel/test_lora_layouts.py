@@ -115,11 +115,14 @@ def test_the_update_is_that_of_one_rank(pool: Pool, reference: StepResult, layou
         ({"tie_embeddings": True}, "tp=2,pp=2"),
         ({"training": {"packing": False, "recompute": "full"}}, "tp=2,cp=2,ep=2"),
         ({"lora": {"targets": ["q_proj", "v_proj", "up_proj", "router"]}}, "tp=2,ep=2,etp=2"),
+        # the head's rows over TP, some of them padding; alone on the last stage
+        ({"lora": {"targets": ["head", "router", "o_proj"]}}, "tp=2,pp=2,ep=2"),
+        ({"lora": {"targets": ["head"]}}, "tp=2,cp=2"),
         # a stage without any adapter, whose gradients pass through
         ({"lora": {"targets": ["mlp"]}}, "pp=2"),
         ({"lora": {"targets": ["experts"]}, "training": {"recompute": "selective"}}, "pp=2,ep=2"),
     ],
-    ids=["tied", "padded", "few", "dense layers", "experts"],
+    ids=["tied", "padded", "few", "head and router", "head", "dense layers", "experts"],
 )
 def test_the_update_of_other_models_is_that_of_one_rank(
     pool: Pool, options: dict[str, Any], layout: str

@@ -105,16 +105,19 @@ class ServerClient:
         routes: bool,
         name: str | None = None,
         salt: str | None = None,
+        model: str | None = None,
     ) -> Response:
         """Generate a response to the token ids `prompt`.
 
         sampling: vLLM's SamplingParams; name: the request's name in `response_tokens`; salt:
-        vLLM's prefix cache reuses only prompts with the same salt.
+        vLLM's prefix cache reuses only prompts with the same salt; model: an adapter's name, or
+        None for the model itself.
         """
         given: dict[str, Any] = {"token_ids": list(prompt)}
         given["sampling_params"] = {"logprobs": 0, **sampling}
         given |= {} if name is None else {"request_id": name}
         given |= {} if salt is None else {"cache_salt": salt}
+        given |= {} if model is None else {"model": model}
         found = await self._call("POST", GENERATE, given, seconds=seconds)
         with malformed():
             return parse_response(found, len(prompt), facts, routes=routes)
@@ -129,6 +132,7 @@ class ServerClient:
         *,
         routes: bool,
         salt: str | None = None,
+        model: str | None = None,
     ) -> AsyncGenerator[list[tuple[int, Response]]]:
         """Generate several responses to one prompt (a part of a group).
 
@@ -136,7 +140,9 @@ class ServerClient:
         with our middleware; there is no deadline. names, seeds: one for each response, the seeds
         as numbers for `seed_of`. For the other arguments see `generate`.
         """
-        body = part_request(prompt, sampling, names, seeds, facts, routes=routes, salt=salt)
+        body = part_request(
+            prompt, sampling, names, seeds, facts, routes=routes, salt=salt, model=model
+        )
         async with self._asked("POST", PARTS, body, seconds=None) as answer:
             if answer.status >= 400:
                 _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
@@ -201,6 +207,23 @@ class ServerClient:
                     await self._call("POST", "/reset_prefix_cache", seconds=seconds)
         finally:
             await self._call("POST", "/resume", seconds=seconds)
+
+    async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
+        """Have requests for the model `name` get the base with the adapter in a PEFT folder. The
+        name is a new one: under an old one vLLM would go on with what it remembers of prompts."""
+        given = {"lora_name": name, "lora_path": folder}
+        await self._call("POST", "/v1/load_lora_adapter", given, seconds=seconds, as_text=True)
+
+    async def unload_adapter(self, name: str, *, seconds: float) -> None:
+        """Forget the name of an adapter. The next one to be loaded takes its place in memory."""
+        given = {"lora_name": name}
+        await self._call("POST", "/v1/unload_lora_adapter", given, seconds=seconds, as_text=True)
+
+    async def adapter_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
+        """GspoWorker.adapter_sums of every worker; only where the server has it."""
+        found = await self._remote("adapter_sums", {"folder": folder}, seconds)
+        with malformed():
+            return list(found["results"])
 
     async def response_tokens(self, *, seconds: float) -> dict[str, int] | None:
         """Return GspoWorker.response_tokens, by the names that `generate` got."""

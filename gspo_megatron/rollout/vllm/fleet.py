@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.rollout.vllm.adapters import AdapterLoader
 from gspo_megatron.rollout.vllm.checks import check_server
 from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.server import MOST_REQUESTS, FleetSettings, RequestWindow, Server
@@ -34,7 +35,8 @@ class Fleet:
     def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
         self.servers, self.settings = list(servers), settings
         self.changes = WeightChanges()  # announced when a server begins or stops serving
-        self.loader = WeightLoader(settings, self.changes)
+        loader = WeightLoader if settings.base is None else AdapterLoader
+        self.loader = loader(settings, self.changes)
         self.began = time.time()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -103,14 +105,15 @@ class Fleet:
     async def _start(self, server: Server) -> None:
         """Start a server, or connect to a running one, and check or load its first weights."""
         weights = await self.loader.newest_in_folder()
+        folder = self.settings.base or str(weights.folder)
         deadline = time.monotonic() + self.settings.update_seconds
         try:
             if server.start is not None:
-                server.process = server.start(str(weights.folder))
+                server.process = server.start(folder)
             await self._wait_until_ready(server, deadline)
             left = max(deadline - time.monotonic(), 0.1)  # vLLM may examine the whole machine
             server.abilities = await check_server(
-                server.client, self.settings.needs, str(weights.folder), seconds=left
+                server.client, self.settings.needs, folder, seconds=left
             )
             server.window = RequestWindow(self._most_requests(server))
             await self.loader.first_weights(server, weights, deadline)
@@ -205,6 +208,7 @@ class Fleet:
                 server.heard = time.monotonic()
             server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
             server.window.adjust(found, server.load)
+            await self.loader.release(server)
         silent = time.monotonic() - server.heard
         if silent > self.settings.silence_seconds:
             self.lose_server(server, f"has not answered or drawn a token for {silent:.0f} s")

@@ -36,6 +36,7 @@ class GroupSpec:
     routes: bool
     facts: ModelFacts
     salt: str | None = None
+    model: str | None = None  # an adapter's name
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ class GroupRequest:
     async def _receive(self) -> None:
         """Receive the responses. Raises ServerGone or ServerRefused; earlier responses stay."""
         client, spec = self.server.client, self.spec
-        named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt}
+        named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt, "model": spec.model}
         if not self.server.abilities.gives_parts:
             [response], [seed] = self.responses, self.seeds
             sampling = spec.sampling if seed is None else {**spec.sampling, "seed": seed_of(seed)}

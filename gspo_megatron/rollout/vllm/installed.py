@@ -84,6 +84,10 @@ def unserved(config: Config) -> list[str]:
             kind = "" if family.no_servers else " for CPUs"
             wrong = f"vLLM {found['version']}{kind}: its servers {why}; allowed: megatron"
             return [problem("rollout.engine", "vllm", wrong)]
+        if for_cpus and section.takes_adapters and shape.num_moe_experts:
+            wrong = f"vLLM {found['version']} for CPUs runs no adapters of models with experts"
+            wrong = f"{wrong}; allowed: merged"
+            return [problem("rollout.vllm.lora", section.lora, wrong)]
         lacking = _lacking_keys(config, family, shape)
         if lacking:
             wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"

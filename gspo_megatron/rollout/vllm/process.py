@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config.servers import served_rank
 from gspo_megatron.errors import RolloutError, problem
 from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
@@ -255,6 +256,16 @@ def needed_arguments(
         **({"enable_return_routed_experts": True} if routes else {}),
         **own,
     }
+
+
+def adapter_arguments(rank: int, versions: int) -> dict[str, Any]:
+    """Options of servers that load adapters of this rank at runtime, so many versions at once."""
+    return {"enable_lora": True, "max_lora_rank": served_rank(rank), "max_loras": versions}
+
+
+def adapter_environment() -> dict[str, str]:
+    """Variables of such servers: the routes to load and unload adapters."""
+    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:

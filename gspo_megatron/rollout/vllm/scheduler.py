@@ -168,7 +168,10 @@ class Scheduler:
             return asyncio.create_task(self._generate(spec, [seed], first=True))
 
         assert server.version is not None, "_wait_for_places gives servers that serve"
-        spec_here = replace(spec, salt=self.settings.salt(server.version))
+        version = server.version
+        spec_here = replace(
+            spec, salt=self.settings.salt(version), model=self.settings.model(version)
+        )
         return GroupRequest(server, spec_here, seeds, generate_again, self._admit_soon)
 
     async def _whole_group(self, request: GroupRequest) -> list[Response]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import ServerClient
+from gspo_megatron.rollout.vllm.client import MODEL, ServerClient
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import RemoteProcess
@@ -34,6 +34,17 @@ class FleetSettings:
     silence_seconds: float
     max_staleness: int = 0  # above 0, new weights arrive while responses are in progress
     keeps_kv: bool = False  # these responses then keep the old weights' keys and values
+    # The Hugging Face folder that servers start with and keep: new weights are adapters of it.
+    # None: new weights are whole models.
+    base: str | None = None
+
+    def model(self, version: int) -> str | None:
+        """Return the name by which requests ask for a version; None: the model itself.
+
+        Each version has a name of its own, because vLLM keys its prefix cache by the adapter's
+        name.
+        """
+        return None if self.base is None else f"{MODEL}-{version}"
 
     def salt(self, version: int) -> str | None:
         """Return the cache salt of a weights version.
@@ -108,6 +119,7 @@ class Server:
     why_out: str | None = "has not started yet"
     checked_version: int = -1  # the newest version with which it passed the check
     reports_versions: bool = False  # its answers name the weights version of each token
+    adapters: set[int] = field(default_factory=set)  # versions that it has loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
     window: RequestWindow = field(default_factory=RequestWindow)

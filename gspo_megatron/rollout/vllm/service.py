@@ -40,6 +40,8 @@ from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests, request
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
+    adapter_arguments,
+    adapter_environment,
     common_environment,
     cpu_environment,
     needed_arguments,
@@ -135,6 +137,9 @@ class Service:
             silence_seconds=section.silence_seconds,
             max_staleness=self.config.rollout.staleness,
             keeps_kv=self.config.rollout.kv_after_update == "keep",
+            base=str(Path(str(self.config.model.hf_path)).resolve())
+            if section.takes_adapters
+            else None,
         )
 
     def _servers(self, session: Any) -> list[Server]:
@@ -194,16 +199,24 @@ class Service:
                 if tokenizer.is_dir()
                 else {"skip_tokenizer_init": True}
             ),
+            **self._adapter_arguments(),
             **section.options,
         }
         return server_words(section.python or sys.executable, arguments)
+
+    def _adapter_arguments(self) -> dict[str, Any]:
+        if not self.config.rollout.vllm.takes_adapters:
+            return {}
+        # Responses under way have versions up to max_staleness behind; one more is on its way.
+        return adapter_arguments(self.config.model.lora.rank, self.config.rollout.staleness + 2)
 
     def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
         """Return the environment variables for a start of a server, with a new token."""
         token = secrets.token_urlsafe(32)
         client.begin(token)
         on_cpu = self.settings["on_cpu"]
-        return common_environment(token, devices) | (cpu_environment() if on_cpu else {})
+        environ = common_environment(token, devices) | (cpu_environment() if on_cpu else {})
+        return environ | (adapter_environment() if self.fleet.settings.base is not None else {})
 
     def _stops(self) -> dict[str, Any]:
         """Return the sampling parameters that end a response: token ids, and texts to search for.

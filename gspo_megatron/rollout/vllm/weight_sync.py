@@ -22,7 +22,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.families import family_of
-from gspo_megatron.hf.export import export_hf, stream_hf, stream_specs
+from gspo_megatron.hf.export import export_adapter, export_hf, stream_hf, stream_specs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.process.heartbeat import heartbeat
@@ -59,6 +59,7 @@ class WeightSync:
         self.version = 0  # the newest weights version
         self.streams = False  # whether rank 0 streams weights to the servers, without a folder
         self._stream: WeightStream | None = None  # only on rank 0
+        self.takes_adapters = config.rollout.vllm.takes_adapters
 
     def send_weights(self, version: int) -> dict[str, float]:
         """Send the policy's current weights to all servers. Returns metrics.
@@ -80,7 +81,7 @@ class WeightSync:
         arrived = self.wait_for(self._weights_status)
         on_main(self._remove_older_folders)
         transport = self.config.rollout.vllm.weight_transport
-        self.streams = arrived["can_stream"] and (
+        self.streams = (not self.takes_adapters and arrived["can_stream"]) and (
             transport == "nccl" or (transport == "auto" and self.device.type == "cuda")
         )
         return {
@@ -118,7 +119,19 @@ class WeightSync:
 
     def _write_folder(self) -> tuple[str, int]:
         """Write the newest weights into a folder. Returns the folder and its size in bytes."""
-        folder = self._version_folder()
+        folder, private = self._version_folder(), is_private(self.config)
+        if self.takes_adapters:
+            section, base = self.config.model.lora, str(self.config.model.hf_path)
+            count = export_adapter(
+                self.policy,
+                folder,
+                section,
+                base,
+                hf_config=self.hf_config,
+                durable=False,
+                private=private,
+            )
+            return str(folder.resolve()), count
         export_hf(
             self.policy,
             folder,
@@ -126,7 +139,7 @@ class WeightSync:
             tokenizer=self.config.data.tokenizer,
             durable=False,  # nothing reads it after a crash: the next start writes a new folder
             reuse=folder.with_name(_SPARE),
-            private=is_private(self.config),
+            private=private,
         )
         count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
         return str(folder), count
@@ -144,6 +157,11 @@ class WeightSync:
         """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
+        if self.takes_adapters:  # vLLM may read those that responses under way have once more
+            older = older[: -self.config.rollout.staleness or None]
+            for folder in older:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
         spare = older.pop() if older and newest.exists() and newest.is_relative_to(MEMORY) else None
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)

@@ -195,9 +195,7 @@ class WeightLoader:
             return False
         start, seconds = time.monotonic(), self.settings.update_seconds
         if not at_start or server.start is None:
-            told = await server.client.weight_version(seconds=CALL_SECONDS)
-            if told != str(weights.version):
-                raise RolloutError(f"says that it has weights {told}, not {weights.version}")
+            await self._check_version(server, weights)
         calls = (
             server.client.generate(
                 prompt,
@@ -206,16 +204,18 @@ class WeightLoader:
                 seconds=seconds,
                 routes=self.settings.needs.with_routes,
                 salt=self.settings.salt(weights.version),
+                model=self.settings.model(weights.version),
             )
             for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )
         responses = await asyncio.gather(*calls)
         server.reports_versions = all(each.spans is not None for each in responses)
         problem = check.difference(responses)
-        if server.abilities.is_extended and (at_start or problem is not None):
-            suspects = await self._suspect_tensors(server, weights.folder)
+        if server.abilities.is_extended:
+            look = at_start or problem is not None
+            suspects = await self._suspects(server, weights.folder, whole=look)
             if suspects:
-                problem = f"{problem or NOT_THE_WEIGHTS}; not as in the folder: {suspects}"
+                problem = f"{problem or NOT_THE_WEIGHTS}; {suspects}"
             elif problem is not None:
                 problem += (
                     "; its tensors have the folder's sums, so suspect are the kernels' own copies "
@@ -229,13 +229,28 @@ class WeightLoader:
         await self.changes.announce()
         return True
 
-    async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
-        """Describe the server's families of tensors that differ from those in the folder.
+    async def _check_version(self, server: Server, weights: Weights) -> None:
+        told = await server.client.weight_version(seconds=CALL_SECONDS)
+        if told != str(weights.version):
+            raise RolloutError(f"says that it has weights {told}, not {weights.version}")
 
-        folder: None: the folder of the newest weights.
+    async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
+        """Describe what the server has otherwise than this folder; None: the newest one.
+
+        whole: compare all tensors, which takes a while.
         """
+        if not whole:
+            return ""
         folder = folder or (await self.newest_in_folder()).folder
+        return await self._suspect_tensors(server, folder)
+
+    async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
+        """Describe the server's families of tensors that differ from those in the folder."""
         seconds = self.settings.update_seconds
         found = await server.client.weight_sums(None, seconds=seconds)
         expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
-        return describe_families(suspect_families(found, expected), len(expected))
+        suspects = describe_families(suspect_families(found, expected), len(expected))
+        return f"not as in the folder: {suspects}" if suspects else ""
+
+    async def release(self, server: Server) -> None:
+        """Let the server forget weights that no request needs any more."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import ConfigError
 from tests.unit.config.configs import config_with, problems_of
+from tests.unit.hf.published import write_model
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,63 @@ def test_the_scale_and_one_target_or_several() -> None:
     section = config_with("model.lora.targets=attention").model.lora
     assert section.targets == ["attention"]
     assert section.model_dump()["targets"] == "attention"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.lora.rank=0"], "there are no adapters with model.lora.rank = 0; allowed: merged"),
+        (["model.lora.rank=513"], "vLLM takes adapters of rank 512 at most"),
+        (
+            ["rollout.vllm.servers=0", "rollout.vllm.urls=[http://a:1]"],
+            "is for servers that the run starts, not for rollout.vllm.urls",
+        ),
+        (["rollout.vllm.weight_transport=nccl"], "adapters go to servers as files"),
+        (
+            ["rollout.kv_after_update=keep", "rollout.max_staleness=1"],
+            "responses under way end with their adapter",
+        ),
+        (["routing.replay=r3"], "(r3) were never tried with adapters; allowed: merged"),
+        (["model.hf_path=null"], "servers start with the base as model.hf_path names it"),
+        (
+            ["model.lora.targets=[all, router]"],
+            "vLLM drops adapters of the routers (gate), or has none; allowed: merged",
+        ),
+        (
+            ["model.lora.targets=[attention, head]"],
+            "vLLM drops adapters of the output layer (lm_head), or has none; allowed: merged",
+        ),
+        (["rollout.vllm.options.max_loras=9"], "the run decides it; allowed: leave it out"),
+        (["rollout.engine=megatron"], "nothing reads it with rollout.engine = megatron"),
+    ],
+)
+def test_adapters_that_servers_cannot_take(tmp_path: Path, overrides: list[str], told: str) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe", seed=1)
+    served = ["rollout.engine=vllm", "rollout.vllm.servers=1", "rollout.vllm.lora=adapter"]
+    served += [f"model.hf_path={model}", "model.lora.rank=4"]
+    assert problems_of(1, *served) == []
+    lines = problems_of(1, *served, *overrides)
+    assert any(told in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("deepseek_v3", {}, "vLLM multiplies latent attention's matrices with each other"),
+        ("gpt_oss", {}, "all experts of a layer are one tensor in its files"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}},
+            "another model than is trained, that in model.hf_path (weights in fp8)",
+        ),
+    ],
+)
+def test_models_whose_adapters_servers_do_not_apply(
+    tmp_path: Path, family: str, changes: dict[str, Any], told: str
+) -> None:
+    model = write_model(tmp_path / "model", family, seed=1, **changes)
+    served = ["rollout.engine=vllm", "rollout.vllm.servers=1", "model.lora.rank=4"]
+    served += [f"model.hf_path={model}"]
+    assert problems_of(1, *served) == []
+    lines = problems_of(1, *served, "rollout.vllm.lora=adapter")
+    assert [told in line for line in lines] == [True], lines

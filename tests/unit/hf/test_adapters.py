@@ -17,7 +17,7 @@ from gspo_megatron.families import FAMILIES, describe
 from gspo_megatron.families.adapter_map import adapted_weights, adapter_map
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.families.weight_map import weight_map
-from gspo_megatron.hf.adapters import PeftFolder, peft_config
+from gspo_megatron.hf.adapters import PeftFolder, peft_layout
 from tests.unit.hf.published import (
     CONFIGS,
     VOCABULARY,
@@ -37,11 +37,10 @@ def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) 
     section = LoraSection(rank=RANK, alpha=8.0, targets=targets)
     folder.mkdir()
     shapes = adapter_map(adapted, RANK).shapes
-    save_file(
-        {name: torch.zeros(shape) for name, shape in shapes.items()},
-        folder / "adapter_model.safetensors",
-    )
-    document = peft_config(section, adapted, weights, str(base)) | changes
+    zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    document, tensors = peft_layout(section, adapted, (weights, weights), zeros, str(base))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    document |= changes
     (folder / "adapter_config.json").write_text(json.dumps(document))
     return folder
 
@@ -146,10 +145,27 @@ def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str
     }
     assert found == {
         name: shape
-        for name, shape in tensor_shapes(config).items()
+        for name, shape in published_matrices(config).items()
         if ".layers." in name and name.endswith(".weight") and len(shape) == 2
         if not name.endswith(("gate.weight", "router.weight")) and ".in_proj_" not in name
     }
+
+
+def published_matrices(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Published tensors, and each matrix of those that hold all experts of a layer (gpt-oss has
+    them transposed)."""
+    shapes = tensor_shapes(config)
+    for name, shape in list(shapes.items()):
+        start, _, leaf = name.rpartition(".")
+        if start.endswith(".experts") and len(shape) == 3:
+            count, columns, rows = shape
+            leaves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
+            shapes |= {
+                f"{start}.{expert}.{each}.weight": (rows // len(leaves), columns)
+                for expert in range(count)
+                for each in leaves
+            }
+    return shapes
 
 
 def test_unknown_targets_are_told_with_what_there_is() -> None:
@@ -158,3 +174,28 @@ def test_unknown_targets_are_told_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match="q_porj.*no such matrices.*q_proj"):
         adapted_weights(weights, ["q_porj"])
     assert len(adapted_weights(weights, ["router"])) == 3
+    assert list(adapted_weights(weights, ["head"])) == ["output_layer.weight"]
+    assert "output_layer.weight" not in adapted_weights(weights, ["all"])
+    with pytest.raises(ConfigError, match="embed_tokens.*the embedding has no adapters here"):
+        adapted_weights(weights, ["embed_tokens"])
+
+
+@pytest.mark.parametrize("target", ["head", "lm_head"])
+def test_a_head_that_is_the_embedding_is_refused(target: str) -> None:
+    shape = shape_of(describe(model_config("qwen3_moe", tie_word_embeddings=True)))
+    weights = weight_map(FAMILIES["qwen3_moe"], shape, VOCABULARY)
+    with pytest.raises(ConfigError) as caught:
+        adapted_weights(weights, ["all", target])
+    [line] = caught.value.problems
+    assert line.startswith(f"model.lora.targets = '{target}': the output layer is the embedding")
+
+
+def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path) -> None:
+    """PEFT saves `gate` so, which it takes for a parameter."""
+    named = {"target_parameters": ["gate.weight"]}
+    folder = write_adapter(tmp_path / "adapter", base, ["attention", "router"], **named)
+    peft_to_megatron(folder, tmp_path / "out")
+    others = write_adapter(
+        tmp_path / "others", base, ["attention"], target_parameters=["mlp.experts.gate_up_proj"]
+    )
+    assert "target_parameters is " in refusal(others, tmp_path / "2")

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gspo_megatron.checkpoint.convert_adapters import Adapters
 from gspo_megatron.config import Config
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import OptimizerSection
+from gspo_megatron.families import family_of
 from gspo_megatron.families.adapter_map import adapter_map
-from gspo_megatron.hf.export import export_hf
+from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hf.export import export_adapter, export_hf
+from gspo_megatron.hf.files import checked_folder
 from gspo_megatron.hf.load import adapter_shards, load_adapters
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
-from tests.unit.hf.peft_side import ALPHA, CLIP, DECAY, EPSILON, RANK, RATE, Taught, teach
+from tests.unit.hf.peft_side import (
+    ALPHA,
+    CLIP,
+    DECAY,
+    EPSILON,
+    RANK,
+    RATE,
+    Taught,
+    logits_with,
+    teach,
+)
 from tests.unit.hf.policies import config_of, logits_of, policy_of
-from tests.unit.hf.published import VOCABULARY, write_model
+from tests.unit.hf.published import DELTA_NETS, VOCABULARY, read_folder, write_model
+from tests.unit.hf.test_hf_models import DELTA_TOLERANCE
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,6 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
     # PEFT takes the names of experts' matrices for those of experts alone
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
+    # PEFT takes the router's matrix for a parameter, by the same names
+    "router and head": ("qwen3_moe", {"mlp_only_layers": []}, ["q_proj", "gate", "lm_head"]),
     "latent": ("deepseek_v3", {}, LATENT),
     "latent, no query latent": (
         "deepseek_v3",
@@ -87,10 +105,13 @@ def adapted_policy(folder: Path, lora: LoraSection) -> Policy:
 def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
     assert policy.lora is not None
     names = adapter_map(policy.lora.adapted, policy.lora.rank).recipes
-    return {
-        names[shard.name].boxes[0].name: shard.view(getattr(shard.parameter, part)).clone()
-        for shard in adapter_shards(policy)
-    }
+    found = {}
+    for shard in adapter_shards(policy):
+        recipe = names[shard.name]
+        tensor = shard.view(getattr(shard.parameter, part))
+        assert not tensor[recipe.shape[0] :].any()  # of the vocabulary's padding
+        found[recipe.boxes[0].name] = tensor[: recipe.shape[0]].clone()
+    return found
 
 
 def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
@@ -100,7 +121,8 @@ def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
     hidden = policy.chunks[0](
         input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
     )
-    logits = hidden[0] @ model.head_weight[:VOCABULARY].t()
+    hidden, weight = model.head_product(hidden[0])
+    logits = hidden @ weight[:VOCABULARY].t()
     return logits, F.cross_entropy(logits[:-1], torch.tensor(IDS[1:]))
 
 
@@ -139,7 +161,7 @@ def test_logits_loss_gradients_and_updates_are_pefts(
             assert_close(in_peft_layout(policy, "data"), expected.after[update])
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "latent"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "router and head", "latent"])
 def test_without_adapters_the_policy_is_its_base_bit_for_bit(
     taught: dict[str, tuple[Path, Taught, LoraSection]], case: str
 ) -> None:
@@ -164,3 +186,58 @@ def test_merged_the_model_computes_the_same_in_transformers(
     answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
     assert not answer.complaints
     assert float((answer.logits - expected.logits).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe_text"])
+def test_experts_in_one_tensor_leave_as_pefts_parameters(
+    process: ProcessPoolExecutor, tmp_path: Path, family: str
+) -> None:
+    """And merged, by the shards of the policy and by blocks of the base's files alike."""
+    base = write_model(tmp_path / "base", family, seed=3)
+    lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
+    policy = policy_of(with_lora(config_of(base), **lora.model_dump()))
+    before = logits_of(policy, IDS)
+    with torch.no_grad():
+        for shard in adapter_shards(policy):
+            shard.data.copy_(0.15 * torch.randn(shard.data.shape))
+    expected = logits_of(policy, IDS)
+    assert float((expected - before).abs().max()) > 0.1
+    hf_config = json.loads((base / "config.json").read_text())
+    export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
+    found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
+    assert float((found - expected).abs().max()) <= tolerance
+    export_hf(policy, tmp_path / "merged", hf_config=hf_config)
+    answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
+    assert not answer.complaints
+    assert float((answer.logits - expected).abs().max()) <= tolerance
+    assert_files_merge_to(tmp_path / "merged", base, policy, lora)
+
+
+def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
+    """The base's files with the adapters added, block by block, are those in `merged`. Some
+    families' exports have experts one by one where published files have one tensor."""
+    folder, files = checked_folder(base, policy.shape, policy.vocab_size)
+    _, written_files = checked_folder(merged, policy.shape, policy.vocab_size)
+    written, family = read_folder(merged), family_of(folder.config)
+    weights = weight_map(family, policy.shape, policy.vocab_size)
+    tensors, checkpoint = in_peft_layout(policy, "data"), cast(Any, None)
+    assert policy.lora is not None
+    adapters = Adapters(checkpoint, lora, {}, weights, dict(policy.lora.adapted), tensors)
+    add = adapters.merging(files)
+    for name, shape in files.shapes.items():
+        # some of the experts, and not all columns
+        slices = (slice(shape[0] // 3, shape[0]), *(slice(0, -(-n * 2 // 3)) for n in shape[1:]))
+        whole = tuple(slice(0, size) for size in shape)
+        block, full = (add(name, part, folder.read(name, part).clone()) for part in (slices, whole))
+        assert float((block - full[slices]).abs().max()) <= TOLERANCE, name
+        if name in written:
+            assert float((full - written[name]).abs().max()) <= TOLERANCE, name
+            continue
+        for key, box in ((k, b) for k, r in files.recipes.items() for b in r.boxes):
+            if box.name == name:
+                others = written_files.recipes[key].boxes
+                [other] = [each for each in others if each.target == box.target]
+                theirs = written[other.name][other.source_slices].reshape(box.size)
+                ours = box.to_target(full[box.source_slices])
+                assert float((ours - theirs).abs().max()) <= TOLERANCE, name

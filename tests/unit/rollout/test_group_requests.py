@@ -16,7 +16,8 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm.server import RequestWindow, Server
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.server import FleetSettings, RequestWindow, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
@@ -383,7 +384,9 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
     for server, size in zip(servers, sizes, strict=True):
         server.window = RequestWindow(size)
         server.abilities = replace(server.abilities, gives_parts=gives_parts)
-    return ScheduledFleet(servers, settings=None), servers
+    needs = Needs(64, "float32", False)
+    settings = FleetSettings(FACTS, needs, restarts=0, update_seconds=30, silence_seconds=30)
+    return ScheduledFleet(servers, settings), servers
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:

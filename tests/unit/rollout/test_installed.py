@@ -226,3 +226,20 @@ def test_what_cannot_be_known_is_no_problem(
     monkeypatch.setenv("GSPO_ROLLOUT_NODES", "node7")
     assert unserved(config(python)) == []  # its vLLM is that of another machine
     assert os.environ["GSPO_ROLLOUT_NODES"]
+
+
+def test_adapters_of_experts_models_on_cpus(tmp_path: Path) -> None:
+    """The first request would end vLLM's engine. Dense models have no such limit."""
+    registry = "_MODELS = {'Qwen3MoeForCausalLM': ('x', 'y'), 'Qwen3ForCausalLM': ('x', 'y')}"
+    python, sizes = install(tmp_path / "cpu", registry=registry), {"head_dim": 32}
+    experts = write_model(tmp_path / "experts", "qwen3_moe", seed=1, **sizes)
+    dense = write_model(tmp_path / "dense", "qwen3", seed=1, **sizes)
+    [line] = unserved(config(python, hf_path=experts, lora="adapter"))
+    assert line == (
+        "rollout.vllm.lora = 'adapter': vLLM 9.8 for CPUs runs no adapters of models with experts; "
+        "allowed: merged"
+    )
+    assert unserved(config(python, hf_path=experts)) == []
+    assert unserved(config(python, hf_path=dense, lora="adapter")) == []
+    on_gpus = install(tmp_path / "gpu", name="vllm", version="9.8", registry=registry)
+    assert unserved(config(on_gpus, hf_path=experts, lora="adapter")) == []

@@ -297,6 +297,7 @@ class _Part:
     salt: str | None
     facts: ModelFacts
     routes: bool
+    model: str | None = None  # an adapter's name
 
     @classmethod
     def read(cls, body: bytes) -> _Part:
@@ -314,7 +315,8 @@ class _Part:
             sampling = {**sampling, "seed": seed_of(seed)}
         given = {"token_ids": self.token_ids, "sampling_params": sampling}
         given["request_id"] = self.names[number]
-        return json.dumps(given | ({} if self.salt is None else {"cache_salt": self.salt})).encode()
+        more = {"cache_salt": self.salt, "model": self.model}
+        return json.dumps(given | {k: v for k, v in more.items() if v is not None}).encode()
 
 
 @dataclass(eq=False)
@@ -334,6 +336,7 @@ def part_request(
     *,
     routes: bool,
     salt: str | None,
+    model: str | None = None,
 ) -> bytes:
     """Return the client's request, which `_Part.read` reads."""
     given = {
@@ -346,6 +349,8 @@ def part_request(
         "moe_layers": facts.moe_layers,
         "routes": routes,
     }
+    if model is not None:  # earlier versions of the middleware know none
+        given["model"] = model
     return json.dumps(given).encode()
 
 

@@ -102,6 +102,21 @@ class GspoWorker:
             return _sums(self.model_runner.get_model().named_parameters())
         return {} if self.rank else _sums(_tensors_of(Path(folder), self.device))
 
+    def adapter_sums(self, folder: str | None = None) -> dict[str, float]:
+        """The sum of squares of each adapter's A, by the name of its matrix from `layers.` on: of
+        the adapter that this worker has loaded last, or of a PEFT folder, which one worker reads
+        for all. The experts of a layer are one matrix.
+
+        vLLM loads an adapter without a word about the parts that none of its layers takes.
+        """
+        if folder is None:
+            return _adapter_sums(_loaded_parts(self.model_runner.lora_manager._adapter_manager))
+        if self.rank:
+            return {}
+        found = _tensors_of(Path(folder), self.device)
+        names = ((n.removeprefix("base_model.model.").partition(".lora_A."), t) for n, t in found)
+        return _adapter_sums((matrix, t) for (matrix, is_a, _), t in names if is_a)
+
     def receive_weights(self, plan: Mapping[str, Any], key: str, world_size: int) -> int:
         """Load the tensors that rank 0 of a run sends; returns their number.
 
@@ -161,6 +176,37 @@ def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, file.get_tensor(name)
+
+
+def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The As of the adapter with the highest number, as vLLM's layers compute with them, padded
+    with zeros. manager: its LoRAModelManager."""
+    newest = max((n for n in manager.lora_index_to_id if n is not None), default=None)
+    if newest is None:
+        return
+    place = manager.lora_index_to_id.index(newest)
+    for name, layer in manager.modules.items():
+        experts = [getattr(layer, f"w{n}_lora_a_stacked", ()) for n in ("13", "2")]
+        if any(experts):
+            yield from ((name, each[place]) for stacked in experts for each in stacked)
+            continue
+        stacked = layer.lora_a_stacked
+        if isinstance(stacked, torch.Tensor):  # of the embedding and the output layer
+            stacked = (stacked,)
+        parts = manager.packed_modules.get(name, [name])
+        if len(parts) != len(stacked):  # a layer that joins matrices in a way of its own
+            parts = [name] * len(stacked)
+        yield from ((part, each[place]) for part, each in zip(parts, stacked, strict=True))
+
+
+def _adapter_sums(parts: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, tensor in parts:
+        matrix = name[max(0, name.find("layers.")) :].partition(".experts")
+        key = matrix[0] + matrix[1]
+        exact = tensor.detach().double()
+        found[key] = found.get(key, 0.0) + float((exact * exact).sum())
+    return found
 
 
 @torch.no_grad()

@@ -1,0 +1,50 @@
+"""Add noise to the experts of a Hugging Face folder: the student of a distillation.
+
+    python examples/distillation/spoil.py TEACHER STUDENT --noise 2.0
+
+The noise is normal, and --noise times the standard deviation of each tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.process.failures import exit_code_of
+
+
+def spoil(teacher: Path, student: Path, noise: float, seed: int) -> None:
+    """Write the student. Raises DataError if its folder exists already."""
+    if student.exists():
+        raise DataError(f"{student}: is there already; give a new folder")
+    tensors = load_file(teacher / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        if ".experts." in name:
+            tensor = tensors[name].float()
+            added = noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = (tensor + added).to(tensors[name].dtype)
+    shutil.copytree(teacher, student)
+    save_file(tensors, student / "model.safetensors", metadata={"format": "pt"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("teacher", type=Path, help="the folder to read")
+    parser.add_argument("student", type=Path, help="the new folder")
+    parser.add_argument("--noise", type=float, default=2.0, help="see above (2.0)")
+    parser.add_argument("--seed", type=int, default=1, help="of the noise (1)")
+    given = parser.parse_args(arguments)
+    spoil(given.teacher, given.student, given.noise, given.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

@@ -1,0 +1,64 @@
+"""The section rollout.vllm, and what servers can do with adapters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from gspo_megatron.config.section import NotNegative, Positive, Section, Text, harmless
+
+# What vLLM takes as the largest rank of adapters (its option max_lora_rank).
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class VllmSection(Section):
+    """The vLLM servers of rollout.engine: vllm."""
+
+    servers: NotNegative = harmless(
+        0,
+        "number of servers that the run starts: beside rank 0, or on the rollout nodes of a job, "
+        "the same number on each; 0: the servers of urls are running already",
+    )
+    urls: list[Text] = harmless(
+        [], "addresses of running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
+    )
+    tensor_parallel_size: Positive = harmless(1, "GPUs of each server that the run starts")
+    python: Text | None = harmless(
+        None, "Python interpreter of the environment that has vLLM; null: that of the training"
+    )
+    options: dict[str, Any] = harmless(
+        {}, "further vLLM options of the servers that the run starts, as {max_num_seqs: 128}"
+    )
+    weight_transport: Literal["auto", "nccl", "disk"] = harmless(
+        "auto",
+        "how new weights get to the servers: nccl: rank 0 sends them to the workers (by gloo on "
+        "CPUs); disk: through a folder; auto: nccl on GPUs if all servers can, else disk",
+    )
+    lora: Literal["merged", "adapter"] = harmless(
+        "merged",
+        "new weights of a run with model.lora: merged: whole models, with the adapters added; "
+        "adapter: the adapters alone, which vLLM applies to the base in model.hf_path",
+    )
+    weights_dir: Text | None = harmless(
+        None,
+        "folder through which new weights get to the servers; all machines of the run must see it; "
+        "null: /dev/shm for servers beside rank 0, else the run folder",
+    )
+    restarts: NotNegative = harmless(
+        3, "largest number of restarts of each server, and of the rollout service"
+    )
+    update_seconds: Positive = harmless(
+        600, "time limit for a server's start and for new weights; then it is restarted"
+    )
+    silence_seconds: Positive = harmless(
+        120, "time limit without an answer or a new token; then the server is restarted"
+    )
+
+    @property
+    def takes_adapters(self) -> bool:
+        """New weights come as adapters, not as a whole model."""
+        return self.lora == "adapter"
+
+
+def served_rank(rank: int) -> int:
+    """The smallest of vLLM's values that adapters of this rank fit into."""
+    return next(size for size in SERVED_RANKS if size >= rank)

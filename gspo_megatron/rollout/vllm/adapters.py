@@ -1,0 +1,97 @@
+"""New adapters on the servers (rollout.vllm.lora: adapter).
+
+A server starts with the base, and keeps it. Each version of the adapters gets a name of its own,
+and requests ask for it by that. So responses under way go on with the adapter that they began
+with, and nothing that the server remembers of prompts is of another one. `WeightLoader` proves by
+fixed prompts that the server computes with the version; here it is also seen that none of its
+layers has left a part out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
+from gspo_megatron.rollout.vllm.server import Server
+from gspo_megatron.rollout.vllm.weights import CALL_SECONDS, WeightLoader, Weights
+
+_SHOWN = 6
+_LEAST = 0.98  # of a sum of squares: vLLM rounds adapters to the type that it computes in
+
+
+class AdapterLoader(WeightLoader):
+    """Brings single servers to the newest adapters; `Weights.folder` is a PEFT folder."""
+
+    async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
+        server.adapters.clear()  # it has just started
+        weights = started_with
+        await self._load(server, weights, deadline)
+        while not await self._check(server, weights, at_start=True):
+            weights = await self.newest_in_folder()
+            await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
+
+    async def renew(self, server: Server, weights: Weights) -> None:
+        await super().renew(server, weights)
+        await self.release(server)
+
+    async def _load(
+        self,
+        server: Server,
+        weights: Weights,
+        deadline: float,
+        stream: Mapping[str, Any] | None = None,
+    ) -> None:
+        assert stream is None and weights.folder is not None, "adapters come in folders"
+        server.version, start = None, time.monotonic()
+        await server.client.load_adapter(
+            self._name(weights.version), weights.folder, seconds=max(deadline - start, 0.1)
+        )
+        server.adapters.add(weights.version)
+        server.load_seconds = time.monotonic() - start
+
+    def _name(self, version: int) -> str:
+        name = self.settings.model(version)
+        assert name is not None, "a run without adapters"
+        return name
+
+    async def _check_version(self, server: Server, weights: Weights) -> None:
+        """Requests name it: a server without it refuses them."""
+
+    async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
+        found = await self._suspect_tensors(server, self.settings.base) if whole else ""
+        seconds = self.settings.update_seconds
+        loaded = await server.client.adapter_sums(None, seconds=seconds)
+        expected, *_ = await server.client.adapter_sums(folder, seconds=seconds)
+        dropped = dropped_parts(loaded, expected)
+        lines = [found] if found else []
+        if dropped:
+            shown = ", ".join(dropped[:_SHOWN]) + (", ..." if len(dropped) > _SHOWN else "")
+            count = f"{len(dropped)} of {len(expected)}"
+            lines.append(f"it leaves out {count} parts of the adapter without a word: {shown}")
+        return "; ".join(lines)
+
+    async def release(self, server: Server) -> None:
+        """Unload adapters of earlier versions that no request needs any more."""
+        if server.version is None:
+            return
+        needed = {server.version, *(each.version for each in server.in_flight)}
+        for version in sorted(n for n in server.adapters - needed if n < server.version):
+            server.adapters.discard(version)
+            with contextlib.suppress(ServerGone, ServerRefused):  # the next request will tell
+                await server.client.unload_adapter(self._name(version), seconds=CALL_SECONDS)
+
+
+def dropped_parts(
+    workers: Sequence[Mapping[str, float]], expected: Mapping[str, float]
+) -> list[str]:
+    """The parts of an adapter that a server does not compute with, as `layers.0.mlp.gate_proj`.
+    workers: the sums of its workers, over which parts are cut or copied; expected: those of the
+    file."""
+    return [
+        name
+        for name, total in expected.items()
+        if sum(each.get(name, 0.0) for each in workers) < _LEAST * total
+    ]

@@ -1,0 +1,43 @@
+"""examples/distillation: the commands of its README with few steps."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from gspo_megatron.data.toy import write_toy_dataset
+from tests.e2e.resuming import all_records
+from tests.programs import ROOT, run_program
+
+FOLDER = ROOT / "examples" / "distillation"
+FEW = {"sft": ["training.steps=20"], "train": ["training.steps=2", "logging.plots=false"]}
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """All that the page shows, in its order; but fewer prompts, and fewer steps."""
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    write_toy_dataset(tmp_path / "runs" / "distillation" / "data", "mixed", 400, 40, seed=1)
+    [block] = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:1]
+    seen = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = line.replace("examples/", f"{ROOT}/examples/").split()
+        if words[0] == "gspo-megatron":
+            program = (sys.executable, "-m", "gspo_megatron")
+            run_program(*program, *words[1:], *FEW.get(words[1], []), cwd=tmp_path)
+        elif words[1] != "-m":  # the data are there
+            run_program(sys.executable, *words[1:], cwd=tmp_path)
+        seen.append(words[1])
+    assert seen == ["-m", "sft", f"{FOLDER}/spoil.py", "train", "evaluate"]
+    folder = tmp_path / "runs" / "distillation"
+    teacher, student = (load_file(folder / n / "model.safetensors") for n in ("teacher", "student"))
+    assert {n for n in teacher if not teacher[n].equal(student[n])} == {
+        n for n in teacher if ".experts." in n
+    }
+    last = all_records(folder / "run")[-1]
+    assert last["step"] == 2 and last["distill/kl"] != 0 and "evaluation/held_out/mean" in last
