@@ -54,6 +54,9 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
 
+# Keys of the section data that decide which prompts a place in their order stands for.
+_PROMPT_KEYS = ("prompts", "weights", "shuffle", "selection")
+
 
 class DataOrder(Protocol):
     """The data loader of any stage, which knows the run's position in its data."""
@@ -141,9 +144,8 @@ class Checkpoints:
         assert self.start.checkpoint is not None
         path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
-        keys = ("prompts", "weights", "shuffle", "selection")
         # an earlier version may lack a key
-        if any(before[key] != data[key] for key in keys if key in before):
+        if any(before[key] != data[key] for key in _PROMPT_KEYS if key in before):
             return True
         now = fingerprints(self.config)
         return now.get("data.prompts") != state.fingerprints.get("data.prompts")
@@ -254,7 +256,7 @@ class Checkpoints:
     def _prompts(self) -> dict[str, Any]:
         """What the place in the data belongs to. Called on the main rank."""
         data = self.config.model_dump(mode="json")["data"]
-        values = {key: data[key] for key in ("prompts", "weights", "shuffle")}
+        values = {key: data[key] for key in _PROMPT_KEYS}
         return values | {"fingerprint": self._fingerprints.get("data.prompts")}
 
     # Saving
