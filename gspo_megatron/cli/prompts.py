@@ -145,9 +145,10 @@ def _saved(records: Sequence[dict[str, Any]]) -> str | None:
     if not at_random:
         return told
     wanted = useful * len(explored) / at_random
+    saved = round(100 * (1 - len(found) / wanted))
     return (
         f"{told}:\nas many such groups of uniform draws would take about {wanted:,.0f} groups, so "
-        f"{1 - len(found) / wanted:.0%} of the responses are saved"
+        f"{f'{saved}%' if saved > 0 else 'none'} of the responses are saved"
     )
 
 

@@ -86,6 +86,11 @@ def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     _, out, _ = gspo("prompts", run)
     assert "from step 2: rewards differ in 80.0% of 40 groups, and in 20.0% of the 10 chosen" in out
     assert "uniform draws would take about 160 groups, so 75% of the responses are saved" in out
+    # the same of all: none
+    records = [each | {"spread": True} for each in records]
+    (run / "draws.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    _, out, _ = gspo("prompts", run)
+    assert "would take about 40 groups, so none of the responses are saved" in out
 
 
 @pytest.mark.parametrize(
