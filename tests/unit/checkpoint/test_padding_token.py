@@ -36,9 +36,10 @@ def test_it_is_that_of_the_weights(
     for name in ("load_model", "load_rng"):
         monkeypatch.setattr(start, name, lambda *_, **__: tmp_path)
     monkeypatch.setattr(start, "read_model", lambda _: {"hf": hf})
-    monkeypatch.setattr(load, "load_hf", lambda *_: None)
-    paths = {"hf_path": None, "checkpoint_path": None, source: str(tmp_path), "lora": NO_LORA}
-    config: Any = SimpleNamespace(model=SimpleNamespace(**paths))
+    monkeypatch.setattr(load, "load_hf", lambda *_, **__: None)
+    paths = {"hf_path": None, "checkpoint_path": None, source: str(tmp_path)}
+    model = SimpleNamespace(**paths, lora=NO_LORA, ignore_custom_code=False)
+    config: Any = SimpleNamespace(model=model)
     policy: Any = StubPolicy()
     beginning = Start(tmp_path if source == "resumed" else None)
     assert start.load_starting_weights(config, policy, beginning, None) == hf
