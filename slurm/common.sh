@@ -308,18 +308,22 @@ gspo_forget_kills() { rm -f "$(gspo_kills)"; }
 
 # Runs in each task, below srun. The first exit code that is not 0 goes into a file, because srun then
 # ends the other tasks and may return their code. "Stopped and saved" does not end the other tasks.
+# "Another rank is gone" goes into a file of its own: that rank may be slower to write its code. So may
+# tasks that srun then terminates.
 gspo_task() {
-    local code
+    local code file=first terminated=143
     # The program inherits that SIGUSR1 is ignored, so a SIGUSR1 before its own handler is set does not
     # kill it. The batch script sends the signal again.
     trap '' USR1
     trap : TERM # the program handles it; this shell waits for the program
     "$@"
     code=$?
+    [ $code -ne $GSPO_LOST_PEER ] || file=lost
+    [ $code -ne $terminated ] || [ ! -s "$GSPO_STATE/lost" ] || file=lost
     if [ $code -ne 0 ]; then
         (
             set -o noclobber
-            echo "$code $SLURM_PROCID ${SLURMD_NODENAME:-unknown}" >"$GSPO_STATE/first"
+            echo "$code $SLURM_PROCID ${SLURMD_NODENAME:-unknown}" >"$GSPO_STATE/$file"
         ) 2>/dev/null
     fi
     [ $code -ne $GSPO_STOPPED ] || code=0
@@ -327,13 +331,13 @@ gspo_task() {
 }
 
 # Run a command as all tasks of the job. Returns 0, GSPO_STOPPED, or the code of the task that failed
-# first.
+# first. GSPO_LOST_PEER only if no task has another reason.
 gspo_run_tasks() {
-    local first code rank='' node='' tasks_pid ticks=0 ticks_told=0 ticks_failed=0
+    local first lost code rank='' node='' tasks_pid ticks=0 ticks_told=0 ticks_failed=0
     export GSPO_STATE=$PWD/.gspo-megatron-$SLURM_JOB_ID # on a file system that all nodes share
-    first=$GSPO_STATE/first
+    first=$GSPO_STATE/first lost=$GSPO_STATE/lost
     mkdir -p "$GSPO_STATE" || return
-    rm -f "$first"
+    rm -f "$first" "$lost"
     # shellcheck disable=SC2016  # expanded by the task's shell
     srun "${gspo_srun_options[@]}" bash -c '. "$GSPO_HOME/slurm/common.sh" && gspo_task "$@"' \
         task "${gspo_before_task[@]}" "$@" &
@@ -346,7 +350,7 @@ gspo_run_tasks() {
             kill -USR1 $tasks_pid # srun passes it on to all tasks
         fi
         # The other tasks may wait for the failed one for ever.
-        if [ -s "$first" ] && ! grep -q "^$GSPO_STOPPED " "$first" &&
+        if { [ -s "$lost" ] || { [ -s "$first" ] && ! grep -q "^$GSPO_STOPPED " "$first"; }; } &&
             ((ticks_failed++ >= ${GSPO_GRACE_SECONDS:-10})); then
             kill -TERM $tasks_pid # srun kills them
         fi
@@ -356,6 +360,9 @@ gspo_run_tasks() {
     done
     wait $tasks_pid
     code=$?
+    if [ -s "$lost" ] && { [ ! -s "$first" ] || grep -q "^$GSPO_STOPPED " "$first"; }; then
+        first=$lost
+    fi
     if [ -s "$first" ]; then
         local first_code
         read -r first_code rank node <"$first"

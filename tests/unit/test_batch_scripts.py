@@ -37,13 +37,14 @@ show*) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
 requeue*) ;;
 esac
 """
-# "check" ends with $CHECK; a rank with $TASK_0 or $TASK_1.
+# "check" ends with $CHECK; a rank with $TASK_0 or $TASK_1, the rank $SLOW later than the others.
 _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
 check) exit "${CHECK:-0}" ;;
 train | sft | pretrain)
     eval "code=\\${TASK_$SLURM_PROCID:-0}"
+    [ "$SLURM_PROCID" != "${SLOW:-}" ] || sleep 0.5
     [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
     exit "$code" ;;
 esac
@@ -236,6 +237,14 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
         ({**STOPPED, "JOB_STATE": "CANCELLED"}, {75}, "the job is CANCELLED", False),
         ({**STOPPED, "GSPO_REQUEUE": "0"}, {75}, "GSPO_REQUEUE", False),
         ({"TASK_1": "3"}, {3}, 'first in task 1 on n1, whose lines begin with "1: "', False),
+        # a task that lost another one may be the first to say so
+        (
+            {"TASK_0": "76", "TASK_1": "3", "SLOW": "1"},
+            {3},
+            "exit code 3, first in task 1 on n1",
+            False,
+        ),
+        ({"TASK_0": "76", "TASK_1": "76"}, {76}, "failed with exit code 76, first in task", False),
         # one task fails after another was saved
         ({"TASK_0": "75", "TASK_1": "3"}, {3, 143}, "failed with exit code", False),
         # all nodes answer, or one does not
