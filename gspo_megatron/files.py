@@ -6,10 +6,13 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_megatron.errors import DataError
+
+T = TypeVar("T")
 
 # Exceptions of code that reads a JSON value with another structure than it expects.
 WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -169,6 +172,23 @@ def parse_json(content: bytes | str) -> Any:
     except RecursionError:
         pass
     raise ValueError(f"nested more than {_MOST_NESTED} levels deep")
+
+
+def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:
+    """Return the JSON object in a file as `kind`, a data class; None if there is no such file.
+
+    Raises DataError if the file cannot be read, or is not the record of `what`.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return kind(**parse_json(content))
+    except WRONG_VALUES as error:
+        raise DataError(f"{path}: not the record of {what}") from error
 
 
 def fault_of_name(name: str) -> str | None:

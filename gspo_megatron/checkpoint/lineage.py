@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.errors import DataError
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import read_record, write_atomically
 from gspo_megatron.observe.history import BRANCH_FILE
 
 
@@ -32,14 +31,4 @@ class Branch:
 def read_branch(folder: Path) -> Branch | None:
     """Return the record in a run folder, or None if the run is no branch. Raises DataError if it is
     damaged."""
-    path = folder / BRANCH_FILE
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    try:
-        return Branch(**parse_json(content))
-    except WRONG_VALUES as error:
-        raise DataError(f"{path}: not the record of a branch") from error
+    return read_record(folder / BRANCH_FILE, Branch, "a branch")

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.errors import DataError
-from gspo_megatron.files import WRONG_VALUES, parse_json, sync
+from gspo_megatron.files import read_record, sync
 from gspo_megatron.observe.history import ROLLBACKS_FILE as IN_RUN_FOLDER
 
 ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
@@ -44,14 +43,4 @@ class Rollbacks:
 def read_rollbacks(checkpoints: Path) -> Rollbacks | None:
     """Return the record in a folder of checkpoints, or None if the run never went back. Raises
     DataError if it is damaged, because without it checkpoints of a collapse would be resumed."""
-    path = checkpoints / ROLLBACKS_FILE
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    try:
-        return Rollbacks(**parse_json(content))
-    except WRONG_VALUES as error:
-        raise DataError(f"{path}: not the record of a run's rollbacks") from error
+    return read_record(checkpoints / ROLLBACKS_FILE, Rollbacks, "a run's rollbacks")
