@@ -130,9 +130,10 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 
 def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
-    """Metrics, samples, weights and optimizer are equal, bit for bit."""
+    """Metrics, samples, figures of prompts, weights and optimizer are equal, bit for bit."""
     assert records(run) == records(undisturbed)
-    assert (run / "samples.jsonl").read_text() == (undisturbed / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "draws.jsonl"):
+        assert (run / name).read_text() == (undisturbed / name).read_text()
     mine, theirs = (tensors(folder / "checkpoints" / last) for folder in (run, undisturbed))
     assert mine == theirs
 
