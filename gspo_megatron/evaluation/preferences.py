@@ -49,8 +49,8 @@ def pair_figures(
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = pairs.sources == number
         found = _accuracy(right[own], pairs.weights[own])
-        figures |= {f"{name}/{key}": value for key, value in found.items()}
-        figures[f"{name}/prompts"] = round(float(pairs.weights[own].sum()))
+        figures |= {f"source/{name}/{key}": value for key, value in found.items()}
+        figures[f"source/{name}/prompts"] = round(float(pairs.weights[own].sum()))
     return figures
 
 
@@ -68,8 +68,8 @@ def rating_figures(
     }
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = sources == number
-        figures[f"{name}/loss"] = float(errors[own].mean())
-        figures[f"{name}/prompts"] = int(own.sum())
+        figures[f"source/{name}/loss"] = float(errors[own].mean())
+        figures[f"source/{name}/prompts"] = int(own.sum())
     return figures
 
 

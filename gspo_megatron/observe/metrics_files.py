@@ -32,7 +32,8 @@ RL = "rl"
 PRETRAINING, FINE_TUNING, PREFERENCES = "pretrain", "sft", "reward_model"
 # In the order of training: going back to a phase drops the records of later phases. Runs of earlier
 # versions have a warm start before RL.
-_PHASES = (PRETRAINING, FINE_TUNING, PREFERENCES, "warm_start", RL)
+STAGES = (PRETRAINING, FINE_TUNING, PREFERENCES)
+_PHASES = (*STAGES, "warm_start", RL)
 # Matches the seed in a run's name: "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4".
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 

@@ -224,7 +224,7 @@ class PreferenceUpdater:
         return share_with_all_stages(reduced, self.pipeline_group)
 
     def figures(self, scores: np.ndarray, data: PreferenceData) -> dict[str, float]:
-        """Return the figures of all scores of `data`."""
+        """Return the figures of all scores of `data`: evaluation/NAME, and source/SOURCE/NAME."""
         if self.section.loss == "regression":
             found = rating_figures(scores, data.values, data.source_numbers, data.sources)
         else:
@@ -239,4 +239,7 @@ class PreferenceUpdater:
             )
             center = self.section.center_coefficient
             found = pair_figures(scores, pairs, data.sources, center)
-        return {f"evaluation/{name}": float(value) for name, value in found.items()}
+        return {
+            name if name.startswith("source/") else f"evaluation/{name}": value
+            for name, value in found.items()
+        }
