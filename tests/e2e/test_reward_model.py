@@ -168,7 +168,7 @@ def refused(*words: object) -> list[str]:
 
 
 def test_wrong_keys_and_rows_are_named_at_once(base: Path, tmp_path: Path) -> None:
-    rows: list[Any] = [PAIR, PAIR | {"rejected": 3}, {"prompt": "2+3=", "chosen": "5"}]
+    rows: list[Any] = [PAIR, PAIR | {"rejected": 3}, {"prompt": "2+3=", "chosen": "5", "kind": "odd"}]
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = refused(
@@ -185,8 +185,8 @@ def test_wrong_keys_and_rows_are_named_at_once(base: Path, tmp_path: Path) -> No
     assert lines == [
         "model.lora.rank = 4: the frozen weights would be random; allowed: 0, or set "
         "model.hf_path or model.checkpoint_path",
-        "data.rating_field = x: nothing reads it with preference.loss = bradley_terry; allowed: "
-        "rating",
+        "data.rating_field = 'x': nothing reads it with preference.loss = bradley_terry; allowed: "
+        "'rating'",
         "model.lora.rank = 4: a preference model trains all weights: its new head has no place in "
         "an adapter; allowed: 0",
         f"{path}:2: field 'rejected' is a number; a string is wanted, or an array of messages",
@@ -203,5 +203,8 @@ def test_other_stages_refuse_a_preference_model(base: Path, tmp_path: Path, toy:
     for key, given in (("hf_path", "hf"), ("checkpoint_path", "run")):
         lines = refused("check", path, f"model.{key}={base / given}")
         assert any(line.startswith(f"model.{key} = ") and wrong in line for line in lines), lines
-    assert any(wrong in line for line in refused("evaluate", base / "hf"))
-    assert any(wrong in line for line in refused("serve", base / "hf"))
+    suites = tmp_path / "suites.yaml"
+    suites.write_text(yaml.safe_dump({"sums": {"prompts": str(toy / "test.jsonl")}}))
+    for given in ("hf", "run"):
+        lines = refused("evaluate", base / given, "--suite", suites)
+        assert any(wrong in line for line in lines), lines
