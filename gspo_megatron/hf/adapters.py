@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The matrices have the names of the Hugging Face model's modules, those of experts one by one. One
-rank and one alpha hold for all: vLLM reads no other.
+The matrices have the names of the Hugging Face model's modules; each expert's matrices have their
+own. All have the same rank and alpha, because vLLM reads no other adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
 from gspo_megatron.hf.files import DTYPES, HfFolder, read_header, read_json
 from gspo_megatron.hf.writer import HfWriter
 
-# Fields of adapter_config.json with which other arithmetic is meant than B (A x) * alpha / r.
+# Fields of adapter_config.json that change the arithmetic B (A x) * alpha / r, unless they have one
+# of these values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -56,7 +57,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class PeftFolder(HfFolder):
-    """An adapter's folder. Opening it reads the header of its file, no tensor; pickles are never
+    """An adapter's folder. Opening it reads the header of its file, no tensor. Pickles are never
     read. Raises DataError with all that is wrong with the folder, one line each."""
 
     def __init__(self, path: str | Path) -> None:
@@ -94,8 +95,8 @@ class PeftFolder(HfFolder):
         return str(self.config.get("base_model_name_or_path") or "a model that it does not name")
 
     def settings(self) -> LoraSection:
-        """What `model.lora` says of such adapters; `targets`: the names of their modules. Raises
-        DataError."""
+        """The section `model.lora` of such adapters. Its `targets` are the names of their modules.
+        Raises DataError."""
         alpha: Any = self.config.get("lora_alpha")
         if type(alpha) not in (int, float) or not alpha > 0:
             wrong = f"lora_alpha is {format_value(alpha)}; allowed: a number above 0"
@@ -130,14 +131,14 @@ class PeftFolder(HfFolder):
 
 
 def _are_modules(parameters: Any) -> bool:
-    """Whether target_parameters are weights of modules alone, such as a router's, which PEFT does
-    not name in target_modules."""
+    """Whether all target_parameters are whole weights of modules, such as a router's, which PEFT
+    cannot name in target_modules."""
     return isinstance(parameters, list) and all(str(n).endswith(".weight") for n in parameters)
 
 
 def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap) -> PeftFolder:
-    """The PEFT folder. Raises DataError where its adapters are not those of `section` and of the
-    map `adapters`."""
+    """The PEFT folder at `path`. Raises DataError if its adapters do not fit `section` and the map
+    `adapters`."""
     folder = PeftFolder(path)
     if wrong := section.differences(folder.settings()):
         raise DataError("\n".join(f"{path}: {line}" for line in wrong))
@@ -146,8 +147,9 @@ def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap
 
 
 def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
-    """The map of a model, and that of its modules in transformers as PEFT finds them: of some
-    families it reads the names of single experts, of the others those of the files."""
+    """Two maps of a model: one with a tensor for each expert, and one with the modules of
+    transformers, which PEFT adapts. For some families these have all experts of a layer in one
+    tensor."""
     joint = "experts_gate_up" in family.names
     weights = weight_map(family, shape, vocab_size)
     return weights, weight_map(family, shape, vocab_size, joint_experts=joint)
@@ -160,9 +162,9 @@ def peft_layout(
     tensors: Mapping[str, Tensor],
     base: str | None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """adapter_config.json and the tensors of a PEFT folder. tensors: one pair of matrices for each
-    matrix, those of experts one by one; maps: see `peft_maps`; base: the folder or name of their
-    model. Raises DataError where PEFT has no form for them."""
+    """The adapter_config.json and the tensors of a PEFT folder. tensors: A and B of each matrix,
+    with a pair for each expert; maps: see `peft_maps`; base: the folder or name of their model.
+    Raises DataError if PEFT has no form for them."""
     weights, modules = maps
     joint = joint_matrices(adapted, weights, modules)
     inside = {matrix.name for found in joint.values() for _, matrix in found}
@@ -175,7 +177,7 @@ def peft_layout(
     pairs = pairs_of(tensors)
     for name, found in joint.items():
         module, _, leaf = name.rpartition(".")
-        # PEFT wraps one parameter around the other
+        # PEFT wraps the module once for each parameter, so one wrapper is inside the other
         inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
         a, b = _joined(found, pairs, modules.shapes[name])
         stem = f"{PEFT_PREFIX}{module}{inner}"
@@ -193,9 +195,9 @@ def peft_layout(
 def _joined(
     found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The adapters of the matrices in a tensor [experts, ...] as one pair: A [experts * rank, in],
-    and B [out, rank * experts], in which the experts alternate. Where gate and up projection are
-    one matrix there, its rank is that of both."""
+    """The adapters of all matrices in a tensor [experts, ...] as one pair: A [experts * rank, in],
+    and B [out, rank * experts], in which the experts alternate. If gate and up projection are one
+    matrix in the tensor, its rank is the sum of their ranks."""
     by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
     for box, matrix in found:
         by_expert.setdefault(box.source[0], []).append((box, matrix))
@@ -220,10 +222,11 @@ def _peft_config(
     weights: WeightMap,
     base: str | None,
 ) -> dict[str, Any]:
-    """adapter_config.json; inside: names of matrices that are in tensors of all experts."""
+    """The adapter_config.json. inside: the names of matrices that are part of a tensor of all
+    experts."""
     matrices = [m for each in adapted.values() for m in each.matrices if m.name not in inside]
     leaves = sorted({matrix.leaf for matrix in matrices})
-    # PEFT takes a last part of a name for all modules that have it.
+    # In PEFT the last part of a name stands for all modules whose names end in it.
     alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
     by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
@@ -275,12 +278,12 @@ def _whole(value: float) -> float:
 
 
 def peft_stem(name: str) -> str:
-    """The name of the matrix whose adapter a tensor of PEFT's layout is part of."""
+    """The name of the matrix to whose adapter a tensor in PEFT's layout belongs."""
     return f"{name.removeprefix(PEFT_PREFIX).split('.lora_')[0]}.weight"
 
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """A and B of `tensors` in PEFT's layout, by the name of their matrix."""
+    """The pairs (A, B) among `tensors` in PEFT's layout, by the name of their matrix."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(tensors):  # lora_A comes before lora_B
         found.setdefault(peft_stem(name), []).append(tensors[name])
