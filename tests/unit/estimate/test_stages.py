@@ -1,4 +1,4 @@
-"""Steps of pre-training and fine-tuning, and what a rank keeps for them."""
+"""Steps of pre-training and fine-tuning, and the memory that a rank keeps for them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def work_of(config: Any, world_size: int, longest: int | None = None) -> Workloa
 @pytest.mark.parametrize(
     ("layout", "world_size", "budget", "samples", "micro_batches"),
     [
-        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five would not share 24
+        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five do not divide 24
         ("dp=2", 2, 5 * LENGTH, 4, 3),
-        ("dp=2", 2, LENGTH // 2, 1, 12),  # one at least
-        ("cp=2", 2, 3 * LENGTH, 6, 4),  # two ranks' budgets
-        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # in rounds of the stages
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one
+        ("cp=2", 2, 3 * LENGTH, 6, 4),  # the budgets of two ranks together
+        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # a multiple of the number of stages
         ("tp=1", 1, 100 * LENGTH, 24, 1),
     ],
 )
@@ -86,8 +86,8 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
 
 
 def test_a_step_is_three_passes_of_its_tokens() -> None:
-    """A forward pass and two for the backward pass; an RL step with the old policy's log-probs
-    computed again is more than that by the share of its other mini-batches."""
+    """A step is a forward pass, and a backward pass that costs two. An RL step also computes the
+    old policy's log-probs, for its other mini-batches."""
     config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
     parallel = resolve_parallel(config, 1)
     work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
@@ -98,8 +98,8 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
 
 
 def test_pretraining_keeps_what_autograd_keeps() -> None:
-    """Of a micro-batch as the trainer builds it, on a rank of its own. Masks, which the reference
-    attention keeps, and experts that do not get equally many tokens are the rest."""
+    """Compared with a micro-batch that the trainer builds on a rank. The difference is masks, which
+    the reference attention keeps, and experts with different numbers of tokens."""
     count, config = 4, stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=4 * LENGTH)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (count, LENGTH), generator=generator)
