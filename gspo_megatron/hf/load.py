@@ -9,8 +9,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.families.adapter_map import adapter_map, is_adapter
+from gspo_megatron.families.family import Family
 from gspo_megatron.families.weight_map import WeightMap, fill, is_vocabulary
-from gspo_megatron.hf.adapters import fitting_adapters
+from gspo_megatron.hf.adapters import fitting_adapters, peft_maps
 from gspo_megatron.hf.files import check_tied_copy, checked_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -66,12 +67,13 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
 
 
 @torch.no_grad()
-def load_adapters(path: str | Path, policy: Policy, section: LoraSection) -> None:
+def load_adapters(path: str | Path, policy: Policy, section: LoraSection, family: Family) -> None:
     """Fill this rank's adapters from a PEFT folder. Raises DataError if they do not fit `section`
-    and the model, before any adapter is changed."""
+    and the model, before any adapter is changed. family: names the model's tensors."""
     assert policy.lora is not None, "a model without adapters"
     adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
-    folder = fitting_adapters(path, section, adapters)
+    maps = peft_maps(family, policy.shape, policy.vocab_size)
+    folder = fitting_adapters(path, section, policy.lora.adapted, maps)
     for shard in adapter_shards(policy):
         fill(shard.data, adapters[shard.name], shard.slices, folder.read)
 

@@ -14,7 +14,7 @@ from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, Sta
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model
-from gspo_megatron.estimate.traffic import FLOPS, step_cost
+from gspo_megatron.estimate.traffic import FLOPS, NODE_BYTES, step_cost
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
@@ -95,6 +95,22 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
     shape = config.resolved_model()
     attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * LENGTH
     assert seconds * FLOPS == pytest.approx(3 * 24 * LENGTH * (2 * 10**6 + attention))
+
+
+@pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])
+def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
+    """24 examples of 100 tokens, however they fall into micro-batches. For memory a micro-batch is
+    full: a shorter example fills the room beside the longest."""
+    config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
+    parallel, work = resolve_parallel(config, 1), work_of(config, 1)
+    traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
+    # all-to-alls send as many bytes for each token of a micro-batch
+    traffic["ep"] = 10**6 * work.tokens * work.micro_batches
+    cost = step_cost(config, parallel, work, 10**6, traffic)
+    shape = config.resolved_model()
+    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * 100
+    assert cost.compute * FLOPS == pytest.approx(3 * 24 * 100 * (2 * 10**6 + attention))
+    assert cost.exchange * NODE_BYTES == pytest.approx(10**6 * 24 * 100)
 
 
 def test_pretraining_keeps_what_autograd_keeps() -> None:
