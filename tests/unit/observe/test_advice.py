@@ -19,7 +19,7 @@ CONFIG: dict[str, dict[str, Any]] = {
 
 
 def records(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    """Steps from 1 on, given the values of each metric."""
+    """Records of steps from 1 on, with these values of each metric."""
     columns = zip(*metrics.values(), strict=True)
     return [
         {"step": step, **dict(zip(metrics, values, strict=True))}
@@ -28,14 +28,15 @@ def records(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any
 
 
 def only(found: Sequence[Finding], metric: str) -> tuple[int, ...]:
-    """The steps of the single finding."""
+    """The steps of the only finding."""
     assert [finding.metric for finding in found] == [metric]
     assert found[0].text and found[0].advice.endswith(".")
     return found[0].steps
 
 
 def healthy(seed: int) -> list[dict[str, Any]]:
-    """The demo's RL runs on one rank, from 48 to 100% (seed 1) and from 27 to 67% right answers."""
+    """RL runs of the demo on one rank, from 48 to 100% (seed 1) and from 27 to 67% right
+    answers."""
     with DEMO.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row.pop("seed")) == seed]
     return [
@@ -46,8 +47,9 @@ def healthy(seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_healthy_run_gives_no_warning(seed: int) -> None:
-    """At the end of seed 1 nearly all groups are right, so most have no spread, the entropy is 2%
-    of its start, and the norm of a step with one wrong answer is 100 times that of one without."""
+    """At the end of seed 1 nearly all groups are right. So most have no spread, the entropy is 2%
+    of its start, and a step with one wrong answer has 100 times the gradient norm of one
+    without."""
     config = {
         "rollout": {"max_response_tokens": 5},
         "objective": {"name": "gspo", "clip_low": 0.04, "clip_high": 0.04},
@@ -67,13 +69,13 @@ def test_a_run_without_metrics_gives_no_warning() -> None:
 
 
 def test_the_same_curves_without_a_reward_are_a_collapse() -> None:
-    """The rules see the healthy run's entropy and groups; the reward alone keeps them silent."""
+    """The rules do see the healthy run's entropy and groups. Only the reward keeps them silent."""
     poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
     assert {finding.metric for finding in advise(poor)} == {
         "policy/entropy",
         "reward/zero_spread_groups",
     }
-    # what counts as solved is a share of the reward that counts as correct
+    # the reward of a solved problem is a share of the reward that counts as correct
     assert advise(poor, {"evaluation": {"correct_at": 0.3}}) == []
 
 
