@@ -15,8 +15,7 @@ from gspo_megatron.types import LossInputs, LossOutputs, Sample
 
 
 def quadratic_penalty(inputs: LossInputs, epsilon: float) -> LossOutputs:
-    """GSPO's ratio with a quadratic penalty for its distance from 1, instead of a clip (arXiv
-    2401.16025)."""
+    """GSPO's ratio with a quadratic penalty instead of a clip (arXiv 2401.16025)."""
     log_ratio = token_log_ratio(inputs)
     means = sequence_log_ratio(inputs, log_ratio)
     ratio, advantages = exponentiate(means), inputs.advantages
