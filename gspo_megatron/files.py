@@ -17,6 +17,26 @@ T = TypeVar("T")
 # Exceptions of code that reads a JSON value with another structure than it expects.
 WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
+SINGLE_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
+# The files that travel with the weights: settings and tokenizer. Never code.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
 _MOST_NESTED = 100  # levels; more than any file of this or a known program has
 SETTLED = 64 << 20  # a writer of a large file calls `settle` after this number of bytes
 
