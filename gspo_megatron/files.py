@@ -124,9 +124,12 @@ _BLOCK = 1 << 22  # bytes read at a time
 # The files of a Hugging Face tokenizer. The folder may also hold weights.
 _TOKENIZER_FILES = ("*token*.json", "vocab*", "merges*", "*.model", "chat_template*", "config.json")
 
+_ROW_FILES = ("*.jsonl", "*.parquet")
+
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or of the tokenizer files in a folder. Raises DataError."""
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder, without these of its
+    .jsonl and .parquet files. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     try:
@@ -134,6 +137,7 @@ def fingerprint(path: str | Path) -> str:
             _add(digest, path)
             return digest.hexdigest()
         files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
+        files = files or {file for pattern in _ROW_FILES for file in path.glob(pattern)}
         for file in sorted(files):
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             _add(digest, file)

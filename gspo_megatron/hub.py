@@ -129,6 +129,21 @@ def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None
     return replace(name, revision=found)
 
 
+def folder_of(
+    text: str | Path, where: str = "", *, kind: Kind = "model", weights: bool = False
+) -> Path:
+    """Return a path as it is, and the fetched folder of a name of the Hub. `where` begins the
+    error's line, before the name. Raises DataError."""
+    named = parse_name(str(text), kind)
+    if named is None:
+        return Path(text)
+    where = f"{where} {text}".strip()
+    named = resolved(named, where)
+    path = fetch(named, where, weights=weights)
+    register(path, named)
+    return path
+
+
 def known_commits() -> dict[str, str]:
     """Return the commits that this process and those above it have found, by `HubName.asked`."""
     with contextlib.suppress(ValueError):
@@ -161,16 +176,19 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
     return whole
 
 
-def lacks_weights(name: HubName) -> list[int] | None:
-    """Return the sizes of a fetched model's safetensors that are not here; None: all are."""
-    listing = _read_listing(name)
-    if _whole(name, weights=True) is not None or listing is None:
-        return None
-    return [
-        size
-        for file, size in listing["files"].items()
-        if file.endswith(".safetensors") and _size(_snapshot(name) / file) != size
-    ]
+def lacks_weights(path: str) -> list[int]:
+    """Return the sizes of the files of weights that a folder of the Hub lacks here. A folder of
+    this machine lacks none."""
+    name = name_of(path)
+    listing = None if name is None else _read_listing(name)
+    if name is None or listing is None:
+        return []
+    try:
+        needed = _needed(name, listing["files"], weights=True)
+    except DataError:  # it is told when they are fetched
+        return [0]
+    sizes = listing["files"]
+    return [sizes[each] for each in needed if _size(_snapshot(name) / each) != sizes[each]]
 
 
 # The cache

@@ -166,7 +166,7 @@ def merged_to_hf(
 
     Raises DataError if `base` is not the model that the adapters were trained on.
     """
-    place = base or Path(adapters.base["path"])
+    place = base or folder_of(adapters.base["path"], "the base of the adapters:", weights=True)
     if not place.is_dir():
         advice = "name its new place by --base"
         raise DataError(f"{place}: the model that the adapters were trained on is gone; {advice}")
@@ -249,7 +249,7 @@ def peft_to_megatron(
     base, if it is not where the PEFT folder says; ignore_custom_code: for that folder, as in
     `HfFolder`. Raises DataError with all that is wrong, before anything is written."""
     folder = PeftFolder(source)
-    place = base or Path(folder.base)
+    place = base or folder_of(folder.base, f"{source}: the base of the adapters:", weights=True)
     if not (place / "config.json").is_file():
         raise DataError(
             f"{place}: not the Hugging Face folder of the model that {source} was made for; name "

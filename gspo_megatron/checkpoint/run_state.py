@@ -138,8 +138,11 @@ def describe_model(
 
 def base_of(path: str | Path) -> dict[str, str]:
     """Describe the frozen model that adapters are trained on, a Hugging Face folder or a checkpoint
-    of ours: its absolute path and a fingerprint of its weights. Raises DataError."""
-    return {"path": str(Path(path).absolute()), "fingerprint": fingerprint_of_weights(path)}
+    of ours: its absolute path, or its name of the Hub, and a fingerprint of its weights. Raises
+    DataError."""
+    name = name_of(str(path))
+    place = str(Path(path).absolute()) if name is None else str(name)
+    return {"path": place, "fingerprint": fingerprint_of_weights(path)}
 
 
 def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None:

@@ -20,6 +20,8 @@ from gspo_megatron.config.schema import (
 from gspo_megatron.config.section import (
     SYSTEM_PROMPT,
     TEMPLATE,
+    TOKENIZER,
+    HubPath,
     Positive,
     Section,
     Text,
@@ -78,7 +80,10 @@ class FineTuningDataSection(Section):
     """Conversations, or prompts with answers, and the tokenizer."""
 
     examples: HubPath | None = key(
-        "contents", None, "file of examples to learn, .jsonl or .parquet; required to train"
+        "contents",
+        None,
+        "examples to learn: a .jsonl or .parquet file, a folder of such files, or ORG/NAME[:SPLIT]"
+        "[@REVISION] of the Hub; required to train",
     )
     eval_examples: HubPath | None = key("shown", None, "held-out examples, as data.examples")
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
