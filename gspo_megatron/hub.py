@@ -52,6 +52,9 @@ _ENDINGS = (
 _FOLDERS = ("checkpoints", "data", "datasets", "examples", "models", "runs")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LIGHT = (*SIDE_FILES, WEIGHT_INDEX, _ADAPTER_FILES[0])
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# In what the clients tell of a connection that ended too early.
+_CUT = ("consistency check", "incomplete", "complete message body")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -93,9 +96,9 @@ def parse_name(text: str, kind: Kind) -> HubName | None:
     if match["split"] is not None and kind == "model":
         return None
     top = text.partition("/")[0]
-    if match["revision"] is None and match["split"] is None:
-        if text.lower().endswith(_ENDINGS) or top in _FOLDERS or Path(top).is_dir():
-            return None
+    is_bare = match["revision"] is None and match["split"] is None
+    if is_bare and (text.lower().endswith(_ENDINGS) or top in _FOLDERS or Path(top).is_dir()):
+        return None
     return HubName(kind, match["repo"], match["revision"], match["split"])
 
 
@@ -120,7 +123,7 @@ def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None
         try:
             found = _listing(name)["commit"]
             _write_reference(name, found)
-        except Exception as error:  # of the network, in many kinds
+        except failures() as error:
             found = _cached_commit(name) if _is_unreachable(error) else None
             if found is None:
                 _refuse(where, name, error)
@@ -142,6 +145,14 @@ def folder_of(
     path = fetch(named, where, weights=weights)
     register(path, named)
     return path
+
+
+def tokenizer_in(folder: Path) -> Path:
+    """Return the folder of a tokenizer, or its sentencepiece file if the folder holds no other."""
+    inside = folder / "tokenizer.model"
+    names = ("tokenizer.json", "tokenizer_config.json")
+    is_other = any((folder / each).is_file() for each in names)
+    return folder if is_other or not inside.is_file() else inside
 
 
 def known_commits() -> dict[str, str]:
@@ -171,7 +182,7 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
                     whole = _download(name, weights)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-        except Exception as error:
+        except failures() as error:
             _refuse(where, name, error)
     return whole
 
@@ -261,7 +272,9 @@ def _whole(name: HubName, weights: bool) -> Path | None:
         if listing is None or not marked.is_file():
             return None
         files = marked.read_text(encoding="utf-8").splitlines()
-        is_whole = all(_size(_snapshot(name) / each) == listing["files"].get(each) for each in files)
+        is_whole = all(
+            _size(_snapshot(name) / each) == listing["files"].get(each) for each in files
+        )
         return folder if files and is_whole else None
     folder = _snapshot(name)
     if listing is None:  # downloaded by another program, perhaps in part: asked for if possible
@@ -350,7 +363,7 @@ def _listing(name: HubName) -> dict[str, Any]:
 def _download(name: HubName, weights: bool) -> Path:
     try:
         listing = _read_listing(name) or _listing(name)
-    except Exception as error:
+    except failures() as error:
         found = _cached_elsewhere(name, weights) if _is_unreachable(error) else None
         if found is None:
             raise
@@ -455,13 +468,21 @@ def _bytes_in(folder: Path) -> int:
 # Errors
 
 
+def failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions of huggingface_hub and of its HTTP client."""
+    from huggingface_hub import errors
+
+    of_client: Any = errors.HfHubHTTPError.__bases__  # httpx or requests, by the version
+    return (*of_client, errors.EntryNotFoundError, OSError, ValueError, RuntimeError)
+
+
 def _is_unreachable(error: Exception) -> bool:
     """Whether no Hub has answered: then what is in the cache may serve."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
         return error.response is not None and error.response.status_code >= 500
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+    if isinstance(error, OSError) and error.errno in (*_NO_SPACE, errno.EACCES):
         return False
     return not isinstance(error, DataError)
 
@@ -500,15 +521,17 @@ def reason_of(error: Exception, name: HubName) -> str:
         if status == 403:
             return f"{endpoint} forbids it to the token in HF_TOKEN; give the token that right"
         return f"{endpoint} answers with status {status}; try again later"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"no space left for it in {_cache()}; set HF_HOME to a folder on a larger disk"
     if isinstance(error, PermissionError):
         return f"{_cache()} cannot be written; set HF_HOME to a folder that can"
     if isinstance(error, DataError):
         return str(error)
     cause = _without_token(" ".join(str(error).split()) or type(error).__name__)
-    if "onsistency check" in cause or "ncomplete" in cause:
-        return f"the download was cut short, and is not taken for whole; start it again ({cause:.200})"
+    if any(each in cause.lower() for each in _CUT):
+        again = "the download was cut short, and is not taken for whole; start it again"
+        return f"{again} ({cause:.200})"
+    return f"the download was cut short, and is not taken for whole; start it again ({cause:.200})"
     return (
         f"{endpoint} cannot be reached, and the {name.kind} is not whole in the cache {_cache()}; "
         f"check the network and HF_ENDPOINT, or name a folder ({cause:.200})"

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 
@@ -80,7 +82,9 @@ class SmallHub:
 
     def downloads(self, name: str = "") -> list[str]:
         """The files that were sent, each as often as it was sent."""
-        return [line[4:] for line in self.requests if f"GET /{name}" in line and "/resolve/" in line]
+        return [
+            line[4:] for line in self.requests if f"GET /{name}" in line and "/resolve/" in line
+        ]
 
     def close(self) -> None:
         self.server.shutdown()
@@ -174,7 +178,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "EntryNotFound")
             return
         etag = hashlib.sha256(text).hexdigest()
-        self.send_response(200)
+        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(text) - 1}/{len(text)}")
+            text = text[start:]
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Content-Length", str(len(text)))
@@ -247,3 +255,23 @@ def _mode(file: Mapping[str, Any]) -> dict[str, Any]:
     is_large = file["path"].endswith(".safetensors")
     mode = "lfs" if is_large else "regular"
     return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+
+def use_hub(hub: SmallHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub in this process, which has read its environment, use this hub."""
+    from huggingface_hub import constants
+
+    settings = {
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "no token"),
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setenv("GSPO_HUB_COMMITS", "")

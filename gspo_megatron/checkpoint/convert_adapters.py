@@ -55,6 +55,7 @@ from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_layout, peft_ma
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
+from gspo_megatron.hub import folder_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from gspo_megatron.cli import train
 from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
 from gspo_megatron.errors import ConfigError, DataError, UserError
-from gspo_megatron.hub import folder_of, name_of, written
+from gspo_megatron.hub import folder_of, name_of, parse_name, written
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,7 +24,8 @@ def add_parser(commands: Commands) -> None:
         "source",
         metavar="SOURCE",
         help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, "
-        "ORG/NAME[@REVISION] of the Hub, a configuration, or the URL of an OpenAI-compatible server, as http://host:port; "
+        "ORG/NAME[@REVISION] of the Hub, a configuration, or the URL of an OpenAI-compatible "
+        "server, as http://host:port; "
         "OPENAI_API_KEY has its key",
     )
     parser.add_argument(
@@ -163,7 +164,7 @@ def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     from gspo_megatron.checkpoint.run_state import read_model
 
     named = data.get("tokenizer")
-    if not isinstance(named, str) or Path(named).exists():
+    if not isinstance(named, str) or Path(named).exists() or parse_name(named, "model"):
         return data
     with contextlib.suppress(DataError):  # reported when the checkpoint is loaded
         known = read_model(given_checkpoint(str(folder))).get("tokenizer")

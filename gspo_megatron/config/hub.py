@@ -29,7 +29,6 @@ _KEYS: dict[hub.Kind, tuple[str, ...]] = {
     "dataset": ("data.prompts", "data.eval_prompts", "data.examples", "data.eval_examples")
     + ("evaluation.suites.*.prompts",),
 }
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.")  # keys of models to load
 
 _Place = tuple[str, Any, Any]  # a key, and the list or dict and the index that hold a value
@@ -68,10 +67,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
             except DataError as error:
                 problems.append(str(error))
                 continue
-            inside = path / "tokenizer.model"
-            is_plain = not any((path / each).is_file() for each in _TOKENIZER_FILES)
-            if key == "data.tokenizer" and is_plain and inside.is_file():
-                path = inside  # of sentencepiece
+            path = hub.tokenizer_in(path) if key == "data.tokenizer" else path
             hub.register(path, named)
             holder[at] = str(path)
     if rank == "0":
@@ -156,7 +152,9 @@ def write_commits(folder: Path) -> None:
 
 
 def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
-    """Wait until rank 0 has found the commits, so that all nodes have the same. Raises DataError."""
+    """Wait until rank 0 has found the commits, so that all nodes have the same ones.
+
+    Raises DataError."""
     until = time.monotonic() + RANK_SECONDS
     while time.monotonic() < until:
         commits = read_commits(folder)
@@ -164,9 +162,7 @@ def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
             return commits
         time.sleep(0.2)
     raise DataError(
-        f"{folder / HUB_FILE}: rank 0 has not written the commits of {', '.join(sorted(asked))} in "
-        f"{RANK_SECONDS:g} seconds; is logging.dir shared by the nodes? A name with a commit, as in "
-        "ORG/NAME@0123…, needs no such file"
+        f"{folder / HUB_FILE}: rank 0 has not written the commits of {', '.join(sorted(asked))} "
+        f"in {RANK_SECONDS:g} seconds; is logging.dir shared by the nodes? A name with a commit, "
+        "as in ORG/NAME@0123…, needs no such file"
     )
-
-

@@ -26,7 +26,6 @@ from gspo_megatron.config.section import (
     HubPaths,
     ImportPath,
     NotNegative,
-    Paths,
     Positive,
     Section,
     Seed,
@@ -396,7 +395,8 @@ class SuiteSection(Section):
     """Problems, how responses to them are drawn, and how these are judged."""
 
     prompts: HubPaths = harmless(
-        ..., "the problems, as data.prompts: a file, a folder, a name of the Hub, or a list of these"
+        ...,
+        "the problems, as data.prompts: a file, a folder, a name of the Hub, or a list of these",
     )
     template: Text | None = harmless(None, TEMPLATE)
     system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)

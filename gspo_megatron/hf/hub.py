@@ -11,7 +11,7 @@ import yaml
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
-from gspo_megatron.hub import HubName, name_of, parse_name, reason_of
+from gspo_megatron.hub import HubName, failures, name_of, parse_name, reason_of
 
 CARD = "README.md"
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -57,7 +57,7 @@ def push(folder: Path, repo: str, *, private: bool = True) -> str:
             [CommitOperationAdd(path.name, str(path)) for path in files],
             commit_message="Model of gspo-megatron",
         )
-    except Exception as error:  # of the network, in many kinds
+    except failures() as error:
         raise DataError(
             f"--push {repo}: nothing was pushed: {reason_of(error, name)}; {folder} is written"
         ) from None
@@ -69,12 +69,12 @@ def write_card(
     title: str,
     config: Mapping[str, Any],
     step: int | None,
-    evaluation: Sequence[Mapping[str, Any]] = (),
+    evaluation: Mapping[str, Any],
 ) -> Path:
     """Write README.md: where the weights come from, how they were trained, and on what.
 
-    config: the configuration of the run, as config.resolved.yaml has it. evaluation: the records of
-    evaluation.jsonl of the newest step.
+    config: the configuration of the run, as config.resolved.yaml has it. evaluation: metrics by
+    name, as metrics.jsonl has them.
     """
     base = base_model(config)
     licence = licence_of(base)
@@ -136,7 +136,7 @@ def licence_of(base: str | None) -> str | None:
     try:
         found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
         licence = found.card_data.get("license")
-    except Exception:  # the card then says that it is not known
+    except (*failures(), AttributeError):  # the card then says that it is not known
         return None
     return licence if isinstance(licence, str) else None
 
@@ -164,7 +164,9 @@ def _data(config: Mapping[str, Any]) -> list[str]:
     section = config.get("data")
     section = section if isinstance(section, Mapping) else {}
     given = (section.get(name) for name in _DATA)
-    return [each for value in given if value for each in ([value] if isinstance(value, str) else value)]
+    return [
+        each for value in given if value for each in ([value] if isinstance(value, str) else value)
+    ]
 
 
 def _recipe(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -177,11 +179,10 @@ def _recipe(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _scores(evaluation: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+def _scores(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         (name, f"{value:.4g}")
-        for record in evaluation
-        for name, value in record.items()
+        for name, value in evaluation.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
 
