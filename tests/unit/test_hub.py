@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -200,9 +201,12 @@ def test_an_endpoint_that_does_not_answer_is_told(
     server: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    server.server.server_close()
-    line = refusal(MODEL)
-    assert f"{server.url} cannot be reached" in line and "check the network" in line
+    with socket.socket() as held:  # bound, and nobody listens
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        line = refusal(MODEL)
+    assert f"{url} cannot be reached" in line and "check the network" in line
 
 
 def test_a_full_disk_is_told(server: SmallHub, tmp_path: Path) -> None:
