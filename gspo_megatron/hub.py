@@ -531,7 +531,6 @@ def reason_of(error: Exception, name: HubName) -> str:
     if any(each in cause.lower() for each in _CUT):
         again = "the download was cut short, and is not taken for whole; start it again"
         return f"{again} ({cause:.200})"
-    return f"the download was cut short, and is not taken for whole; start it again ({cause:.200})"
     return (
         f"{endpoint} cannot be reached, and the {name.kind} is not whole in the cache {_cache()}; "
         f"check the network and HF_ENDPOINT, or name a folder ({cause:.200})"

@@ -1,0 +1,141 @@
+"""From a model's name to a run and back to the Hub, by the real commands, client and files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_character_tokenizer
+from tests.hub import TOKEN, SmallHub, files_of, small_hub
+from tests.programs import run_program
+from tests.unit.hf.published import assert_same_bits, read_folder, write_model
+
+BASE, ROWS, TRAINED = "org/base", "org/rows", "lab/trained"
+VOCABULARY = 320
+PROGRAM = (sys.executable, "-m", "gspo_megatron")
+NAMES = (f"model.hf_path={BASE}", f"data.tokenizer={BASE}@main", f"data.prompts={ROWS}")
+SMALL = (
+    "data.chat_template=false",
+    "training.precision=fp32",
+    "rollout.prompts_per_step=4",
+    "rollout.max_response_tokens=8",
+)
+CARD = b"---\nlicense: apache-2.0\n---\n# the base\n"
+
+
+@dataclass
+class Finished:
+    """A run of two steps on two ranks, of which hub, model and data are known."""
+
+    hub: SmallHub
+    home: Path
+    folder: Path  # where the commands are given
+    model: str  # commits
+    rows: str
+    downloads: list[str]  # of the run
+
+    def gspo(self, *words: object, expect: int = 0, **environ: str) -> str:
+        given = self.hub.environ(self.home, **environ)
+        done = run_program(*PROGRAM, *words, expect=expect, environ=given, cwd=self.folder)
+        assert TOKEN not in done.stdout + done.stderr
+        return done.stderr if expect else done.stdout
+
+    def train(self, *more: str) -> str:
+        words = ("train", "my/config.yaml", *NAMES, *SMALL, "training.steps=2", *more)
+        return self.gspo(*words, "logging.dir=run", "logging.plots=false", "--nproc=2")
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    folder = tmp_path_factory.mktemp("hub")
+    source = write_model(folder / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY)
+    write_character_tokenizer(source, ["Add 3 and 4: 7"], VOCABULARY, **CHATML_SYMBOLS)
+    (source / "modeling_own.py").write_text("raise SystemExit('code of a stranger')")
+    (source / "pytorch_model.bin").write_bytes(b"a pickle")
+    rows = [json.dumps({"prompt": f"Add {n} and {n}:", "answer": str(2 * n)}) for n in range(8)]
+    with small_hub() as hub:
+        card = {"license": "apache-2.0"}
+        model = hub.add(BASE, {**files_of(source), "README.md": CARD}, card=card)
+        splits = {"train.jsonl": "\n".join(rows).encode(), "test.jsonl": rows[0].encode()}
+        found = Finished(hub, folder / "home", folder, model, hub.add(ROWS, splits, "dataset"), [])
+        found.gspo("new", "my", "--model", BASE)
+        hub.requests.clear()
+        found.train(f"data.eval_prompts={ROWS}:test")
+        found.downloads = hub.downloads()
+        yield found
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_node_download_once_and_no_code(finished: Finished) -> None:
+    """`new` has the settings and the tokenizer already."""
+    names = [line.rpartition("/")[2] for line in finished.downloads]
+    shards = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert sorted(names) == [*shards, "test.jsonl", "train.jsonl"]
+
+
+@pytest.mark.slow
+def test_the_commits_are_written(finished: Finished) -> None:
+    config = yaml.safe_load((finished.run / "config.resolved.yaml").read_text())
+    model, rows = f"{BASE}@{finished.model}", f"{ROWS}@{finished.rows}"
+    assert config["model"]["hf_path"] == config["data"]["tokenizer"] == model
+    assert config["data"]["prompts"] == rows
+    assert config["data"]["eval_prompts"] == f"{ROWS}:test@{finished.rows}"
+    commits = {f"models/{BASE}@main": finished.model, f"datasets/{ROWS}@main": finished.rows}
+    assert json.loads((finished.run / "environment.json").read_text())["hub"] == commits
+    assert json.loads((finished.run / "hub.json").read_text()) == commits
+    written = yaml.safe_load((finished.folder / "my/config.yaml").read_text())
+    assert written["model"]["hf_path"] == written["data"]["tokenizer"] == model
+
+
+@pytest.mark.slow
+def test_a_branch_that_moved_does_not_change_a_resumed_run(finished: Finished) -> None:
+    repository = finished.hub.repositories[f"models/{BASE}"]
+    moved = repository.commit({**repository.commits[finished.model], "config.json": b"{}"})
+    rows = finished.hub.repositories[f"datasets/{ROWS}"]
+    rows.commit({"train.jsonl": b'{"prompt": "another", "answer": "1"}'})
+    finished.hub.requests.clear()
+    try:
+        finished.train(f"data.eval_prompts={ROWS}:test", "training.steps=3")
+    finally:
+        repository.branches["main"] = finished.model
+        rows.branches["main"] = finished.rows
+    assert finished.hub.requests == [] and moved != finished.model
+    lines = (finished.run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 3
+    config = yaml.safe_load((finished.run / "config.resolved.yaml").read_text())
+    assert config["model"]["hf_path"] == f"{BASE}@{finished.model}"
+
+
+@pytest.mark.slow
+def test_a_run_is_pushed_in_one_commit_and_reads_back(finished: Finished) -> None:
+    hub = finished.hub
+    words = ("convert", "megatron-to-hf", "run", "trained", "--push", TRAINED)
+    hub.requests.clear()
+    said = finished.gspo(*words, HF_TOKEN=TOKEN)
+    assert f"{hub.url}/{TRAINED}/tree/" in said
+    repository = hub.repositories[f"models/{TRAINED}"]
+    assert repository.private
+    assert sum(line.startswith("POST") and "/commit/" in line for line in hub.requests) == 1
+    folder = finished.folder / "trained"
+    assert repository.commits[repository.branches["main"]] == files_of(folder)
+    card = (folder / "README.md").read_text()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["base_model"] == BASE and header["license"] == "apache-2.0"
+    assert header["datasets"] == [ROWS]
+    assert "| objective.name | gspo |" in card and f"{ROWS}@{finished.rows}" in card
+    assert "evaluation/reward" in card and TOKEN not in card and str(finished.folder) not in card
+    again = finished.folder / "again"
+    name = f"{TRAINED}@main"
+    finished.gspo("convert", "hf-to-megatron", name, again, HF_TOKEN=TOKEN)
+    finished.gspo("convert", "megatron-to-hf", again, finished.folder / "back")
+    assert_same_bits(read_folder(finished.folder / "back"), read_folder(folder))
