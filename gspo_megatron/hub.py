@@ -28,6 +28,7 @@ from gspo_megatron.files import (
     WEIGHT_INDEX,
     WRONG_VALUES,
     fault_of_name,
+    make_folder,
     parse_json,
     write_atomically,
 )
@@ -250,7 +251,7 @@ def _write_reference(name: HubName, commit: str) -> None:
     """Note in the cache which commit a branch has, as huggingface_hub does."""
     with contextlib.suppress(OSError):  # a read-only cache
         file = _cache() / name.folder / "refs" / (name.revision or "main")
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         write_atomically(file, commit.encode())
 
 
@@ -370,7 +371,7 @@ def _download(name: HubName, weights: bool) -> Path:
         return found
     files = listing["files"]
     file = _listing_file(name)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     write_atomically(file, json.dumps(listing).encode())
     if name.kind == "model":
         _get(name, _needed(name, files, weights=False), files)
@@ -412,7 +413,7 @@ def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int]) -> None:
 def _link_split(name: HubName, files: list[str]) -> Path:
     """Make a folder with the files of a split, in their order."""
     folder = _split_folder(name)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for number, each in enumerate(files):
         link = folder / f"{number:05d}-{Path(each).name}"
         link.unlink(missing_ok=True)
@@ -429,7 +430,7 @@ def _one_process(name: HubName, where: str) -> Generator[None]:
     """
     path = _own() / name.folder / "lock"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = path.open("a")
     except OSError as error:
         raise DataError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo_megatron import hub
 from gspo_megatron.errors import DataError, problem
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
 RANK_SECONDS = 300.0  # for rank 0 to find the commits; a run's folder is shared by its nodes
@@ -145,7 +145,7 @@ def write_commits(folder: Path) -> None:
     if not now or now == before:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
     except OSError as error:
         raise DataError(f"{folder / HUB_FILE}: cannot be written: {error.strerror}") from error
