@@ -175,6 +175,8 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
     """
     assert name.commit is not None, f"{name}: not resolved"
     whole = _whole(name, weights)
+    if whole is None and _is_offline():  # perhaps a cache that may not be written
+        whole = _cached_elsewhere(name, weights)
     if whole is None:
         try:
             with _one_process(name, where):
@@ -200,7 +202,7 @@ def lacks_weights(path: str) -> list[int]:
     except DataError:  # it is told when they are fetched
         return [0]
     sizes = listing["files"]
-    return [sizes[each] for each in needed if _size(_snapshot(name) / each) != sizes[each]]
+    return [sizes[each] or 0 for each in needed if not _is_here(name, each, sizes)]
 
 
 # The cache
@@ -219,6 +221,12 @@ def _own() -> Path:
     return Path(constants.HF_HOME) / "gspo-megatron"
 
 
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
 def _snapshot(name: HubName) -> Path:
     return _cache() / name.folder / "snapshots" / str(name.commit)
 
@@ -235,6 +243,12 @@ def _size(file: Path) -> int | None:
         return None
 
 
+def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
+    """Whether a file is in the cache with its size; some endpoints tell no sizes."""
+    there, told = _size(_snapshot(name) / file), sizes.get(file, -1)
+    return there is not None and told in (there, None)
+
+
 def _listing_file(name: HubName) -> Path:
     return _own() / name.folder / f"{name.commit}.json"
 
@@ -242,14 +256,14 @@ def _listing_file(name: HubName) -> Path:
 def _read_listing(name: HubName) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, *WRONG_VALUES):
         found = parse_json(_listing_file(name).read_bytes())
-        if all(isinstance(size, int) for size in found["files"].values()):
+        if all(size is None or isinstance(size, int) for size in found["files"].values()):
             return found
     return None
 
 
 def _write_reference(name: HubName, commit: str) -> None:
     """Note in the cache which commit a branch has, as huggingface_hub does."""
-    with contextlib.suppress(OSError):  # a read-only cache
+    with contextlib.suppress(OSError, DataError):  # a read-only cache
         file = _cache() / name.folder / "refs" / (name.revision or "main")
         make_folder(file.parent)
         write_atomically(file, commit.encode())
@@ -273,16 +287,14 @@ def _whole(name: HubName, weights: bool) -> Path | None:
         if listing is None or not marked.is_file():
             return None
         files = marked.read_text(encoding="utf-8").splitlines()
-        is_whole = all(
-            _size(_snapshot(name) / each) == listing["files"].get(each) for each in files
-        )
-        return folder if files and is_whole else None
+        is_whole = files and all(_is_here(name, each, listing["files"]) for each in files)
+        return folder if is_whole else None
     folder = _snapshot(name)
     if listing is None:  # downloaded by another program, perhaps in part: asked for if possible
         return None
     with contextlib.suppress(DataError):
         files = _needed(name, listing["files"], weights)
-        if all(_size(folder / each) == listing["files"][each] for each in files):
+        if all(_is_here(name, each, listing["files"]) for each in files):
             return folder
     return None
 
@@ -293,7 +305,8 @@ def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
     folder = _snapshot(name)
     if name.kind == "dataset" or not folder.is_dir():
         return None
-    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    found = (path for path in folder.iterdir() if path.is_file())
+    files: dict[str, int | None] = {path.name: path.stat().st_size for path in found}
     try:
         _needed(name, files, weights)
     except DataError:
@@ -301,7 +314,7 @@ def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
     return folder
 
 
-def _needed(name: HubName, files: Mapping[str, int], weights: bool) -> list[str]:
+def _needed(name: HubName, files: Mapping[str, int | None], weights: bool) -> list[str]:
     """Return the files of a model to have. Raises DataError if it lacks safetensors."""
     found = [each for each in _LIGHT if each in files]
     if not found:
@@ -338,7 +351,7 @@ def _shards(index: Path) -> list[str]:
     return named
 
 
-def _shards_there(shards: Any, files: Mapping[str, int]) -> list[str]:
+def _shards_there(shards: Any, files: Mapping[str, int | None]) -> list[str]:
     missing = [each for each in shards if each not in files]
     if missing:
         raise DataError(f"{missing[0]} is missing, of {len(shards)} files of weights")
@@ -357,7 +370,7 @@ def _listing(name: HubName) -> dict[str, Any]:
     )
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise DataError("the endpoint names no commit; is HF_ENDPOINT that of a Hub?")
-    files = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    files = {each.rfilename: each.size for each in info.siblings or ()}
     return {"commit": info.sha, "files": files}
 
 
@@ -387,25 +400,25 @@ def _download(name: HubName, weights: bool) -> Path:
     return _link_split(name, wanted)
 
 
-def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int]) -> None:
+def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int | None]) -> None:
     """Download the files that are missing, or that have another size than the Hub tells."""
     from huggingface_hub import hf_hub_download
 
     snapshot = _snapshot(name)
-    missing = [each for each in wanted if _size(snapshot / each) != sizes[each]]
-    total, done = sum(sizes[each] for each in missing), 0
+    missing = [each for each in wanted if not _is_here(name, each, sizes)]
+    total, done = sum(sizes[each] or 0 for each in missing), 0
     if missing:
         _tell(f"{name}: downloading {len(missing)} files, {total / 1e6:,.1f} MB, to {_cache()}")
     for number, each in enumerate(missing, start=1):
         for cut in {snapshot / each, (snapshot / each).resolve()}:
             cut.unlink(missing_ok=True)  # cut short, or nothing
         hf_hub_download(name.repo, each, repo_type=name.kind, revision=name.commit)
-        if _size(snapshot / each) != sizes[each]:
+        if not _is_here(name, each, sizes):
             raise DataError(
                 f"{each} has {_size(snapshot / each)} bytes, and the Hub tells {sizes[each]}: the "
                 "download was cut short; start it again"
             )
-        done += sizes[each]
+        done += sizes[each] or 0
         if total > 1e8 and number < len(missing):
             _tell(f"{name}: {number} of {len(missing)} files, {done / 1e9:,.1f} GB")
 

@@ -48,6 +48,7 @@ class SmallHub:
         self.cut: set[str] = set()  # files of which half is sent
         self.objects: dict[str, bytes] = {}  # of LFS
         self.refuse_commits = False
+        self.has_sizes = True  # in the list of files
         hub = self
 
         class Handler(_Handler):
@@ -164,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "RevisionNotFound")
             return
         files = repository.commits[commit]
-        siblings = [{"rfilename": name, "size": len(text)} for name, text in files.items()]
+        siblings: list[dict[str, Any]] = [{"rfilename": name} for name in files]
+        for each in siblings if self.hub.has_sizes else ():
+            each["size"] = len(files[each["rfilename"]])
         content = {"id": name, "sha": commit, "siblings": siblings, "private": repository.private}
         self._json({**content, "cardData": repository.card, "tags": [], "downloads": 0, "likes": 0})
 

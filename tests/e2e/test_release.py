@@ -51,7 +51,7 @@ def train_two_steps(environment: Path, folder: Path) -> None:
         commit = hub.add("org/base", files_of(source))
         given = {"environ": hub.environ(folder / "home"), "cwd": folder, "timeout": 400}
         run_program(command, "new", "named", "--model", "org/base", **given)
-        words = ("training.steps=2", "rollout.max_response_tokens=8", "logging.plots=false")
+        words = ("training.steps=2", "rollout.max_response_tokens=8", "rollout.group_size=2")
         run_program(command, "train", "named/config.yaml", "logging.dir=run", *words, **given)
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2

@@ -122,7 +122,7 @@ def test_without_a_network_the_newest_commit_of_the_cache_serves(
 
 
 def test_a_cache_that_another_program_filled_serves_if_it_is_whole(
-    server: SmallHub, monkeypatch: pytest.MonkeyPatch
+    server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import hf_hub_download
 
@@ -132,6 +132,18 @@ def test_a_cache_that_another_program_filled_serves_if_it_is_whole(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert get(MODEL).name == commit
     assert "is not whole in the cache" in refusal(MODEL, weights=True)
+    (tmp_path / "home/gspo-megatron").rename(tmp_path / "records")
+    (tmp_path / "home/gspo-megatron").touch()  # nothing can be written there
+    assert get(MODEL).name == commit
+
+
+def test_an_endpoint_may_tell_no_sizes(server: SmallHub) -> None:
+    server.add(MODEL, FILES)
+    server.has_sizes = False
+    folder = get(MODEL, weights=True)
+    shard = folder / next(iter(SHARDS))
+    shard.resolve().unlink()
+    assert get(MODEL, weights=True) == folder and shard.read_bytes() == SHARDS[shard.name]
 
 
 def test_a_moved_branch_is_another_commit_and_a_commit_stays(server: SmallHub) -> None:
