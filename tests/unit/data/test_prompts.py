@@ -590,11 +590,8 @@ def test_a_token_with_another_meaning_is_not_the_unknown_one(tmp_path: Path) -> 
 
 
 def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     (tmp_path / "b.jsonl").write_text('{"prompt": "second"}\n')
-    parquet.write_table(pa.table({"prompt": ["first"]}), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", {"prompt": ["first"]})
     (tmp_path / "README.md").write_text("no rows")
     prompts = load_prompts(tmp_path, FieldMap(answer=None))
     assert [prompt.text for prompt in prompts] == ["first", "second"]
