@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ import pytest
 import yaml
 
 from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_character_tokenizer
-from tests.hub import TOKEN, SmallHub, files_of, small_hub
-from tests.programs import run_program
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.hub import folder_of
+from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
+from tests.programs import ROOT, command_environment, run_program
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 
 BASE, ROWS, TRAINED = "org/base", "org/rows", "lab/trained"
@@ -41,7 +45,7 @@ class Finished:
     downloads: list[str]  # of the run
 
     def gspo(self, *words: object, expect: int = 0, **environ: str) -> str:
-        given = self.hub.environ(self.home, **environ)
+        given = self.hub.environ(self.home, PYTHONPATH=str(ROOT), **environ)
         done = run_program(*PROGRAM, *words, expect=expect, environ=given, cwd=self.folder)
         assert TOKEN not in done.stdout + done.stderr
         return done.stderr if expect else done.stdout
@@ -116,8 +120,39 @@ def test_a_branch_that_moved_does_not_change_a_resumed_run(finished: Finished) -
     assert config["model"]["hf_path"] == f"{BASE}@{finished.model}"
 
 
+@pytest.mark.full
+def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
+    """Two ranks that no launcher of ours started, each with a cache of its own."""
+    hub, folder = finished.hub, finished.folder
+    hub.requests.clear()
+    words = ["train", "my/config.yaml", *NAMES, *SMALL, "training.steps=1", "logging.plots=false"]
+    words += ["logging.dir=nodes", "data.eval_prompts=null", "training.evaluation_interval=0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    ranks = []
+    for rank in ("1", "0"):  # rank 1 comes first, and waits
+        given = hub.environ(folder / f"node_{rank}", **shared, RANK=rank)
+        program = [*PROGRAM, *words]
+        environ = command_environment() | given | {"PYTHONPATH": str(ROOT)}
+        ranks.append(
+            subprocess.Popen(program, env=environ, cwd=folder, stderr=subprocess.PIPE, text=True)
+        )
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    commits = json.loads((folder / "nodes/hub.json").read_text())
+    assert commits[f"models/{BASE}@main"] == finished.model
+    assert sum(f"/api/models/{BASE}" in line for line in hub.requests) == 3  # once for main
+    for rank in ("0", "1"):
+        held = folder / f"node_{rank}/hub/models--org--base/snapshots/{finished.model}"
+        assert len(list(held.glob("*.safetensors"))) == 3
+
+
 @pytest.mark.slow
-def test_a_run_is_pushed_in_one_commit_and_reads_back(finished: Finished) -> None:
+def test_a_run_is_pushed_in_one_commit_and_reads_back(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = finished.hub
     words = ("convert", "megatron-to-hf", "run", "trained", "--push", TRAINED)
     hub.requests.clear()
@@ -134,8 +169,8 @@ def test_a_run_is_pushed_in_one_commit_and_reads_back(finished: Finished) -> Non
     assert header["datasets"] == [ROWS]
     assert "| objective.name | gspo |" in card and f"{ROWS}@{finished.rows}" in card
     assert "evaluation/reward" in card and TOKEN not in card and str(finished.folder) not in card
-    again = finished.folder / "again"
-    name = f"{TRAINED}@main"
-    finished.gspo("convert", "hf-to-megatron", name, again, HF_TOKEN=TOKEN)
-    finished.gspo("convert", "megatron-to-hf", again, finished.folder / "back")
-    assert_same_bits(read_folder(finished.folder / "back"), read_folder(folder))
+    use_hub(hub, finished.folder / "another", monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    back = folder_of(TRAINED, weights=True)
+    assert_same_bits(read_folder(back), read_folder(folder))
+    assert not (back / "modeling_own.py").exists() and load_tokenizer(back).vocab_size
