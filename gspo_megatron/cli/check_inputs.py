@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.check_packages import check_packages
-from gspo_megatron.config.hub import fetch_weights, model_paths
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
 from gspo_megatron.hub import lacks_weights
 
@@ -86,6 +85,8 @@ def check_run(
             check_packages(config)
     _raise(problems)
     if with_weights:
+        from gspo_megatron.config.hub import fetch_weights
+
         fetch_weights(config)
     start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
@@ -226,6 +227,7 @@ def _check_start(
     """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
+    from gspo_megatron.config.hub import model_paths
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
