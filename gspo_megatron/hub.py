@@ -56,6 +56,7 @@ _LIGHT = (*SIDE_FILES, WEIGHT_INDEX, _ADAPTER_FILES[0])
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # In what the clients tell of a connection that ended too early.
 _CUT = ("consistency check", "incomplete", "complete message body")
+_LONGEST_CARD = 1 << 20  # characters
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -394,7 +395,8 @@ def _download(name: HubName, weights: bool) -> Path:
     card = None
     if "README.md" in files:
         _get(name, ["README.md"], files)
-        card = (_snapshot(name) / "README.md").read_text(encoding="utf-8", errors="replace")
+        with (_snapshot(name) / "README.md").open(encoding="utf-8", errors="replace") as file:
+            card = file.read(_LONGEST_CARD)
     wanted = splits_of(name.split, list(files), card)
     _get(name, wanted, files)
     return _link_split(name, wanted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -75,13 +76,18 @@ def _of_card(card: str | None, files: Sequence[str]) -> dict[tuple[str, str], li
     for config in configs if isinstance(configs, list) else ():
         if not isinstance(config, Mapping):
             continue
-        name, top = str(config.get("config_name", "default")), str(config.get("data_dir") or "")
+        name, top = _text(config.get("config_name"), "default"), _text(config.get("data_dir"), "")
         for split, patterns in _data_files(config.get("data_files")):
-            wanted = [_pattern(top, each) for each in patterns]
-            named = [each for each in files if any(one.fullmatch(each) for one in wanted)]
+            wanted = [str(PurePosixPath(top) / each) for each in patterns]
+            named = [each for each in files if any(_fits(each, pattern) for pattern in wanted)]
             if named:
                 found[name, split] = named
     return found
+
+
+def _text(given: Any, other: str) -> str:
+    """Return a text of the header; it was written by somebody else, and may hold anything."""
+    return given if isinstance(given, str) else other
 
 
 def _data_files(given: Any) -> Iterable[tuple[str, list[str]]]:
@@ -95,14 +101,21 @@ def _data_files(given: Any) -> Iterable[tuple[str, list[str]]]:
             if isinstance(each, Mapping):
                 path = each.get("path")
                 patterns = path if isinstance(path, list) else [path]
-                yield str(each.get("split", "train")), [str(one) for one in patterns if one]
+                split = _text(each.get("split"), "train")
+                yield split, [one for one in patterns if isinstance(one, str)]
 
 
-def _pattern(top: str, text: str) -> re.Pattern[str]:
-    path = str(PurePosixPath(top) / text) if top else text
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", path.removeprefix("./"))
-    forms = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(forms.get(part) or re.escape(part) for part in parts))
+def _fits(path: str, pattern: str) -> bool:
+    """Whether a path fits a pattern of the header, in which ** stands for any folders."""
+    have, reached = path.split("/"), {0}  # numbers of parts of the path that are matched
+    for part in pattern.split("/"):
+        if part == "**":
+            reached = set(range(min(reached), len(have) + 1))
+        else:
+            reached = {n + 1 for n in reached if n < len(have) and fnmatchcase(have[n], part)}
+        if not reached:
+            return False
+    return len(have) in reached
 
 
 def _of_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:

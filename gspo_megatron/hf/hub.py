@@ -11,7 +11,7 @@ import yaml
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
-from gspo_megatron.hub import HubName, failures, name_of, parse_name, reason_of
+from gspo_megatron.hub import HubName, Kind, failures, name_of, parse_name, reason_of
 
 CARD = "README.md"
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -98,7 +98,7 @@ def write_card(
         "",
         "## Base and licence",
         "",
-        f"Base: {_shown(base) or 'none, the weights began at random'}.",
+        f"Base: {_source(base, 'model') if base else 'none, the weights began at random'}.",
         _licence_text(base, licence),
         "",
         "## Recipe",
@@ -107,7 +107,7 @@ def write_card(
         "",
         "## Data",
         "",
-        *([f"- {_shown(each)}" for each in data] or ["Not named."]),
+        *([f"- {_source(each, 'dataset')}" for each in data] or ["Not named."]),
         "",
         "## Evaluation",
         "",
@@ -192,9 +192,12 @@ def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]
     return [f"| {name} | {_shown(value)} |" for name, value in found]
 
 
+def _source(given: str, kind: Kind) -> str:
+    """Return a name of the Hub; of a path only its last part: a card tells nothing of a machine."""
+    named = parse_name(given, kind)
+    return _shown(Path(given).name if named is None else named)
+
+
 def _shown(value: Any) -> str:
-    """Return a value for Markdown. Of a path only the name: a card tells nothing of a machine."""
-    if value is None:
-        return ""
-    text = " ".join(str(value).split()).replace("|", "\\|")
-    return Path(text).name if text.startswith(("/", "~", ".")) else text
+    """Return a value for Markdown."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -304,6 +304,19 @@ def test_files_of_a_split(
     assert splits_of(split, files, None if card is None else card.decode()) == expected
 
 
+def test_a_card_that_wants_to_waste_time_does_not() -> None:
+    """Lists of lists of lists in few bytes, and patterns that take a regular expression years."""
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    split = "split: train, path: ["
+    wild = "/".join(["**"] * 60) + "/" + "*a" * 60
+    configs = f"configs: [{{config_name: *a11, data_files: [{{{split}*a11, '{wild}b']}}]}}]"
+    card = "\n".join(["---", "a0: &a0 [x]", *levels, configs, "---"])
+    name = "/".join(["a" * 200] * 5) + "/train.jsonl"
+    start = time.monotonic()
+    assert splits_of(None, [name], card) == [name]
+    assert time.monotonic() - start < 2
+
+
 @pytest.mark.parametrize(
     ("split", "files", "told"),
     [

@@ -15,7 +15,10 @@ from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
 
 CONFIG = {
     "model": {"hf_path": "org/base@v1"},
-    "data": {"prompts": ["org/rows:train@v2", "/home/me/secret/own.jsonl"], "tokenizer": "x"},
+    "data": {
+        "prompts": ["org/rows:train@v2", "/home/me/secret/own.jsonl", "runs/b/c.jsonl"],
+        "tokenizer": "x",
+    },
     "objective": {"name": "gspo", "mini_batches": 2},
     "training": {"steps": 8},
 }
@@ -94,6 +97,7 @@ def test_the_card_tells_the_origin_and_no_path(server: SmallHub, folder: Path) -
     assert "| evaluation/reward/mean | 0.5123 |" in text
     assert "| objective.name | gspo |" in text and "| training.steps | 8 |" in text
     assert "- org/rows:train@v2" in text and "- own.jsonl" in text
+    assert "- c.jsonl" in text and "runs/b" not in text
     assert "/home" not in text and TOKEN not in text
 
 
