@@ -149,6 +149,18 @@ def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
         assert len(list(held.glob("*.safetensors"))) == 3
 
 
+@pytest.mark.full
+def test_a_name_is_evaluated_on_a_split_of_a_dataset(finished: Finished) -> None:
+    suite = (
+        f"sums: {{prompts: '{ROWS}:test', max_response_tokens: 4, reward: {{name: exact_match}}}}"
+    )
+    (finished.folder / "suite.yaml").write_text(suite)
+    assert "sums" in finished.gspo("evaluate", BASE, "--suite", "suite.yaml")
+    run = finished.folder / "runs/evaluation-org-base"
+    assert f"{ROWS}:test@{finished.rows}" in (run / "config.resolved.yaml").read_text()
+    assert len((run / "evaluation.jsonl").read_text().splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_a_run_is_pushed_in_one_commit_and_reads_back(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
