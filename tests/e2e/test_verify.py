@@ -69,7 +69,7 @@ def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         parallel={"layout": "pp=2"},
         objective={"name": "grpo", "kl": "k3", "kl_coefficient": 0.1},
         routing={"replay": "r3", "reference_replay": "r2"},
-        training={"steps": 3, "dump_batches": 2},
+        training={"steps": 3, "keep_step_inputs": 2},
     )
     train(path)
     return path
@@ -155,7 +155,7 @@ def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
 ) -> None:
     """The optimizer has the fp32 weights, each on one data rank. All ranks need to get them."""
     path = make_small(
-        write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
+        write_config(toy, tmp_path), training={"precision": "bf16", "keep_step_inputs": 1}
     )
     train(path)
     said, found = verify_step(path, "dp=2", "ep=2,dp=2", step=2)
