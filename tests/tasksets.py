@@ -40,7 +40,7 @@ def letters(folder: Path) -> Tokenizer:
 
 
 def hangman_words(folder: Path, words: Sequence[str]) -> Path:
-    """A folder for NLTK_DATA with these words as the ones that textarena's games draw from."""
+    """A folder for NLTK_DATA with these words, from which textarena's games choose."""
     corpus = folder / "corpora" / "words"
     corpus.mkdir(parents=True)
     for name in ("en", "en-basic"):

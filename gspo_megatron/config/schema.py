@@ -389,7 +389,7 @@ class WindowSection(Section):
 
 
 class SuiteSection(Section):
-    """Problems, how responses to them are drawn, and how these are judged."""
+    """Problems, how responses to them are generated, and how these are judged."""
 
     prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
     template: Text | None = harmless(None, TEMPLATE)

@@ -59,9 +59,9 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 
 @pytest.fixture(scope="module")
 def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are kept,
-    with the rollout's routes, a reference policy, and an optimizer after warm-up steps. A step has
-    two mini-batches."""
+    """The configuration of a run on two pipeline stages. It has 3 steps, of which the last 2 are
+    kept, with the rollout's routes and a reference policy. Its optimizer has a warm-up, and a step
+    has two mini-batches."""
     folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(

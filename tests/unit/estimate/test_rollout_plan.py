@@ -71,7 +71,7 @@ def test_one_server_with_one_slot_draws_token_after_token() -> None:
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
     """Request t starts with version t - 1 - max_staleness, and is trained max_staleness + 1 steps
-    later. During that time there are as many updates, its longest response, and its training."""
+    later. This time contains max_staleness updates, its longest response, and its training."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
     found = outcome(lengths, Server(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
