@@ -12,7 +12,7 @@ from gspo_megatron.observe.history import BRANCH_FILE
 
 
 @dataclass(frozen=True)
-class Branch:
+class RunBranch:
     """A run that continues a checkpoint of another run in a folder of its own."""
 
     run: str  # the absolute path of the run that it comes from
@@ -28,7 +28,7 @@ class Branch:
         write_atomically(folder / BRANCH_FILE, text.encode())
 
 
-def read_branch(folder: Path) -> Branch | None:
+def read_branch(folder: Path) -> RunBranch | None:
     """Return the record in a run folder, or None if the run is no branch. Raises DataError if it is
     damaged."""
-    return read_record(folder / BRANCH_FILE, Branch, "a branch")
+    return read_record(folder / BRANCH_FILE, RunBranch, "a branch")
