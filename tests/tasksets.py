@@ -15,7 +15,7 @@ TEMPLATE = (
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ eos_token -}}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-# What the author of a taskset writes into the scaffold, for what it leaves open.
+# Code that the author of a taskset writes into the gaps of the scaffold.
 _LOAD = """return [
             MySumsTask(MySumsData(prompt=f"{n}+{n + 1}?", answer=str(2 * n + 1)), self.config.task)
             for n in range(self.config.num_tasks)

@@ -18,8 +18,8 @@ class RunBranch:
     run: str  # the absolute path of the run that it comes from
     step: int  # finished steps of RL at that point
     checkpoint: str  # the checkpoint's name, in both runs
-    config: dict[str, Any]  # of the checkpoint: all sections
-    # of the runs above that one, the nearest first: run and step
+    config: dict[str, Any]  # the checkpoint's configuration, with all sections
+    # If that run is itself a branch: the runs and steps that it comes from, nearest first.
     lineage: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
