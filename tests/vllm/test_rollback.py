@@ -13,7 +13,7 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.rollout.store import read_groups
 from tests.vllm.runs import make_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 FILE, PROMPTS, GROUP, SEED = 64, 2, 4, 1
 STEPS, LAST_GOOD = 11, 7
 # From step 8 on, until the run has gone back, every response is worth nothing.
