@@ -113,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
         for bound in arguments.staleness or range(5)
     ]
     responses = config.rollout.prompts_per_step * config.rollout.group_size
-    draws = plan.STEPS + max(each.max_staleness for each in settings)
+    bounds = {each.max_staleness for each in settings}
+    draws = max(plan.steps_of(bound)[0] + bound for bound in bounds)
     lengths = plan.log_normal_lengths(
         *arguments.lengths, config.rollout.max_response_tokens, (draws, responses)
     )
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = [plan.outcome(lengths, server, setting) for setting in settings]
     print(
         f"{responses:,} responses a step, {lengths.mean():,.0f} tokens on average; at most {slots} "
-        f"at a time on a server; {plan.STEPS} steps, the first {plan.WARM_UP} do not count"
+        f"at a time on a server; at least {plan.STEPS} steps, the first {plan.WARM_UP} do not count"
     )
     _show(outcomes, plan.best(outcomes))
     return 0

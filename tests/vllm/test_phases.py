@@ -1,4 +1,4 @@
-"""Phases of a run with servers: the servers go on over a border, and generate nothing ahead of it."""
+"""Phases of a run with servers: these go on over a border, and generate nothing ahead of it."""
 
 from __future__ import annotations
 
