@@ -18,8 +18,8 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """Of the border's weights and of the phase's lengths; within a phase they are a step older. A
-    run that is killed at the border takes each prompt once."""
+    """They have the weights at the border and the lengths of the phase; within a phase they are a
+    step older. A run that is killed at the border takes each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
@@ -46,7 +46,7 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     longest = {step: records[step]["response/length_max"] for step in range(1, 5)}
     assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 12
     lines = map(json.loads, (run.out / "samples.jsonl").read_text().splitlines())
-    # one order of prompts goes through all phases: each is drawn once, with two responses
+    # one order of prompts goes through all phases: each prompt comes once, with two responses
     prompts = Counter(line["row_id"] for line in lines)
     assert len(prompts) == 16 and set(prompts.values()) == {2}
 
@@ -71,7 +71,12 @@ def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_pytho
         tmp_path,
         vllm_python,
         model={"max_sequence_length": 128},
-        rollout={"group_size": 2, "prompts_per_step": 2, "max_response_tokens": 6},
+        rollout={
+            "group_size": 2,
+            "prompts_per_step": 2,
+            "max_response_tokens": 6,
+            "vllm": {"weight_transport": "nccl"},  # from rank 0, as on GPUs; here by gloo
+        },
         reward={"import_path": "reward_1:reward"},
         training={"steps": 5, "precision": "fp32"},
         checkpoint={"interval": 4},

@@ -138,6 +138,30 @@ def teach(folder: Path, out: Path, ids: list[int], targets: list[str], use_rslor
     return first
 
 
+def adapt_parameters(
+    folder: Path, out: Path, ids: list[int], modules: list[str], parameters: list[str]
+) -> Tensor:
+    """Write random adapters of modules and of parameters of all experts, as PEFT does by itself;
+    [length, vocabulary] of the model with them."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, config).eval()
+    for _, _, parameter in _pairs(model):
+        parameter.data.copy_(0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(out)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
 def logits_with(folder: Path, adapter: Path, ids: list[int]) -> Tensor:
     """[length, vocabulary] of the model with an adapter's folder, as PEFT reads it."""
     import peft

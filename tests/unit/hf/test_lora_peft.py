@@ -11,17 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo_megatron.checkpoint.convert_adapters import Adapters
+from gspo_megatron.checkpoint.convert_adapters import Adapters, any_to_hf, peft_to_megatron
 from gspo_megatron.config import Config
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.families import family_of
 from gspo_megatron.families.adapter_map import adapter_map
 from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hf.adapters import PeftFolder
 from gspo_megatron.hf.export import export_adapter, export_hf
 from gspo_megatron.hf.files import checked_folder
+from gspo_megatron.hf.joint_adapters import LEAVES
 from gspo_megatron.hf.load import adapter_shards, load_adapters
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
@@ -33,6 +36,7 @@ from tests.unit.hf.peft_side import (
     RANK,
     RATE,
     Taught,
+    adapt_parameters,
     logits_with,
     teach,
 )
@@ -96,9 +100,10 @@ def taught(
     return found
 
 
-def adapted_policy(folder: Path, lora: LoraSection) -> Policy:
-    policy = policy_of(with_lora(config_of(folder / "model"), **lora.model_dump()))
-    load_adapters(folder / "adapter", policy, lora)
+def adapted_policy(folder: Path, lora: LoraSection, model: str = "model") -> Policy:
+    config = with_lora(config_of(folder / model), **lora.model_dump())
+    policy = policy_of(config)
+    load_adapters(folder / "adapter", policy, lora, config.model.family(policy.shape))
     return policy
 
 
@@ -205,6 +210,7 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     hf_config = json.loads((base / "config.json").read_text())
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
+    assert_comes_back(tmp_path, policy, lora)
     tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
@@ -212,6 +218,42 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     assert not answer.complaints
     assert float((answer.logits - expected).abs().max()) <= tolerance
     assert_files_merge_to(tmp_path / "merged", base, policy, lora)
+
+
+def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
+    """An exported adapter as the start of a run, and converted there and back: bit for bit."""
+    again = adapted_policy(folder, lora, "base")
+    ours, theirs = (in_peft_layout(each, "data") for each in (policy, again))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    peft_to_megatron(folder / "adapter", folder / "checkpoint")
+    any_to_hf(folder / "checkpoint", folder / "back", as_peft=True)
+    first, second = (
+        load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "back")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["gate_up_proj"]])
+def test_pefts_own_adapters_of_experts_enter(
+    process: ProcessPoolExecutor, tmp_path: Path, family: str, parameters: list[str]
+) -> None:
+    """With the plain rank gate and up projection share A."""
+    base = write_model(tmp_path / "base", family, seed=5)
+    named = [f"mlp.experts.{name}" for name in parameters]
+    # the names of qwen3_5's shared experts are those of its experts
+    modules = ["q_proj", "o_proj"]
+    if family != "gpt_oss":
+        modules += [each for name in parameters for each in LEAVES[name]]
+    arguments = (base, tmp_path / "adapter", IDS, modules, named)
+    expected = process.submit(adapt_parameters, *arguments).result()
+    lora = PeftFolder(tmp_path / "adapter").settings()
+    assert lora.rank == RANK
+    policy = adapted_policy(tmp_path, lora, "base")
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
+    assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
 
 
 def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
