@@ -15,7 +15,7 @@ from gspo_megatron.data.selection import PromptSelection, identity
 from gspo_megatron.rollout.store import read_groups
 from tests.vllm.runs import Run, make_run, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 STEPS, FILE, PROMPTS, SEED = 10, 15, 3, 1
 SELECTION = {
     "by": "pass_rate",
