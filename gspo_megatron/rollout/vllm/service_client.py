@@ -69,7 +69,6 @@ class ServiceClient:
             self._settings = before
             print(f"the servers are started again: {told['other']}", file=sys.stderr, flush=True)
             return False
-        self._restarts_left = section.restarts
         return True
 
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
