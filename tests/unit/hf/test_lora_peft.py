@@ -48,7 +48,7 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 pytestmark = pytest.mark.usefixtures("one_rank")
 pytest.importorskip("peft")
 
-# fp32 sums in another order; of gradients relative to the largest element of each matrix
+# fp32 sums in another order; gradients are compared relative to the largest element of each matrix
 TOLERANCE = 1e-5
 IDS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator())]
 
@@ -59,9 +59,9 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen3": ("qwen3", {}, LINEAR),
     "some of them": ("qwen3", {}, ["q_proj", "v_proj", "up_proj"]),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
-    # PEFT takes the names of experts' matrices for those of experts alone
+    # PEFT applies names of experts' matrices to MLPs of dense layers, too
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
-    # PEFT takes the router's matrix for a parameter, by the same names
+    # PEFT treats the router's matrix as a parameter, with the same names
     "router and head": ("qwen3_moe", {"mlp_only_layers": []}, ["q_proj", "gate", "lm_head"]),
     "latent": ("deepseek_v3", {}, LATENT),
     "latent, no query latent": (
@@ -87,7 +87,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def taught(
     process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Taught, LoraSection]]:
-    """Of each case: the folder of model and adapter, what PEFT computes, and model.lora."""
+    """For each case: the folder of model and adapter, PEFT's results, and model.lora."""
     root, found = tmp_path_factory.mktemp("peft"), {}
     for number, (name, (family, changes, targets)) in enumerate(CASES.items()):
         folder = root / str(number)
@@ -114,7 +114,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
     for shard in adapter_shards(policy):
         recipe = names[shard.name]
         tensor = shard.view(getattr(shard.parameter, part))
-        assert not tensor[recipe.shape[0] :].any()  # of the vocabulary's padding
+        assert not tensor[recipe.shape[0] :].any()  # the vocabulary's padding
         found[recipe.boxes[0].name] = tensor[: recipe.shape[0]].clone()
     return found
 
@@ -122,7 +122,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
 def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
     [model] = policy.models
     positions = torch.arange(len(IDS))[None]
-    # the chunk, whose hooks add up the gradients
+    # the chunk, whose hooks sum the gradients
     hidden = policy.chunks[0](
         input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
     )
@@ -144,7 +144,7 @@ def test_logits_loss_gradients_and_updates_are_pefts(
 ) -> None:
     folder, expected, lora = taught[case]
     policy = adapted_policy(folder, lora)
-    policy.eval()  # no auxiliary losses
+    policy.eval()  # without auxiliary losses
     section = OptimizerSection(
         learning_rate=RATE, clip_grad=CLIP, weight_decay=DECAY, epsilon=EPSILON
     )
@@ -197,7 +197,7 @@ def test_merged_the_model_computes_the_same_in_transformers(
 def test_experts_in_one_tensor_leave_as_pefts_parameters(
     process: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """And merged, by the shards of the policy and by blocks of the base's files alike."""
+    """Also merged: by the shards of the policy, and by blocks of the base's files."""
     base = write_model(tmp_path / "base", family, seed=3)
     lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
     policy = policy_of(with_lora(config_of(base), **lora.model_dump()))
@@ -211,7 +211,7 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
     assert_comes_back(tmp_path, policy, lora)
-    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
     answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
@@ -221,7 +221,8 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
 
 
 def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
-    """An exported adapter as the start of a run, and converted there and back: bit for bit."""
+    """Check that an exported adapter can start a run and be converted in both directions, bit for
+    bit."""
     again = adapted_policy(folder, lora, "base")
     ours, theirs = (in_peft_layout(each, "data") for each in (policy, again))
     assert ours.keys() == theirs.keys()
@@ -240,7 +241,7 @@ def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
 def test_pefts_own_adapters_of_experts_enter(
     process: ProcessPoolExecutor, tmp_path: Path, family: str, parameters: list[str]
 ) -> None:
-    """With the plain rank gate and up projection share A."""
+    """With the plain rank, gate and up projection share A."""
     base = write_model(tmp_path / "base", family, seed=5)
     named = [f"mlp.experts.{name}" for name in parameters]
     # the names of qwen3_5's shared experts are those of its experts
@@ -252,13 +253,13 @@ def test_pefts_own_adapters_of_experts_enter(
     lora = PeftFolder(tmp_path / "adapter").settings()
     assert lora.rank == RANK
     policy = adapted_policy(tmp_path, lora, "base")
-    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
     assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
 
 
 def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
-    """The base's files with the adapters added, block by block, are those in `merged`. Some
-    families' exports have experts one by one where published files have one tensor."""
+    """Check that the base's files, with the adapters added block by block, are those in `merged`.
+    Some families' exports have a tensor for each expert where published files have one for all."""
     folder, files = checked_folder(base, policy.shape, policy.vocab_size)
     _, written_files = checked_folder(merged, policy.shape, policy.vocab_size)
     written, family = read_folder(merged), family_of(folder.config)
@@ -268,7 +269,7 @@ def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSe
     adapters = Adapters(checkpoint, lora, {}, weights, dict(policy.lora.adapted), tensors)
     add = adapters.merging(files)
     for name, shape in files.shapes.items():
-        # some of the experts, and not all columns
+        # a part of the experts and of the columns
         slices = (slice(shape[0] // 3, shape[0]), *(slice(0, -(-n * 2 // 3)) for n in shape[1:]))
         whole = tuple(slice(0, size) for size in shape)
         block, full = (add(name, part, folder.read(name, part).clone()) for part in (slices, whole))
