@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-_JOB = "Slurm job"
+_JOB, _RESTART = "Slurm job", "restart"
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
 _TRIES = 100  # if other runs rename the folder meanwhile
 
@@ -31,7 +32,8 @@ class RunLock:
 
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
-        for minutes. The same Slurm job, when it is requeued, may therefore enter without the lock.
+        for minutes. The same Slurm job, when it is requeued, may therefore enter without the lock;
+        another step of the job that holds it may not.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -59,7 +61,7 @@ class RunLock:
             with suppress(*WRONG_VALUES):  # the other run may not have written its name yet
                 holder = dict(parse_json(os.read(file, 1000)))
             os.close(file)
-            if _JOB in holder and holder[_JOB] == _this_process().get(_JOB):
+            if _is_later_start(_this_process(), holder):
                 return True
             name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
@@ -119,6 +121,15 @@ def _lock(file: int) -> None:
 
 
 def _this_process() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
+    job, restart = (os.environ.get(f"SLURM_{name}") for name in ("JOB_ID", "RESTART_COUNT"))
     names = {"host": socket.gethostname(), "process": str(os.getpid())}
-    return names if job is None else names | {_JOB: job}
+    return names if job is None else names | {_JOB: job, _RESTART: restart or "0"}
+
+
+def _is_later_start(process: Mapping[str, str], holder: Mapping[str, str]) -> bool:
+    """Return whether a process is of a later start of the Slurm job that has the lock: then Slurm
+    has ended the earlier start."""
+    if _JOB not in holder or holder[_JOB] != process.get(_JOB):
+        return False
+    now, before = (each.get(_RESTART, "0") for each in (process, holder))
+    return now.isdecimal() and before.isdecimal() and int(now) > int(before)
