@@ -14,7 +14,12 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-_JOB = "Slurm job"
+# Variables that a scheduler sets to one value in all starts of a job, and what they name.
+_JOBS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "GSPO_JOB": "job",  # of deploy/kubernetes
+    "SKYPILOT_TASK_ID": "SkyPilot task",
+}
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
 _TRIES = 100  # if other runs rename the folder meanwhile
 
@@ -31,7 +36,7 @@ class RunLock:
 
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
-        for minutes. The same Slurm job, when it is requeued, may therefore enter without the lock.
+        for minutes. The same job, when it is started again, may therefore enter without the lock.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -59,7 +64,8 @@ class RunLock:
             with suppress(*WRONG_VALUES):  # the other run may not have written its name yet
                 holder = dict(parse_json(os.read(file, 1000)))
             os.close(file)
-            if _JOB in holder and holder[_JOB] == _this_process().get(_JOB):
+            mine = _this_process()
+            if any(job in holder and holder[job] == mine.get(job) for job in _JOBS.values()):
                 return True
             name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
@@ -119,6 +125,8 @@ def _lock(file: int) -> None:
 
 
 def _this_process() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
     names = {"host": socket.gethostname(), "process": str(os.getpid())}
-    return names if job is None else names | {_JOB: job}
+    for variable, job in _JOBS.items():
+        if os.environ.get(variable):
+            return names | {job: os.environ[variable]}
+    return names
