@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a f
 # What torchrun, srun and sbatch set: the tests that need such variables set them themselves.
 # SLURM_CONF stays: it says where a cluster's settings are, not that this is a job.
 _LAUNCHER = re.compile(
-    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?)_.*|SLURM_(?!CONF$).*)"
+    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?|PET|SKYPILOT)_.*|SLURM_(?!CONF$).*)"
 )
 for _name in filter(_LAUNCHER.fullmatch, list(os.environ)):
     del os.environ[_name]

@@ -1,5 +1,5 @@
-"""Pods without Kubernetes: network namespaces on a bridge, each with a name, an address and processes
-of its own, and the variables and command of a JobSet's container. Root only."""
+"""Pods without Kubernetes: network namespaces on a bridge, each with a name, an address and
+processes of its own, and the variables and command of a JobSet's container. Root only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.programs import ROOT, command_environment, wait_until
 NETWORK = "10.231.78"
 _HEAD = (
     "ip link set lo up && ip link add bridge0 type bridge && ip link set bridge0 up && "
-    'echo there && read -r _ || true'
+    "echo there && read -r _ || true"
 )
 # $1: the file of names, $2: the pod's name, $3: its address. It becomes the program, as process 1.
 _POD = """
@@ -201,7 +201,9 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
         environ: dict[str, str] = {}
         for variable in given["env"]:  # in order: a value refers to those before it
             if "valueFrom" in variable:
-                kind, key = _FIELD.fullmatch(variable["valueFrom"]["fieldRef"]["fieldPath"]).groups()
+                kind, key = _FIELD.fullmatch(
+                    variable["valueFrom"]["fieldRef"]["fieldPath"]
+                ).groups()
                 environ[variable["name"]] = metadata[kind][key]
             else:
                 environ[variable["name"]] = _expanded(variable["value"], environ)
@@ -211,5 +213,5 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
 
 
 def _expanded(text: str, environ: Mapping[str, str]) -> str:
-    """With the values of $(NAME); a name that is not known would stay as it is, which is a mistake."""
+    """With the values of $(NAME). A name that is not known would stay as it is: a mistake."""
     return _REFERENCE.sub(lambda found: environ[found[1]], text)

@@ -87,9 +87,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
         master = socket.gethostname()  # some releases of PyTorchJob say so to the first pod
     port = _number(environ, port_name, default=_PORT)
-    return _checked(
-        Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK"
-    )
+    return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
 
 
 def _checked(node: Node, number_variable: str) -> Node:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import yaml
 
 from gspo_megatron.process.failures import LOST_PEER, STOPPED
-from tests.pods import Container, Pod, Pods, containers, network
+from tests.e2e.resuming import TINY_MODEL, records
+from tests.pods import Pod, Pods, containers, network
 from tests.programs import ROOT, gspo, wait_until
 from tests.slurm.jobs import CALLS_PER_STEP, STEPS, Run, make_run
+from tests.vllm.environment import find_vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,6 +32,11 @@ def manifest() -> dict[str, Any]:
 def program(words: list[str]) -> list[str]:
     assert words[0] == "gspo-megatron"
     return [sys.executable, "-m", "gspo_megatron", *words[1:]]
+
+
+@pytest.fixture
+def vllm_python() -> Path:
+    return find_vllm_python()
 
 
 @pytest.fixture
@@ -123,10 +131,108 @@ def test_a_pod_is_killed_and_another_evicted_and_the_run_ends_as_one_that_nothin
 
 def wait_until_gone(pods: list[Pod], seconds: float) -> bool:
     """Whether one of them ends in this time."""
-    for pod in pods:
-        try:
-            pod.process.wait(seconds / len(pods))
-        except Exception:  # noqa: BLE001
-            continue
-        return True
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(pod.process.poll() is not None for pod in pods):
+            return True
+        time.sleep(0.1)
     return False
+
+
+# What Kubeflow and SkyPilot give the pod or node of a number, with a rank in each.
+def pytorchjob(number: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "gspo-0.gspo",
+        "MASTER_PORT": "23456",
+        "RANK": str(number),  # of the pod
+        "WORLD_SIZE": "2",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(number),
+        "PET_NPROC_PER_NODE": "1",
+    }
+
+
+def trainjob(number: int) -> dict[str, str]:
+    return {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "auto",
+        "PET_NODE_RANK": str(number),
+        "PET_MASTER_ADDR": "gspo-0.gspo",
+        "PET_MASTER_PORT": "29500",
+    }
+
+
+def skypilot(number: int) -> dict[str, str]:
+    addresses = [Pods.address(f"gspo-{each}.gspo") for each in (0, 1)]
+    return {
+        "SKYPILOT_NODE_RANK": str(number),
+        "SKYPILOT_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_TASK_ID": "sky-2026-11-27-01-00-00-000000_gspo_1",
+    }
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        skypilot,
+        pytest.param(pytorchjob, marks=pytest.mark.full),
+        pytest.param(trainjob, marks=pytest.mark.full),
+    ],
+)
+def test_the_variables_of_other_schedulers(
+    pods: Pods, run: Run, undisturbed: Run, variables: Callable[[int], dict[str, str]]
+) -> None:
+    names = ["gspo-0.gspo", "gspo-1.gspo"]
+    pods.know(*names)
+    command = program(["gspo-megatron", "train", str(run.config)])
+    made = [
+        pods.start(name, command, variables(number) | own(run)) for number, name in enumerate(names)
+    ]
+    assert codes(made) == [0, 0], made[0].text()
+    run.assert_same_as(undisturbed)
+
+
+@pytest.mark.full
+def test_torchrun_in_the_pods(pods: Pods, run: Run, undisturbed: Run) -> None:
+    """The same manifest with torchrun, which reads the same variables."""
+    made = []
+    for each in containers(without_servers(manifest()), "trainer"):
+        pods.know(each.pod)
+        script = str(ROOT / "pretrain_scripts/train_gspo.py")
+        words = [sys.executable, "-m", "torch.distributed.run", script, str(run.config)]
+        made.append(pods.start(each.pod, words, each.environ | own(run)))
+    assert codes(made) == [0, 0], made[0].text()
+    run.assert_same_as(undisturbed)
+
+
+@pytest.mark.full
+def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
+    pods: Pods, tmp_path: Path, vllm_python: Path
+) -> None:
+    """The second job of the manifest, whole: real vLLM on a CPU. The trainers stay."""
+    run = make_run(
+        tmp_path,
+        model={"megatron": {**TINY_MODEL, "kv_channels": 32}},  # the least of vLLM's kernels
+        rollout={"vllm": {"python": str(vllm_python), "restarts": 2}},
+    )
+    given = manifest()
+    [container] = trainer(given)["containers"]
+    container["args"] = ["rollout.engine=vllm", "rollout.vllm.servers=1"]
+    [number] = [each for each in container["env"] if each["name"] == "PET_NPROC_PER_NODE"]
+    number["value"] = "1"
+    [server] = containers(given, "servers")
+    pods.know(server.pod, *(each.pod for each in containers(given, "trainer")))
+    run.hold(IN_STEP_2)
+    servers = [pods.start(server.pod, program(server.words), server.environ | own(run))]
+    trainers = start_trainers(pods, run, given)
+    wait_until_held(run, trainers)
+    servers[0].kill()
+    servers.append(pods.start(server.pod, program(server.words), server.environ | own(run)))
+    run.let_go()
+    assert [pod.wait(500) for pod in trainers] == [0, 0], trainers[0].text()
+    steps = [each for each in records(run.out) if each["phase"] == "rl" and each["step"]]
+    assert [each["step"] for each in steps] == list(range(1, STEPS + 1))
+    for each in servers:
+        assert f"server 0 started at http://{Pods.address(server.pod)}:" in each.text()
