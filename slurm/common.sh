@@ -46,6 +46,9 @@ gspo_set_up() {
     fi
     export PYTHONPATH=$GSPO_HOME${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+    # `sbatch --export=NONE` is for the batch script: without this, srun would hide from the tasks what
+    # the script sets for them.
+    unset SLURM_EXPORT_ENV
     # Otherwise every task would use all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
@@ -60,26 +63,45 @@ gspo_set_up() {
         end=$(date -d "${end:-unknown}" +%s 2>/dev/null) && export SLURM_JOB_END_TIME=$end
     fi
     gspo_container
+    gspo_keep_log
     gspo_say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: $SLURM_NTASKS tasks on" \
         "$SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
+}
+
+# Copy what earlier starts of a requeued job have written out of its log, which all starts append to:
+# that of start N to LOG.N.
+gspo_keep_log() {
+    local log number line="^slurm: job $SLURM_JOB_ID, restart"
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || return 0
+    log=$(gspo_job_field StdOut '.*')
+    [ -f "$log" ] || return 0
+    for ((number = 0; number < SLURM_RESTART_COUNT; number++)); do
+        [ -e "$log.$number" ] || sed -n "/$line $number:/,/$line $((number + 1)):/p" "$log" >"$log.$number"
+    done
 }
 
 # Sets the words before a command that runs once (gspo_before_once), the options of srun
 # (gspo_srun_options; those for a container's image alone: gspo_image_options) and the words before the
 # command of each task (gspo_before_task).
 gspo_container() {
-    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
+    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD kind=${GSPO_CONTAINER:-none}
+    [ ! -d "${HF_HOME:-}" ] || mounts+=,$HF_HOME:$HF_HOME
+    mounts+=${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
     gspo_before_once=() gspo_before_task=() gspo_image_options=()
     gspo_srun_options=(--kill-on-bad-exit=1 --label --cpu-bind="${GSPO_CPU_BIND:-cores}")
-    case ${GSPO_CONTAINER:-} in
-    '') ;;
-    *.sif)
-        gspo_before_task=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
+    if [ "$kind" != none ]; then
+        export PYTHONNOUSERSITE=1 # the home folder is mounted, and its packages are not the image's
+        [ ! -d "$kind" ] || kind=sandbox
+    fi
+    case $kind in
+    none) ;;
+    *.sif | sandbox | docker://* | oras://*)
+        gspo_before_task=("$(gspo_apptainer)" exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
         gspo_before_once=("${gspo_before_task[@]}")
         ;;
     *) # enroot, through the srun options of the pyxis plugin
         gspo_image_options=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
-            --container-workdir="$PWD")
+            --container-workdir="$PWD" --container-env="$(gspo_container_env)")
         gspo_srun_options+=("${gspo_image_options[@]}")
         gspo_before_once=(srun --nodes=1 --ntasks=1 "${gspo_image_options[@]}")
         ;;
@@ -87,6 +109,23 @@ gspo_container() {
     # Split into words: no option of srun needs blanks.
     # shellcheck disable=SC2206
     gspo_srun_options+=(${GSPO_SRUN_OPTIONS:-})
+}
+
+gspo_apptainer() {
+    if ! command -v apptainer >/dev/null && command -v singularity >/dev/null; then
+        echo singularity
+    else
+        echo apptainer
+    fi
+}
+
+# With pyxis the values that an image has for variables replace those of the job. These are the names
+# of variables whose values in the job count. apptainer keeps the job's values by itself.
+gspo_container_env() {
+    local names
+    names=$(compgen -e | grep -E '^(PYTHON(PATH|UNBUFFERED|FAULTHANDLER|NOUSERSITE)|OMP_NUM_THREADS|MASTER_|CUDA_VISIBLE_DEVICES|(GSPO|NCCL|GLOO|HF|TORCH|NVTE|WANDB|MLFLOW|VLLM)_)')
+    # shellcheck disable=SC2086  # names have no blanks
+    gspo_joined $names GSPO_STATE ${GSPO_CONTAINER_ENV:+${GSPO_CONTAINER_ENV//,/ }}
 }
 
 gspo_python() { "${gspo_before_once[@]}" "$GSPO_PYTHON" -m gspo_megatron "$@"; }

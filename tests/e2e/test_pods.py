@@ -215,7 +215,7 @@ def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
     run = make_run(
         tmp_path,
         model={"megatron": {**TINY_MODEL, "kv_channels": 32}},  # the least of vLLM's kernels
-        rollout={"vllm": {"python": str(vllm_python), "restarts": 2}},
+        rollout={"vllm": {"python": str(vllm_python), "restarts": 4}},
     )
     given = manifest()
     [container] = trainer(given)["containers"]
@@ -230,8 +230,9 @@ def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
     wait_until_held(run, trainers)
     servers[0].kill()
     servers.append(pods.start(server.pod, program(server.words), server.environ | own(run)))
+    assert wait_until(lambda: "waits for the run" in servers[1].text(), servers[1].process)
     run.let_go()
-    assert [pod.wait(500) for pod in trainers] == [0, 0], trainers[0].text()
+    assert [pod.wait(500) for pod in trainers] == [0, 0], trainers[0].text() + servers[1].text()
     steps = [each for each in records(run.out) if each["phase"] == "rl" and each["step"]]
     assert [each["step"] for each in steps] == list(range(1, STEPS + 1))
     for each in servers:

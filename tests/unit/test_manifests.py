@@ -69,9 +69,13 @@ def _problems_of_object(given: dict[str, Any], value: dict[str, Any], path: str)
         if name not in value:
             yield f"{path}.{name}: missing"
     known, others = given.get("properties", {}), given.get("additionalProperties")
+    patterns = given.get("patternProperties", {})
     for name, each in value.items():
+        fitting = [found for pattern, found in patterns.items() if re.search(pattern, name)]
         if name in known:
             yield from problems(known[name], each, f"{path}.{name}")
+        elif fitting:
+            yield from problems(fitting[0], each, f"{path}.{name}")
         elif isinstance(others, dict):
             yield from problems(others, each, f"{path}.{name}")
         elif others is not True and (known or others is False):
