@@ -157,7 +157,7 @@ def test_the_check_for_cycles_sees_every_kind_of_import(
 def test_every_package_has_an_init_file() -> None:
     # setuptools leaves a folder without one out of the installed package.
     folders = {path.parent for path in python_files("gspo_megatron")}
-    for data in ("cli/new_templates", "rollout/vllm/worker"):  # setup.py names their files
+    for data in ("cli/new_templates", "rollout/vllm/worker"):  # pyproject.toml names their files
         folders.remove(PACKAGE / data)
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
