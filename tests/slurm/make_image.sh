@@ -28,7 +28,7 @@ tar -C "$base/lib" --exclude test --exclude site-packages --exclude 'config-*' \
         sed -nE 's/.*(=> |^[[:space:]]+)(\/[^ ]+).*/\2/p'
     for library in libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libm.so.6 libresolv.so.2 \
         libnss_files.so.2 libstdc++.so.6 libgcc_s.so.1 libz.so.1; do
-        ldconfig -p | sed -nE "s/^[[:space:]]*$library .*x86-64.*=> (.*)/\1/p"
+        ldconfig -p | awk -v name="$library" '$1 == name { print $NF }'
     done
 } | sort -u | while read -r file; do
     mkdir -p "$image$(dirname "$file")"
