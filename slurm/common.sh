@@ -76,7 +76,9 @@ gspo_keep_log() {
     log=$(gspo_job_field StdOut '.*')
     [ -f "$log" ] || return 0
     for ((number = 0; number < SLURM_RESTART_COUNT; number++)); do
-        [ -e "$log.$number" ] || sed -n "/$line $number:/,/$line $((number + 1)):/p" "$log" >"$log.$number"
+        [ -e "$log.$number" ] ||
+            sed -n "/$line $number:/,/$line $((number + 1)):/{/$line $((number + 1)):/!p}" "$log" \
+                >"$log.$number"
     done
 }
 

@@ -307,8 +307,8 @@ def show_cost(estimate: LayoutEstimate, vocab_size: int) -> dict[str, object]:
         step += f" and {pairs['generate_step_seconds']} s of generation"
     pairs |= {"run_hours": _short(cost.hours), "run_gpu_hours": _short(cost.gpu_hours)}
     text = (
-        f"at least {step} a step; {pairs['run_hours']} hours, {pairs['run_gpu_hours']} GPU-hours for "
-        f"{cost.steps} steps with responses of full length, on H100s (assumed speeds; not measured)"
+        f"at least {step} a step; {pairs['run_hours']} hours, {pairs['run_gpu_hours']} GPU-hours "
+        f"for {cost.steps} steps with responses of full length, on H100s (speeds are assumed)"
     )
     print_lines([("time", text)], 12)
     return pairs

@@ -40,6 +40,19 @@ def image(apptainer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_definition_of_the_image_can_be_built(
+    apptainer: Path, image: Path, tmp_path: Path
+) -> None:
+    """From the image of these tests in place of Docker's: without the test of the definition, which
+    wants the package inside."""
+    base = ("--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"IMAGE={image}")
+    made, definition = tmp_path / "made", ROOT / "deploy/apptainer.def"
+    program = apptainer / "apptainer"
+    run_program(program, "build", "--sandbox", "--notest", *base, made, definition)
+    said = run_program(program, "exec", made, "sh", "-c", "echo $PYTHONNOUSERSITE; cat " + _MARK)
+    assert said.stdout == "1\n"
+
+
 def test_a_stopped_run_in_a_container_continues_whatever_sbatch_exports(
     cluster: Cluster, run: Run, undisturbed: Run, apptainer: Path, image: Path
 ) -> None:
