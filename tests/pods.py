@@ -24,7 +24,8 @@ _HEAD = (
     "ip link set lo up && ip link add bridge0 type bridge && ip link set bridge0 up && "
     "echo there && read -r _ || true"
 )
-# $1: the file of names, $2: the pod's name, $3: its address. It becomes the program, as process 1.
+# $1: the file of names, $2: the name of the pod, $3: its address, $4: that of its card. It becomes
+# the program, as process 1.
 _POD = """
 set -e
 mount --bind "$1" /etc/hosts
@@ -32,9 +33,10 @@ hostname "$2"
 ip link set lo up
 echo there
 read -r _
+ip link set eth0 address "$4"
 ip addr add "$3/24" dev eth0
 ip link set eth0 up
-shift 3
+shift 4
 exec "$@" </dev/null
 """
 
@@ -117,8 +119,10 @@ class Pods:
         space += ["--pid", "--fork", "--kill-child", "--mount-proc", "--"]
         words = ["bash", "-c", _POD, "pod", str(self.hosts), name.split(".")[0]]
         with log.open("w") as out:
+            # Of a name, too: others remember for a minute which card has an address.
+            card = f"02:00:00:00:00:{int(self.address(name).rpartition('.')[2]):02x}"
             process = subprocess.Popen(
-                [*space, *words, self.address(name), *command],
+                [*space, *words, self.address(name), card, *command],
                 cwd=self.folder,
                 env=command_environment() | {"PYTHONPATH": str(ROOT)} | dict(environ),
                 stdin=subprocess.PIPE,
