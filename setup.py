@@ -1,4 +1,4 @@
-"""What of the package's metadata is computed: its version and its description. The rest is in
+"""Computes the version and the description of the package. The rest of its metadata is in
 pyproject.toml, and the pinned environments for work on the project are in requirements/."""
 
 import re

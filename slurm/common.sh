@@ -86,7 +86,7 @@ gspo_keep_log() {
 # (gspo_srun_options; those for a container's image alone: gspo_image_options) and the words before the
 # command of each task (gspo_before_task).
 gspo_container() {
-    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD kind=${GSPO_CONTAINER:-none}
+    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD kind=${GSPO_CONTAINER:-none} program name
     [ ! -d "${HF_HOME:-}" ] || mounts+=,$HF_HOME:$HF_HOME
     mounts+=${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
     gspo_before_once=() gspo_before_task=() gspo_image_options=()
@@ -98,12 +98,19 @@ gspo_container() {
     case $kind in
     none) ;;
     *.sif | sandbox | docker://* | oras://*)
-        gspo_before_task=("$(gspo_apptainer)" exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
+        program=$(gspo_apptainer)
+        for name in $(gspo_names_for_image); do
+            # That of a task may differ from that of the batch script.
+            [ "$name" = CUDA_VISIBLE_DEVICES ] || export "${program^^}ENV_$name=${!name}"
+        done
+        gspo_before_task=("$program" exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
         gspo_before_once=("${gspo_before_task[@]}")
         ;;
     *) # enroot, through the srun options of the pyxis plugin
+        # shellcheck disable=SC2046  # names have no blanks
         gspo_image_options=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
-            --container-workdir="$PWD" --container-env="$(gspo_container_env)")
+            --container-workdir="$PWD"
+            --container-env="$(gspo_joined $(gspo_names_for_image) GSPO_STATE)")
         gspo_srun_options+=("${gspo_image_options[@]}")
         gspo_before_once=(srun --nodes=1 --ntasks=1 "${gspo_image_options[@]}")
         ;;
@@ -121,13 +128,12 @@ gspo_apptainer() {
     fi
 }
 
-# With pyxis the values that an image has for variables replace those of the job. These are the names
-# of variables whose values in the job count. apptainer keeps the job's values by itself.
-gspo_container_env() {
-    local names
-    names=$(compgen -e | grep -E '^(PYTHON(PATH|UNBUFFERED|FAULTHANDLER|NOUSERSITE)|OMP_NUM_THREADS|MASTER_|CUDA_VISIBLE_DEVICES|(GSPO|NCCL|GLOO|HF|TORCH|NVTE|WANDB|MLFLOW|VLLM)_)')
-    # shellcheck disable=SC2086  # names have no blanks
-    gspo_joined $names GSPO_STATE ${GSPO_CONTAINER_ENV:+${GSPO_CONTAINER_ENV//,/ }}
+# The values that an image has for variables replace those of the job, unless the container's program is
+# told otherwise. Prints the names of the variables whose values in the job count.
+gspo_names_for_image() {
+    local names='PYTHON(PATH|UNBUFFERED|FAULTHANDLER|NOUSERSITE)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES'
+    names+='|(MASTER|GSPO|NCCL|GLOO|HF|TORCH|NVTE|WANDB|MLFLOW|VLLM)_.*'
+    compgen -e | grep -xE "$names|${GSPO_CONTAINER_ENV//,/|}"
 }
 
 gspo_python() { "${gspo_before_once[@]}" "$GSPO_PYTHON" -m gspo_megatron "$@"; }

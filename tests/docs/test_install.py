@@ -70,7 +70,7 @@ def test_the_metadata_is_static_but_for_what_is_computed() -> None:
 @pytest.mark.full  # needs uv, and a package index or a warm cache
 @pytest.mark.timeout(900)
 def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:
-    """As `make setup` does where uv is installed, with the interpreter of these tests."""
+    """Run what `make setup` runs where uv is installed, with the interpreter of these tests."""
     if shutil.which("uv") is None:
         pytest.skip("no uv")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

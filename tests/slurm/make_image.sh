@@ -39,3 +39,9 @@ echo 'root:x:0:0:root:/root:/bin/bash' >"$image/etc/passwd"
 echo 'root:x:0:' >"$image/etc/group"
 echo '127.0.0.1 localhost' >"$image/etc/hosts"
 : >"$image/etc/gspo-test-image"
+# Values of the image for variables that the job sets.
+mkdir -p "$image/.singularity.d/env"
+echo 'export PYTHONPATH=/of/the/image OMP_NUM_THREADS=77' >"$image/.singularity.d/env/90-environment.sh"
+# Each image that apptainer builds has this one, after which variables from outside are set.
+echo '#!/bin/sh' >"$image/.singularity.d/env/99-base.sh"
+chmod +x "$image"/.singularity.d/env/*.sh

@@ -43,8 +43,8 @@ def image(apptainer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_definition_of_the_image_can_be_built(
     apptainer: Path, image: Path, tmp_path: Path
 ) -> None:
-    """From the image of these tests in place of Docker's: without the test of the definition, which
-    wants the package inside."""
+    """The image of these tests takes the place of Docker's. The definition's own test is left out,
+    because it wants the package inside."""
     base = ("--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"IMAGE={image}")
     made, definition = tmp_path / "made", ROOT / "deploy/apptainer.def"
     program = apptainer / "apptainer"
@@ -62,6 +62,8 @@ def test_a_stopped_run_in_a_container_continues_whatever_sbatch_exports(
     reward = run.folder / "slurm_test_reward.py"
     reward.write_text(reward.read_text() + f"\nopen({_MARK!r}).close()  # only in the image\n")
     usual = run.environ(cluster)
+    said = run_program(apptainer / "apptainer", "exec", image, "env", environ=usual).stdout
+    assert "OMP_NUM_THREADS=77\n" in said  # without the batch script the image's values count
     settings = {
         **usual,
         "PATH": f"{apptainer}{os.pathsep}{cluster.environ['PATH']}",

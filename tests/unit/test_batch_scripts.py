@@ -379,6 +379,7 @@ def test_what_earlier_starts_wrote_is_kept_apart(job: Job) -> None:
 def test_pyxis(job: Job) -> None:
     job.environ |= {"GSPO_CONTAINER": "image.sqsh", "GSPO_SRUN_OPTIONS": "--mem-bind=local -v"}
     job.environ |= {"HF_TOKEN": "secret", "GSPO_CONTAINER_ENV": "MY_OWN,ANOTHER"}
+    job.environ |= {"MY_OWN": "1", "ANOTHER": "2"}
     job.run("c.yaml", "a=1", "--check-only")
     image = (
         f"--container-image=image.sqsh --container-mounts={ROOT}:{ROOT},{job.folder}:{job.folder}"

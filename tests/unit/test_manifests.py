@@ -34,7 +34,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def problems(given: dict[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """What of a value the schema does not allow: the part of JSON Schema that these schemas use."""
+    """Yield what the schema does not allow. Knows the words of JSON Schema that are used here."""
     if given.get("x-kubernetes-int-or-string"):
         if isinstance(value, bool) or not isinstance(value, int | str):
             yield f"{path}: neither a number nor a string"
