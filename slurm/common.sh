@@ -133,7 +133,7 @@ gspo_apptainer() {
 gspo_names_for_image() {
     local names='PYTHON(PATH|UNBUFFERED|FAULTHANDLER|NOUSERSITE)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES'
     names+='|(MASTER|GSPO|NCCL|GLOO|HF|TORCH|NVTE|WANDB|MLFLOW|VLLM)_.*'
-    compgen -e | grep -xE "$names|${GSPO_CONTAINER_ENV//,/|}"
+    compgen -e | grep -xE "$names${GSPO_CONTAINER_ENV:+|${GSPO_CONTAINER_ENV//,/|}}"
 }
 
 gspo_python() { "${gspo_before_once[@]}" "$GSPO_PYTHON" -m gspo_megatron "$@"; }

@@ -56,6 +56,7 @@ esac
 """
 _APPTAINER = """
 echo "apptainer $*" >>"$CALLS"
+echo "variables $APPTAINERENV_PYTHONPATH ${APPTAINERENV_CUDA_VISIBLE_DEVICES:-none}" >>"$CALLS"
 while [ "$1" != python ]; do shift; done
 "$@"
 """
@@ -361,6 +362,8 @@ def test_other_images_of_apptainer_and_the_cache_of_the_hub(job: Job, image: str
     mounts = f"--bind {ROOT}:{ROOT},{job.folder}:{job.folder},{hub}:{hub}"
     before = f"apptainer exec --nv {mounts} --pwd {job.folder} {image} "
     assert job.calls("apptainer") == [before + CHECK]
+    [variables] = job.calls("variables")
+    assert variables.split()[1].split(":")[0] == str(ROOT) and variables.endswith(" none")
 
 
 def test_what_earlier_starts_wrote_is_kept_apart(job: Job) -> None:
