@@ -15,7 +15,14 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-_JOB, _RESTART = "Slurm job", "restart"
+# Variables that a scheduler sets to one value in all starts of a job, what they name, and the
+# variable that counts these starts, if there is one.
+_JOBS = {
+    "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
+    "GSPO_JOB": ("job", None),  # of deploy/kubernetes
+    "SKYPILOT_TASK_ID": ("SkyPilot task", None),
+}
+_RESTART = "restart"
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
 _TRIES = 100  # if other runs rename the folder meanwhile
 
@@ -32,8 +39,8 @@ class RunLock:
 
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
-        for minutes. The same Slurm job, when it is requeued, may therefore enter without the lock;
-        another step of the job that holds it may not.
+        for minutes. The same job, when it is started again, may therefore enter without the lock;
+        another step of the Slurm job that holds it may not.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -121,15 +128,22 @@ def _lock(file: int) -> None:
 
 
 def _this_process() -> dict[str, str]:
-    job, restart = (os.environ.get(f"SLURM_{name}") for name in ("JOB_ID", "RESTART_COUNT"))
     names = {"host": socket.gethostname(), "process": str(os.getpid())}
-    return names if job is None else names | {_JOB: job, _RESTART: restart or "0"}
+    for variable, (job, restart) in _JOBS.items():
+        if value := os.environ.get(variable):
+            counted = {} if restart is None else {_RESTART: os.environ.get(restart, "0")}
+            return names | {job: value} | counted
+    return names
 
 
 def _is_later_start(process: Mapping[str, str], holder: Mapping[str, str]) -> bool:
-    """Return whether a process is of a later start of the Slurm job that has the lock: then Slurm
-    has ended the earlier start."""
-    if _JOB not in holder or holder[_JOB] != process.get(_JOB):
-        return False
-    now, before = (each.get(_RESTART, "0") for each in (process, holder))
-    return now.isdecimal() and before.isdecimal() and int(now) > int(before)
+    """Return whether a process is of a later start of the job that has the lock: then the scheduler
+    has ended the earlier start. Where it does not count them, any start of the job is a later
+    one."""
+    for job, restart in _JOBS.values():
+        if job in holder and holder[job] == process.get(job):
+            now, before = (each.get(_RESTART, "0") for each in (process, holder))
+            return restart is None or (
+                now.isdecimal() and before.isdecimal() and int(now) > int(before)
+            )
+    return False

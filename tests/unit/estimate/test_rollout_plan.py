@@ -215,5 +215,5 @@ def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
         lengths[slow::bunch] = 100
         # training and updates take no time
         setting = Setting(1, max_staleness, 1e-9, 1e-9)
-        means.append(outcome(lengths, Server(10, 40, 4), setting).step_seconds)
+        means.append(outcome(lengths, ServerSpeed(10, 40, 4), setting).step_seconds)
     assert means == pytest.approx([(100 + 10 * max_staleness) / 10 / bunch] * bunch, rel=1e-3)
