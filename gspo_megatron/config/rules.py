@@ -24,6 +24,7 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.precision import tokens_multiple
+from gspo_megatron.config.reward_model_rules import reward_model_fits
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
@@ -535,6 +536,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        reward_model_fits,
         suites_fit,
         routing_can_be_replayed,
     ),

@@ -32,6 +32,9 @@ from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 
 # Beginnings of changes after which rewards are not compared with those before
+_OTHER_SCORES = tuple(
+    f"reward.model.{key}:" for key in ("folder", "tokenizer", "max_tokens", "normalize")
+)
 _OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 
 
@@ -85,6 +88,8 @@ def _train_phase(
             run.logger.begin_phase(step, changed, config, of_phase)
         if any(line.startswith(_OTHER_REWARDS) for line in changed):
             run.checkpoints.watch.forget_rewards()
+        if any(line.startswith(_OTHER_SCORES) for line in changed):
+            run.checkpoints.reward_moments.clear()
         loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
         done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
         if not done:
