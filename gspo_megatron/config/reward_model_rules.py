@@ -5,6 +5,7 @@ from __future__ import annotations
 from gspo_megatron.config.model_rules import Plan, Problems
 from gspo_megatron.config.objectives import learns_from_parts
 from gspo_megatron.config.reward_model import reward_model_problems
+from gspo_megatron.config.scorer import scorer_problems
 
 
 def reward_model_fits(plan: Plan) -> Problems:
@@ -14,6 +15,13 @@ def reward_model_fits(plan: Plan) -> Problems:
         yield f"reward.{key}", wrong
     if not config.reward.model.is_on:
         return
+    if config.reward.model.folder is not None:
+        folder = config.reward.model.folder
+        lines = [
+            line.removeprefix(f"model.hf_path = {folder}: ")
+            for line in scorer_problems(config, folder, plan.world_size)
+        ]
+        yield from (("reward.model.folder", line) for line in lines)
     if config.environment.has_episodes:
         wrong = "a reward model scores a prompt and one response, not an environment's episodes"
         yield f"reward.model.{_source(plan)}", f"{wrong}; allowed: null"

@@ -6,37 +6,61 @@ between rollout and update. Then they are normalised, and added to the other par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from time import perf_counter
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from gspo_megatron.config import Config
-from gspo_megatron.platform.collectives import all_gather_columns
+from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.platform.collectives import all_gather_columns, raise_everywhere
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rewards.scoring import repeated_share, sum_of_normalized_parts
+from gspo_megatron.rl.scorer import FrozenScorer
 from gspo_megatron.rollout.engine import ModelWork, RolloutShare
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.reward_model import ModelScores, ModelTexts
 from gspo_megatron.rollout.types import to_tensor
 from gspo_megatron.types import Sample
 
-# Scores conversations, given as token ids, on all ranks: [conversations] float64.
-ScoreFunction = Callable[[Sequence[Sequence[int]]], np.ndarray]
+
+class FolderScores:
+    """Computes the scores of reward.model.folder on the training ranks."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the model, after the policy. All ranks call it."""
+        assert config.reward.model.folder is not None
+        parallel = resolve_parallel(config, dist.get_world_size())
+        self.name = config.reward.model.source
+        self.scorer = FrozenScorer(config.reward.model.folder, config, parallel)
+        self.longest = self.scorer.policy.shape.max_sequence_length
+
+    def __call__(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the scores of conversations, [conversations] float64. All ranks call it; those of
+        one model replica have the same conversations. Raises DataError on all ranks if a score is
+        not finite."""
+        flat = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long)
+        scores = self.scorer(flat, [*map(len, ids)]).double().cpu().numpy()
+        wrong = "a score is not finite; give an undamaged folder"
+        raise_everywhere(None if np.isfinite(scores).all() else f"{self.name}: {wrong}")
+        return scores
 
 
 class ModelRewards:
     """The reward model of a run. Every rank calls every method."""
 
     def __init__(
-        self, config: Config, device: torch.device, score: ScoreFunction | None = None
+        self, config: Config, device: torch.device, score: FolderScores | None = None
     ) -> None:
         """score: computes the scores of reward.model.folder; None: a server has scored."""
         self.section, self.device, self.score = config.reward, device, score
         self.std = config.objective.advantage_std
         self.texts = None if score is None else ModelTexts(config.reward)
+        if score is not None and self.texts is not None and self.texts.longest is None:
+            self.texts.longest = score.longest
         self.moments = RunningMoments({})
         self.data_group = data_parallel_group()
 
@@ -82,7 +106,7 @@ class ModelRewards:
             return ModelScores(group.model_scores, group.model_tokens, group.model_cut, seconds)
         begin = perf_counter()
         given = self.texts.conversations(samples)
-        scores = np.asarray(self.score(given.ids), np.float64)
+        scores = self.score(given.ids)
         return ModelScores(scores, given.tokens, given.cut, perf_counter() - begin)
 
     def _everyones(self, scores: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
-from gspo_megatron.rl.reward_model import ModelRewards, ScoreFunction
+from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
@@ -79,7 +79,7 @@ class Collector:
         source: RolloutSource,
         scorer: GroupScorer,
         device: torch.device,
-        score: ScoreFunction | None = None,
+        score: FolderScores | None = None,
     ) -> None:
         """prompts: by the configuration key that names their files; scorer: the run's own; score:
         computes the scores of a reward model on these ranks."""

@@ -131,7 +131,8 @@ async def serve(
 ) -> None:
     """Run a server until `ended` is set. When it is ready, print the settings for a run.
 
-    scores: the server is of `reward_server_command`. Raises RolloutError if the server ends by itself.
+    scores: the server is of `reward_server_command`. Raises RolloutError if the server ends by
+    itself.
     """
     process = ServerProcess(words, environ, None, host, port)
     try:
