@@ -213,7 +213,12 @@ _SUPERVISED = (
 )
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
-    Page("reward_model", "Reward model: is it gamed?", _REWARD_MODEL, needs="reward_model/mean"),
+    Page(
+        "reward_model",
+        "Reward model, and signs that it is gamed",
+        _REWARD_MODEL,
+        needs="reward_model/mean",
+    ),
     Page("episodes", "Episodes", _EPISODES),
     Page("ratios", "Importance ratios and clipping", _RATIOS),
     Page("optimizer", "Optimizer", _OPTIMIZER),

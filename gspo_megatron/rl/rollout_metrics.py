@@ -50,7 +50,7 @@ class RolloutMetrics:
             "response/truncated": mean_pair(batch.truncated),
             "turns": mean_pair(scores.turns[scored] > 0),
         }
-        if self.collector.scorer.shaping.is_on:
+        if self.collector.scorer.shapes:
             means["reward/shaped_mean"] = mean_pair(shaped)
         for number, name in enumerate(group.part_names or ()):
             assert group.parts is not None, "its names are there"

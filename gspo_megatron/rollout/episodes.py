@@ -264,6 +264,11 @@ class GroupScorer:
         return self.scorer.section.model.is_on
 
     @property
+    def shapes(self) -> bool:
+        """Whether the reward to train on may differ from the reward."""
+        return self.shaping.is_on or self.scorer.section.model.normalize != "none"
+
+    @property
     def reward(self) -> Reward:
         return self.scorer.reward
 
