@@ -12,19 +12,20 @@ import math
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gspo_megatron.config.reward_model import PART
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.chat import ASSISTANT, USER
 from gspo_megatron.data.prompts import encode_text
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
-from gspo_megatron.rewards.values import shorten
+from gspo_megatron.rewards.values import Score, shorten
 from gspo_megatron.rollout.asking import Asker, BusySeconds
 from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample
@@ -234,3 +235,26 @@ class ModelServer(Asker):
         if status == 400 and "out of vocabulary" in text:
             return "reward.model.tokenizer is that of another model"
         return None
+
+
+def with_model(
+    section: RewardSection, samples: Sequence[Sample], scores: Sequence[Score | None]
+) -> list[Score | None]:
+    """Return a function's scores with those of a reward model behind a URL, if there is one.
+
+    It is for responses outside of a run. Raises the errors of `ModelServer.score`.
+    """
+    if section.model.url is None:
+        return [*scores]
+    weight = section.weights.get(PART, 1.0)
+    found = ModelServer(section).score(samples).scores.tolist()
+    return [
+        None
+        if score is None or math.isnan(value)
+        else replace(
+            score,
+            rewards=score.rewards + weight * value,
+            parts=dict(sorted({**score.parts, PART: value}.items())),
+        )
+        for score, value in zip(scores, found, strict=True)
+    ]

@@ -107,7 +107,7 @@ def test_a_conversation_that_is_too_long_loses_its_first_tokens(chat: Path) -> N
     texts = ModelTexts(section(chat, max_tokens=20))
     short, long = Sample("1", None, "2", False), Sample("1" * 9, None, "2", False)
     found = texts.conversations([short, long])
-    assert found.cut.tolist() == [False, True] and found.tokens.tolist() == [20, 20]
+    assert found.cut.tolist() == [False, True] and found.tokens.tolist() == [19, 20]
     assert found.ids[1] == conversation_ids(texts.tokenizer, long)[-20:]
 
 
@@ -131,7 +131,7 @@ def test_each_conversation_gets_its_score_in_batches(chat: Path) -> None:
 
 def test_the_server_tells_the_longest_conversation(chat: Path) -> None:
     found = ask(right, chat, longest=24)
-    assert found.tokens.tolist() == [23, 24, *[24] * 5] and found.cut.sum() == 5
+    assert found.tokens.tolist() == [22, 23, *[24] * 5] and found.cut.sum() == 4
 
 
 def test_the_key_is_sent_to_no_server_but_this_one(
