@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     # A call that fails is reported, and ends the command.
     section = section.model_copy(update={"on_failure": "stop"})
     from gspo_megatron.rewards.scoring import Scorer
-
     from gspo_megatron.rollout.reward_model import with_model
 
     with contextlib.closing(Scorer(reward, section)) as scorer:
