@@ -17,6 +17,7 @@ from gspo_megatron.rollout.teacher import PROBE
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import all_records, assert_same_run, make_small, records, train
 from tests.unit.rollout.reward_server import right, served
+from tests.unit.test_metrics_doc import SCORED
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,7 @@ def test_a_run_learns_from_the_model_and_the_function_and_watches_both(undisturb
         own, model = record["reward/reward"], record["reward/model"]
         assert record["reward/mean"] == pytest.approx(own + 0.5 * model, rel=1e-9)
         assert model == pytest.approx(record["reward_model/mean"], rel=1e-9)
+        assert record.keys() >= SCORED
         assert record["perf/reward_model_seconds"] > 0 and record["reward_model/cut"] == 0
         assert record["perf/reward_model_scores_per_second"] > 0 <= record["response/repeated"]
         # prompts and responses of the toy task have a few characters
