@@ -33,6 +33,7 @@ def test_its_weights_are_in_the_memory_of_each_rank(
     assert code == 0, err
     with_model = dict(re.findall(r"(\w+)=(\d+)", out.splitlines()[-1]))
     assert "\n reward model " in out
+    assert f"\nscores     {folder} on the training ranks, not normalised\n" in out
     _, out, _ = gspo(*words)
     without = dict(re.findall(r"(\w+)=(\d+)", out.splitlines()[-1]))
     assert "\n reward model " not in out and without["scorer_bytes"] == "0"
