@@ -300,9 +300,9 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     tokenizer is missing, damaged, or that of another model. key: that of the section `reward`."""
     from gspo_megatron.config.scorer import preset_of_scorer
     from gspo_megatron.data.chat import check_template
-    from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.families.model_shape import shape_of
     from gspo_megatron.hf.files import checked_folder
+    from gspo_megatron.rollout.reward_model import tokenizer_of
 
     section = reward.model
     if not section.is_on:
@@ -310,7 +310,7 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     name = "tokenizer" if section.tokenizer is not None else "folder"
     source = f"{key}.model.{name} = {section.tokenizer_folder}"
     try:
-        theirs = load_tokenizer(section.tokenizer_folder, section.chat_template_options)
+        theirs = tokenizer_of(section)
         if section.chat_template or (section.chat_template is None and theirs.chat_template):
             check_template(theirs)
     except DataError as error:
