@@ -55,7 +55,7 @@ DISTILLED = {
     *("distill/kl", "distill/teacher_seconds"),
     *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
 }
-# Written by runs with a reward model: tests/e2e/test_reward_model.py.
+# Written by runs with a reward model: tests/e2e/test_model_rewards.py.
 SCORED = {
     *("reward_model/mean", "reward_model/std", "reward_model/tokens", "reward_model/cut"),
     *("reward_model/running_mean", "reward_model/running_std", "response/repeated"),
