@@ -333,18 +333,16 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
 def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
     """Raise DataError if the run cannot begin with model.lora.checkpoint. No tensor is read."""
     from gspo_megatron.checkpoint.resume import given_adapters
-    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights, adapter_map
-    from gspo_megatron.families.weight_map import weight_map
-    from gspo_megatron.hf.adapters import fitting_adapters
+    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights
+    from gspo_megatron.hf.adapters import fitting_adapters, peft_maps
 
     section, path, shape = config.model.lora, config.model.lora.checkpoint, config.resolved_model()
     assert path is not None
     if not Path(path, PEFT_CONFIG).exists():
         given_adapters(path, section, base=None)
         return
-    weights = weight_map(config.model.family(shape), shape, vocab_size)
-    adapted = adapted_weights(weights, section.targets)
-    fitting_adapters(path, section, adapter_map(adapted, section.rank))
+    maps = peft_maps(config.model.family(shape), shape, vocab_size)
+    fitting_adapters(path, section, adapted_weights(maps[0], section.targets), maps)
 
 
 def _raise(problems: list[str]) -> None:

@@ -168,7 +168,11 @@ def refused(*words: object) -> list[str]:
 
 
 def test_wrong_keys_and_rows_are_named_at_once(base: Path, tmp_path: Path) -> None:
-    rows: list[Any] = [PAIR, PAIR | {"rejected": 3}, {"prompt": "2+3=", "chosen": "5", "kind": "odd"}]
+    rows: list[Any] = [
+        PAIR,
+        PAIR | {"rejected": 3},
+        {"prompt": "2+3=", "chosen": "5", "kind": "odd"},
+    ]
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = refused(
