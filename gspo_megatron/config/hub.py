@@ -27,7 +27,7 @@ _KEYS: dict[hub.Kind, tuple[str, ...]] = {
     "model": ("model.hf_path", "model.lora.checkpoint", "data.tokenizer")
     + ("objective.distillation.teacher", "objective.distillation.teachers.*.teacher"),
     "dataset": ("data.prompts", "data.eval_prompts", "data.examples", "data.eval_examples")
-    + ("evaluation.suites.*.prompts",),
+    + ("data.preferences", "data.eval_preferences", "evaluation.suites.*.prompts"),
 }
 _OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.")  # keys of models to load
 

@@ -176,13 +176,16 @@ class FineTuningConfig(ExamplesConfig):
 class PreferenceDataSection(Section):
     """Preferences between responses, or ratings of responses, and the tokenizer."""
 
-    preferences: Text | None = key(
-        "contents", None, "file of preferences to learn, .jsonl or .parquet; required to train"
+    preferences: HubPath | None = key(
+        "contents",
+        None,
+        "preferences to learn: a .jsonl or .parquet file, a folder of such files, or ORG/NAME"
+        "[:SPLIT][@REVISION] of the Hub; required to train",
     )
-    eval_preferences: Text | None = key(
-        "shown", None, "file of held-out preferences, .jsonl or .parquet"
+    eval_preferences: HubPath | None = key(
+        "shown", None, "held-out preferences, as data.preferences"
     )
-    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
+    tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal[PREFERENCE_FORMATS] | None = shapes(  # ty: ignore[invalid-type-form]
         None, "published dataset of the rows; replaces the fields of prompt, responses and rating"
     )

@@ -17,6 +17,7 @@ from gspo_megatron import hub
 from gspo_megatron.config import hub as config_hub
 from gspo_megatron.config import load_config
 from gspo_megatron.config.load import parse_config, to_yaml
+from gspo_megatron.config.stages import PreferenceConfig
 from gspo_megatron.errors import ConfigError, DataError
 from tests.hub import SmallHub, small_hub, use_hub
 from tests.unit.hf.published import model_config
@@ -60,6 +61,15 @@ def test_loaded_are_folders_and_written_are_names_with_commits(server: SmallHub)
     assert written["data"]["prompts"] == [f"{ROWS}@{rows}", f"{ROWS}:test@{rows}"]
     server.requests.clear()
     assert parse_config(written) == config and server.requests == []
+
+
+def test_preferences_take_names_too(server: SmallHub) -> None:
+    add_both(server)
+    data = {"tokenizer": MODEL, "preferences": f"{ROWS}:train", "eval_preferences": f"{ROWS}:test"}
+    config = parse_config({"data": data}, (), "rm", PreferenceConfig)
+    given = [config.data.preferences, config.data.eval_preferences]
+    texts = [next(Path(str(path)).glob("*.jsonl")).read_text() for path in given]
+    assert texts == ['{"prompt": "a"}', '{"prompt": "b"}']
 
 
 def test_every_key_of_a_folder_or_a_file_takes_a_name(server: SmallHub) -> None:
