@@ -121,7 +121,7 @@ def test_a_run_learns_from_the_model_and_the_function_and_watches_both(undisturb
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(name, marks=[] if name in ("NaN", "killed") else FULL) for name in FAULTS],
+    [pytest.param(name, marks=[] if name == "NaN" else FULL) for name in FAULTS],
 )
 def test_a_model_that_fails_loses_no_finished_step(
     toy: Path, tmp_path: Path, undisturbed: Path, fault: str
