@@ -25,6 +25,7 @@ from gspo_megatron.config.objectives import (
 )
 from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.preference_rules import model_gives_tokens, preferences_are_sound
+from gspo_megatron.config.reward_model_rules import reward_model_divides, reward_model_fits
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
@@ -540,6 +541,8 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        reward_model_fits,
+        reward_model_divides,
         suites_fit,
         routing_can_be_replayed,
     ),

@@ -31,6 +31,7 @@ from gspo_megatron.observe.suite_table import print_suites
 from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
+from gspo_megatron.rollout.reward_model import with_model
 from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -182,6 +183,7 @@ class ServerEvaluation:
         least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         with contextlib.closing(Scorer(self.rewards[name], suite.reward)) as scorer:
             scores, _ = scorer.score(samples)
+        scores = with_model(suite.reward, samples, scores)
         reward = self.rewards[name]
         return [
             {
