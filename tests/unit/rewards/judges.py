@@ -42,14 +42,15 @@ class Judge:
                 pass
 
         class Server(ThreadingHTTPServer):
-            daemon_threads = True
+            daemon_threads = False  # `server_close` waits for them
+            request_queue_size = 128
 
             def handle_error(server, *_: Any) -> None:  # noqa: N805
                 pass
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
 
     def close(self) -> None:
