@@ -240,8 +240,9 @@ def test_a_fault_of_the_server_is_one_line(judges: Any, fault: str) -> None:
     wrong = {"slow": slow, "killed": killed, "refused": 503, "unreachable": 503}[fault]
     judge = "http://127.0.0.1:1/v1" if fault == "unreachable" else judges(wrong)
     start = time.monotonic()
-    (line,) = refusal(score, judge, group(*"abcdefgh"), seconds=0.3)
-    assert time.monotonic() - start < 2.0  # all questions of a group wait at the same time
+    seconds = 0.3 if fault == "slow" else 60.0
+    (line,) = refusal(score, judge, group(*"abcdefgh"), seconds=seconds)
+    assert time.monotonic() - start < 10.0  # not 56 questions one after the other: 17 s
     said = {
         "slow": "raised TimeoutError",
         "killed": "raised ServerDisconnectedError",
