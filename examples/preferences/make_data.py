@@ -26,7 +26,9 @@ POLICY_ROWS, PROMPTS, HELD_OUT = 4000, 1000, 400
 
 def response(letters: str, chance: random.Random) -> str:
     """Return a response as the first policy writes it."""
-    pools = [letters if chance.random() < FITTING else LETTERS for _ in range(chance.choice(LENGTHS))]
+    pools = [
+        letters if chance.random() < FITTING else LETTERS for _ in range(chance.choice(LENGTHS))
+    ]
     return "".join(map(chance.choice, pools))
 
 

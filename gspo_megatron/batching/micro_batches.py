@@ -36,7 +36,7 @@ class MicroBatch:
 
     packed: PackedBatch
     packed_seq_params: PackedSeqParams | None  # None if each sequence has a row of its own
-    head: HeadInputs
+    head: Any  # HeadInputs; of a preference model ScoreInputs
     rollout_logprobs: Tensor | None = None  # from the rollout engine
     old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
     reference_logprobs: Tensor | None = None
@@ -56,7 +56,8 @@ class MicroBatch:
 
 
 # micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If the head has
-# candidates, the function gets the head's further output as a fourth argument.
+# candidates, the function gets the head's further output as a fourth argument. A preference model
+# gives scores [sequences] in place of log-probs and entropies.
 LossFunction = Callable[..., tuple[Tensor, Any]]
 
 
@@ -203,7 +204,7 @@ def forward_backward(
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         beyond = [output[2:]] if len(output) > 2 else []
-        value, outputs = loss_function(micro_batch, output[0], output[1], *beyond)
+        value, outputs = loss_function(micro_batch, *output[:2], *beyond)
         no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # not used as a divisor
         return value * total_micro_batches, no_tokens, outputs
 
@@ -272,7 +273,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     """Run the forward pass of one model chunk.
 
     Returns the hidden states for the next chunk. The last chunk returns [2, rows]: log-probs and
-    entropies.
+    entropies; that of a preference model [1, sequences]: scores.
     """
     packed = micro_batch.packed
     with routed(micro_batch.routes):

@@ -199,6 +199,20 @@ class _Positions:
         }
 
 
+def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Find the last token of each branch among the tokens of this rank.
+
+    lengths: the tokens of all branches of the members, in order. Returns the rows of the flattened
+    [tokens / CP, rows] and the numbers of their branches. With context parallelism a rank has only
+    some of the last tokens. Padding is never the last token, also not between packed branches.
+    """
+    ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
+    held = packed.token_index.flatten()
+    found = torch.isin(held, ends).nonzero()[:, 0]
+    rows, tokens = packed.token_index.shape
+    return found % tokens * rows + found // tokens, torch.searchsorted(ends, held[found])
+
+
 def _pieces(
     tokens: Sequence[Tensor] | Mapping[int, Tensor],
     response_lengths: Sequence[int],

@@ -88,6 +88,7 @@ class Checkpoints:
         # Ranks may differ in the last digit of a metric: the main one decides.
         self.watch = CollapseWatch(start.state.watch if start.state else None)
         self.rollbacks = start.state.rollbacks if start.state else 0
+        self.reward_moments = dict(start.state.reward_moments) if start.state else {}
         self.back: Path | None = None  # the checkpoint to which the run has just gone back
         self._next_prompts: dict[str, Any] | None = None  # after a rollback: not those before it
         if not self.section.interval:
@@ -423,6 +424,7 @@ class Checkpoints:
             versions=versions(),
             warned=list(self.warned),
             watch=self.watch.state(),
+            reward_moments=dict(self.reward_moments),
             rollbacks=self.rollbacks,
         )
 

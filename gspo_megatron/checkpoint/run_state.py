@@ -49,6 +49,8 @@ class RunState:
     # Metrics of the step that are not logged yet, because something after its update has failed.
     unevaluated: dict[str, float] | None = None
     watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
+    # of the scores of a reward model, with reward.model.normalize = running: RunningMoments
+    reward_moments: dict[str, float] = field(default_factory=dict)
     rollbacks: int = 0  # how often the run had gone back to an earlier checkpoint
 
     @property

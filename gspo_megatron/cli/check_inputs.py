@@ -16,6 +16,7 @@ from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gath
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.resume import Start
     from gspo_megatron.config import Config
+    from gspo_megatron.config.schema import RewardSection
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
     from gspo_megatron.data.tokenizers import Tokenizer
@@ -227,6 +228,7 @@ def _check_start(
     """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
+    from gspo_megatron.config.schema import suite_key
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
@@ -261,6 +263,11 @@ def _check_start(
         for number in config.objective.distillation.folders:
             with gathered_in(problems):
                 check_teacher(config, number, inputs.tokenizer)
+        with gathered_in(problems):
+            check_reward_model(config, config.reward, "reward")
+        for name, suite in config.evaluation.suites.items():
+            with gathered_in(problems):
+                check_reward_model(config, suite.reward, f"{suite_key(name)}.reward")
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -292,6 +299,39 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
         raise DataError(
             f"{key} = {given}: its tokenizer makes other tokens of a text "
             f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
+        )
+
+
+def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
+    """Raise DataError if the folder of a reward model is damaged or no such model, or if its
+    tokenizer is missing, damaged, or that of another model. key: that of the section `reward`."""
+    from gspo_megatron.config.scorer import preset_of_scorer
+    from gspo_megatron.data.chat import check_template
+    from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.families.model_shape import shape_of
+    from gspo_megatron.hf.files import checked_folder
+
+    section = reward.model
+    if not section.is_on:
+        return
+    name = "tokenizer" if section.tokenizer is not None else "folder"
+    source = f"{key}.model.{name} = {section.tokenizer_folder}"
+    try:
+        theirs = load_tokenizer(section.tokenizer_folder)
+        if theirs.chat_template is not None:
+            check_template(theirs)
+    except DataError as error:
+        raise DataError(f"{source}: {error}; reward.model.tokenizer names another one") from None
+    if section.folder is None:
+        return
+    shape = shape_of(preset_of_scorer(section.folder))
+    code = config.model.ignore_custom_code
+    assert shape.vocab_size is not None, "config.json has it"
+    checked_folder(section.folder, shape, shape.vocab_size, ignore_custom_code=code)
+    if theirs.vocab_size > shape.vocab_size:
+        raise DataError(
+            f"{source}: its tokenizer has {theirs.vocab_size} tokens, and the model of "
+            f"{section.folder} {shape.vocab_size}; give the model's own tokenizer"
         )
 
 

@@ -365,7 +365,10 @@ def figures(estimate: LayoutEstimate) -> dict[str, object]:
         "weights_bytes": sum(state.parameters.values()),
         "gradients_bytes": sum(state.gradients.values()),
         "optimizer_bytes": sum(state.optimizer.values()),
-        **{f"{name}_bytes": getattr(worst, name) for name in ("fp8_copies", "reference", *sums)},
+        **{
+            f"{name}_bytes": getattr(worst, name)
+            for name in ("fp8_copies", "reference", "scorer", *sums)
+        },
         **{f"sent_{axis}_bytes": sent for axis, sent in estimate.most_traffic().items()},
         "bubble": f"{estimate.bubble:.4f}",
     }

@@ -58,15 +58,20 @@ def run(arguments: argparse.Namespace) -> int:
             wrong = "it gives the rewards itself (gives_rewards), and no function is asked"
             raise ConfigError([f"environment: {wrong}; allowed: --suite NAME"])
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
+    if (folder := section.model.folder) is not None:
+        wrong = "only the training ranks compute its scores; allowed here: reward.model.url"
+        raise ConfigError([f"reward.model.folder = {folder}: {wrong}"])
     prompt = _prompt(config, keys, arguments.row)
     check_answers(reward, [prompt])
     sample = _sample(config, prompt, _response(arguments))
     # A call that fails is reported, and ends the command.
     section = section.model_copy(update={"on_failure": "stop"})
     from gspo_megatron.rewards.scoring import Scorer
+    from gspo_megatron.rollout.reward_model import with_model
 
     with contextlib.closing(Scorer(reward, section)) as scorer:
-        (score,), _ = scorer.score([sample])
+        scores, _ = scorer.score([sample])
+    (score,) = with_model(section, [sample], scores)
     assert score is not None
     for name, text in _lines(reward, sample, score):
         print(f"{name:8} {text}")

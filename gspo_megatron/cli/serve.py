@@ -93,12 +93,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any]) -> int:
-    from gspo_megatron.rollout.vllm.standalone import serve, server_command, until_told_to_end
+    from gspo_megatron.families import is_score_model
+    from gspo_megatron.rollout.vllm import standalone
 
-    dtype = _DTYPES[arguments.dtype] if arguments.dtype else _dtype_of(folder)
-    words, environ = server_command(folder, _python(arguments), dtype, options)
+    config = _config_of(folder)
+    own = "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
+    dtype = _DTYPES[arguments.dtype] if arguments.dtype else own
+    scores = is_score_model(config)
+    command = standalone.reward_server_command if scores else standalone.server_command
+    words, environ = command(folder, _python(arguments), dtype, options)
     address = (_host(arguments), arguments.port)
-    until_told_to_end(lambda ended: serve(words, environ, *address, ended))
+    standalone.until_told_to_end(
+        lambda ended: standalone.serve(words, environ, *address, ended, scores=scores)
+    )
     return 0
 
 
@@ -147,15 +154,14 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _dtype_of(folder: Path) -> str:
-    """Return the type of the weights as vLLM names it. By default vLLM would compute in half
-    precision with weights in fp32."""
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return config.json: it says what to serve, and the type of the weights. By default vLLM would
+    compute in half precision with weights in fp32."""
     file = folder / "config.json"
     try:
-        found = dict(parse_json(file.read_bytes()))
+        return dict(parse_json(file.read_bytes()))
     except (OSError, *WRONG_VALUES) as error:
         raise DataError(f"{file}: not the description of a model: {error}") from None
-    return "float32" if found.get("dtype", found.get("torch_dtype")) == "float32" else "bfloat16"
 
 
 def _port(text: str) -> int:

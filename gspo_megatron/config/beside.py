@@ -44,6 +44,8 @@ def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if isinstance(inner, Mapping):
         inner = _teachers_beside(inner, file, "objective.distillation.")
         found["objective"] = {**found["objective"], "distillation": inner}
+    if isinstance(found.get("reward"), Mapping):
+        found["reward"] = _model_beside(found["reward"], file, "reward.")
     evaluation = found.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
         suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")
@@ -66,6 +68,18 @@ def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[s
     return found
 
 
+def _model_beside(reward: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
+    """Return the section `reward` with the paths of its reward model found in the same way."""
+    if not isinstance(model := reward.get("model"), Mapping):
+        return dict(reward)
+    paths = {
+        key: _of_key(f"{above}model.{key}", model[key], file)
+        for key in ("folder", "tokenizer")
+        if key in model
+    }
+    return {**reward, "model": {**model, **paths}}
+
+
 def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
     """Return suites by name with such paths; a suite may also be the path of another file."""
     found: dict[Any, Any] = {}
@@ -82,6 +96,8 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
             found[name] = {**suite, "prompts": prompts}
             if isinstance(suite.get("reward"), Mapping):
                 _find_modules(f"{above}{name}.reward", suite["reward"], file)
+                reward = _model_beside(suite["reward"], file, f"{above}{name}.reward.")
+                found[name]["reward"] = reward
     return found
 
 

@@ -299,7 +299,9 @@ class ObjectiveSection(Section):
     kl: Literal["none", "k1", "k2", "k3", "k3_unbiased"] = shapes(
         "none", "estimator of the KL divergence to the policy that RL started from"
     )
-    kl_coefficient: float | None = shapes(None, "weight of the KL divergence", gt=0)
+    kl_coefficient: float | None = shapes(
+        None, "weight of the KL divergence; 0.0: it is only measured", ge=0
+    )
     kl_in: Literal["loss", "reward"] = shapes(
         "loss",
         "where the KL divergence goes: into each token's loss, or subtracted from the reward",
@@ -523,7 +525,7 @@ def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         why = "nothing reads it with kl = none"
         yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
     elif section.kl_coefficient is None:
-        yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: above 0"
+        yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: from 0"
     if recipe.advantage == "gdpo" and section.kl_in == "reward":
         wrong = "with advantage gdpo there is no single reward to take the divergence from"
         yield "kl_in", f"{wrong}; allowed: loss"

@@ -89,8 +89,8 @@ def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
 def decides_rollouts(config: Config) -> dict[str, Any]:
     """Return, by dotted key, the values that decide responses and rewards before the first update.
 
-    The contents of input files decide too, but are not included. What a teacher answers is stored
-    with the rewards.
+    The contents of input files decide too, but are not included. What a teacher or a reward model
+    behind a URL answers is stored with the rewards.
     """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
     found: dict[str, Any] = {
@@ -105,6 +105,8 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     if distillation.urls or distillation.field is not None:
         kinds = {name: each.url is not None for name, each in distillation.named.items()}
         found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
+    if config.reward.model.is_on:  # a folder's scores come later, and are not stored
+        found["reward.model"] = config.reward.model.url is not None
     return found
 
 

@@ -24,6 +24,7 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.precision import tokens_multiple
+from gspo_megatron.config.reward_model_rules import reward_model_divides, reward_model_fits
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
@@ -417,6 +418,14 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
     ]
 
 
+def model_gives_tokens(plan: Plan) -> Problems:
+    """Check that the model is no preference model, whose head cannot say a token."""
+    if plan.shape.scores:
+        key = "hf_path" if plan.config.model.hf_path is not None else "checkpoint_path"
+        wrong = "holds a preference model, which gives scores and no tokens"
+        yield f"model.{key}", f"{wrong}; allowed: a model that ends in ForCausalLM"
+
+
 def export_has_a_family(plan: Plan) -> Problems:
     if plan.config.export.hf_path is None or plan.config.model.hf_path is not None:
         return
@@ -525,6 +534,7 @@ _STAGE = (*_SHARED, export_has_a_family)
 _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
     Config: (
         *_SHARED,
+        model_gives_tokens,
         prompts_are_sound,
         selection_fits,
         rollouts_fit,
@@ -535,11 +545,13 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        reward_model_fits,
+        reward_model_divides,
         suites_fit,
         routing_can_be_replayed,
     ),
-    FineTuningConfig: (*_STAGE, examples_are_sound),
-    PretrainingConfig: (*_STAGE, corpora_are_sound, samples_and_batches_divide),
+    FineTuningConfig: (*_STAGE, model_gives_tokens, examples_are_sound),
+    PretrainingConfig: (*_STAGE, model_gives_tokens, corpora_are_sound, samples_and_batches_divide),
 }
 
 

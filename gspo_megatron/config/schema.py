@@ -16,6 +16,7 @@ from gspo_megatron.config.objectives import ObjectiveSection
 from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
 from gspo_megatron.config.phases import PHASES, Phase
 from gspo_megatron.config.precision import Precision
+from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.section import (
     FORMAT,
     SYSTEM_PROMPT,
@@ -288,6 +289,7 @@ class RewardSection(Section):
         0.0, "penalty of a response that only repeats itself; else the repeated share of it", ge=0
     )
     repetition_words: Positive = shapes(3, "so many equal words in a row are a repetition")
+    model: RewardModelSection = Field(default_factory=RewardModelSection)
 
 
 class RoutingSection(Section):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gspo_megatron.config.model_rules import Plan, Problems
+from gspo_megatron.config.reward_model import reward_model_problems
 from gspo_megatron.config.schema import EvaluationSection, RewardSection, SuiteSection, suite_key
 from gspo_megatron.errors import UnknownValueError
 
@@ -50,6 +51,7 @@ def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, An
         if value != shaping[each].default:
             wrong = "rewards of an evaluation are not shaped; allowed: leave it out"
             yield f"{key}.reward.{each}", value, wrong
+    yield from _problems_of_model(key, suite.reward)
     if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
         wrong = f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
         yield f"{key}.failed", suite.failed, f"{wrong}evaluation; allowed: drop_group there"
@@ -62,3 +64,15 @@ def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, An
     if first[:size] > last[:size]:
         wrong = f"before filter.first = {first}; allowed: from that on"
         yield f"{key}.filter.last", window.last, wrong
+
+
+def _problems_of_model(key: str, reward: RewardSection) -> Iterator[tuple[str, Any, str]]:
+    """Yield the problems of a suite's reward model, which a server must have."""
+    for name, value, wrong in reward_model_problems(reward):
+        yield f"{key}.reward.{name}", value, wrong
+    if reward.model.folder is not None:
+        wrong = "the training ranks compute only the run's own reward.model"
+        yield f"{key}.reward.model.folder", reward.model.folder, f"{wrong}; allowed: model.url"
+    if reward.model.normalize != "none":
+        wrong = "scores of an evaluation are not normalised; allowed: none"
+        yield f"{key}.reward.model.normalize", reward.model.normalize, wrong

@@ -13,6 +13,7 @@ from gspo_megatron.estimate.model import (
     EXPERTS,
     RankModel,
     StateBytes,
+    scorer_bytes,
     trained_bytes,
 )
 from gspo_megatron.estimate.workload import Workload, in_flight
@@ -30,6 +31,7 @@ class RankMemory:
     layers: int
     state: StateBytes
     reference: int  # weights of the reference policy and the teacher, if the objective needs them
+    scorer: int  # weights of a reward model that the ranks compute
     activations: int  # activations of all micro-batches in flight
     in_flight: tuple[int, ...]  # number of micro-batches, for each chunk
     workspace: int  # memory of the running forward or backward pass
@@ -52,7 +54,7 @@ class RankMemory:
 
     @property
     def while_training(self) -> int:
-        return self.state.total + self.fp8_copies + self.reference + self.training
+        return self.state.total + self.fp8_copies + self.reference + self.scorer + self.training
 
     @property
     def while_sampling(self) -> int:
@@ -96,6 +98,7 @@ def rank_memory(
         reference = whole if lora is None else trained_bytes(model.policy)
     if section:
         reference += whole * len(section.distillation.folders)
+    scorer = scorer_bytes(model)
     on_host = reference if section and section.reference_offload else 0
     return RankMemory(
         rank=model.rank,
@@ -103,6 +106,7 @@ def rank_memory(
         layers=layers,
         state=state,
         reference=reference - on_host,
+        scorer=scorer,
         activations=sum(n * size for n, size in zip(held, kept, strict=True)),
         in_flight=held,
         workspace=max(each.workspace_bytes for each in passes),
@@ -150,6 +154,7 @@ def by_component(memory: RankMemory) -> dict[str, int]:
     return rows | {
         "FP8 copies of weights": memory.fp8_copies,
         "reference policy, teacher": memory.reference,
+        "reward model": memory.scorer,
         "training: kept activations": memory.activations,
         "training: temporary, in one pass": memory.workspace,
         "  of it the log-prob head": memory.head,

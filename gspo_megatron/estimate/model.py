@@ -12,8 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gspo_megatron.config import ResolvedParallel
+from gspo_megatron.config import Config, ResolvedParallel
 from gspo_megatron.config.precision import FP8, base_precision
+from gspo_megatron.config.scorer import config_of_scorer
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.families.adapter_map import is_adapter
@@ -163,6 +164,19 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
                 states = inner.state[shard].values()
                 result[kind] += sum(s.nbytes for s in states if isinstance(s, Tensor))
     return result
+
+
+def scorer_bytes(model: RankModel) -> int:
+    """Count the bytes of this rank's weights of reward.model.folder; 0 if there is none.
+
+    Call it inside the context `rank_model`."""
+    config = model.config
+    if not isinstance(config, Config) or config.reward.model.folder is None:
+        return 0
+    own: Any = config_of_scorer(config, config.reward.model.folder)
+    vocab_size = own.resolved_model().vocab_size
+    scorer = build.build_frozen(own, model.parallel, vocab_size)
+    return sum(parameter.nbytes for _, parameter in _parameters(scorer))
 
 
 def trained_bytes(policy: Policy) -> int:

@@ -32,6 +32,7 @@ from gspo_megatron.observe.suite_table import print_suites
 from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
+from gspo_megatron.rollout.reward_model import with_model
 from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -186,6 +187,7 @@ class ServerEvaluation:
             scores, _ = scorer.score(
                 [replace(each, group=n // suite.samples) for n, each in enumerate(samples)]
             )
+        scores = with_model(suite.reward, samples, scores)
         return [
             {
                 "suite": name,

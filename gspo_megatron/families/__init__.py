@@ -22,7 +22,7 @@ from gspo_megatron.families import (
     qwen,
     qwen3_next,
 )
-from gspo_megatron.families.family import Family, differences
+from gspo_megatron.families.family import Family, differences, is_score_model
 from gspo_megatron.families.model_shape import (
     ModelPreset,
     ModelShape,
@@ -72,7 +72,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     model_type = hf_config.get("model_type")
     families = {**FAMILIES, **_OTHER_NAMES}
     family = families.get(model_type) if isinstance(model_type, str) else None
-    if family is not None and named in ([], [family.architecture]):
+    if family is not None and named in ([], [family.architecture], [family.score_architecture]):
         return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
@@ -89,6 +89,8 @@ def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf_config
     shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
     named = {"architectures": [family.architecture], "model_type": family.model_type}
+    if is_score_model(hf_config):
+        named["architectures"] = [family.score_architecture]
     return {**shared, **text, **named}
 
 

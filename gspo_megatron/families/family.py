@@ -107,7 +107,7 @@ class Family:
         problems += _quantization(hf, self.quantizations)
         rope, wrong = read_rope(hf, self.rope)
         problems += wrong
-        problems += self._next_token_problems(hf)
+        problems += self._next_token_problems(hf) + _label_problems(hf)
         megatron = _ALWAYS | dict(self.always) | dict(rope.megatron)
         for entry in self.fields:
             value = hf.get(entry.hf, entry.default)
@@ -139,8 +139,27 @@ class Family:
             joint_qk_norm=self.joint_qk_norm,
             rotary_percent=rope.percent,
             rotary_llama3_factor=rope.llama3_factor,
+            scores=is_score_model(hf),
         )
         return preset, problems
+
+    @property
+    def score_architecture(self) -> str:
+        """The class of the family's preference models. transformers lacks some of these classes;
+        vLLM makes them all from the class of the language model."""
+        return self.architecture.replace("ForCausalLM", SCORE_CLASS)
+
+    def score_keys(self) -> dict[str, Any]:
+        """The keys of config.json that make a preference model of a language model.
+
+        transformers stores no num_labels: it is the length of id2label. With the problem type
+        "regression" vLLM gives the score itself, without a sigmoid."""
+        return {
+            "architectures": [self.score_architecture],
+            "id2label": {"0": "score"},
+            "label2id": {"score": 0},
+            "problem_type": "regression",
+        }
 
     def is_left_out(self, name: str, hf: Mapping[str, Any]) -> bool:
         """Whether a tensor of a published file is no part of the model that is trained."""
@@ -168,6 +187,7 @@ class Family:
         """config.json of a model of this shape, as published checkpoints write it; None where the
         family has no such models."""
         hf: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        hf |= self.score_keys() if shape.scores else {}
         for entry in self.fields:
             value = shape.megatron.get(entry.ours)
             if value is not None:
@@ -192,6 +212,23 @@ class Family:
         if problems or differences(shape, preset):
             return None
         return hf
+
+
+SCORE_CLASS = "ForSequenceClassification"  # at the end of the name of a class of transformers
+
+
+def is_score_model(hf: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a preference model."""
+    return any(str(name).endswith(SCORE_CLASS) for name in hf.get("architectures") or ())
+
+
+def _label_problems(hf: Mapping[str, Any]) -> list[str]:
+    """A preference model has one label. Classifiers of several labels are not supported."""
+    labels = hf.get("id2label")
+    if not is_score_model(hf) or (isinstance(labels, Mapping) and len(labels) == 1):
+        return []
+    found = "2 labels" if labels is None else format_value(labels)
+    return [f"id2label: {found}; a preference model has one label, the score"]
 
 
 _LAYER_OF = re.compile(r"model\.layers\.(\d+)\.")

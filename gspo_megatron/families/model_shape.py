@@ -34,6 +34,8 @@ class ModelPreset:
     joint_qk_norm: bool = False
     rotary_percent: float = 1.0  # of a head's channels, the first ones: the others are not rotated
     rotary_llama3_factor: float | None = None  # llama3's extension of the context
+    # A preference model: its head gives one score for a sequence, not log-probs of tokens.
+    scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Slices = tuple[slice, ...]
 
+SCORE_HEAD = "score.weight"  # of a preference model, in Hugging Face folders and in checkpoints
+
 MOST_ELEMENTS = 2**24  # read at once, and converted on the way to a device
 
 
@@ -328,7 +330,9 @@ def _recipes(
         for name, recipe in layer.items():
             yield f"decoder.layers.{number}.{name}", recipe
     yield "decoder.final_layernorm.weight", copy(names["final_norm"], hidden)
-    if not shape.tie_embeddings:
+    if shape.scores:
+        yield SCORE_HEAD, copy(SCORE_HEAD, 1, hidden)
+    elif not shape.tie_embeddings:
         yield "output_layer.weight", copy(names["head"], vocab_size, hidden)
 
 

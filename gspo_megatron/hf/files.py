@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gspo_megatron.errors import ConfigError, DataError, format_value, some_of
-from gspo_megatron.families import describe, family_of, language_model
+from gspo_megatron.families import describe, family_of, is_score_model, language_model
 from gspo_megatron.families.model_shape import (
     ModelPreset,
     ModelShape,
@@ -23,7 +23,7 @@ from gspo_megatron.families.model_shape import (
     no_folder,
     shape_conflicts,
 )
-from gspo_megatron.families.weight_map import Box, WeightMap, split, weight_map
+from gspo_megatron.families.weight_map import SCORE_HEAD, Box, WeightMap, split, weight_map
 from gspo_megatron.files import fault_of_name, parse_json
 
 SINGLE_FILE = "model.safetensors"
@@ -318,12 +318,18 @@ def checked_folder(
     `shape` and `vocab_size`; and what `checked_weights` raises.
     """
     folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
-    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), folder.describe())
+    theirs = folder.describe()
+    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), theirs)
     problems = [
         f"{folder.path / 'config.json'}: {key} is {format_value(theirs)}, and "
         f"{format_value(ours)} in the model"
         for key, ours, theirs in conflicts
     ]
+    if theirs.scores and not shape.scores:
+        problems.append(
+            f"{folder.path}: holds a preference model, which gives scores and no tokens; allowed: "
+            "a model that ends in ForCausalLM"
+        )
     if problems:
         raise DataError("\n".join(problems))
     return folder, checked_weights(folder, shape, vocab_size)
@@ -331,15 +337,19 @@ def checked_folder(
 
 def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> WeightMap:
     """The map of the folder's model. Raises DataError where tensors are missing, unknown, or have
-    another shape or dtype."""
+    another shape or dtype. A preference model may begin with a language model, whose folder has no
+    score head."""
     family = family_of(folder.config)
     joint = family.names.get("experts_down", "").replace("{layer}", "0") in folder.tensors
     weights = weight_map(family, shape, vocab_size, joint_experts=joint)
     missing: list[str] = []
     problems: list[str] = []
     scales: set[str] = set()
+    is_fresh = not is_score_model(folder.config)
     for name, size in weights.shapes.items():
         entry = folder.tensors.get(name)
+        if entry is None and name == SCORE_HEAD and is_fresh:
+            continue
         if entry is None:
             missing.append(f"{name} is missing")
         elif entry.shape != size:
@@ -383,7 +393,7 @@ def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None
     """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
     anywhere)."""
     copy = family_of(folder.config).names["head"]
-    if copy in weights.shapes or copy not in folder.tensors:
+    if copy in weights.shapes or SCORE_HEAD in weights.shapes or copy not in folder.tensors:
         return
     box = weights.recipes["embedding.word_embeddings.weight"].boxes[0] if box is None else box
     same = folder.tensors[copy][:2] == folder.tensors[box.name][:2]

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.families.adapter_map import adapter_map, is_adapter
-from gspo_megatron.families.weight_map import WeightMap, fill, is_vocabulary
+from gspo_megatron.families.weight_map import SCORE_HEAD, WeightMap, fill, is_vocabulary
 from gspo_megatron.hf.adapters import fitting_adapters
 from gspo_megatron.hf.files import check_tied_copy, checked_folder
 from gspo_megatron.models.build import Policy
@@ -31,6 +31,8 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
         path, policy.shape, policy.vocab_size, ignore_custom_code=ignore_custom_code
     )
     shards = weight_shards(policy, weights)
+    if SCORE_HEAD not in folder.tensors:  # of a language model: the head keeps its random weights
+        shards = [shard for shard in shards if shard.name != SCORE_HEAD]
     for shard in shards:
         if shard.name == "embedding.word_embeddings.weight":
             for box in weights[shard.name].cut(shard.slices):

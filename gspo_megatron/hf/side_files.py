@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from gspo_megatron.errors import ConfigError, DataError
-from gspo_megatron.families import describe, family_of, family_of_shape, language_model
+from gspo_megatron.families import (
+    describe,
+    family_of,
+    family_of_shape,
+    is_score_model,
+    language_model,
+)
 from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.files import parse_json
 from gspo_megatron.hf.files import SIDE_FILES
@@ -31,6 +37,8 @@ def export_config(
     Raises ConfigError for a model that the family (without an original: any family) cannot have.
     """
     original = None if original is None else language_model(original)
+    if original is not None and shape.scores and not is_score_model(original):
+        original = {**original, **family_of(original).score_keys()}
     family = family_of_shape(shape) if original is None else family_of(original)
     made = family.config(shape, vocab_size)
     if made is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.models.initialize import initialize_weights
 from gspo_megatron.models.lora import Lora, attach_adapters
 from gspo_megatron.models.policy import PolicyModel
+from gspo_megatron.models.score_head import ScoreModel
 from gspo_megatron.models.specs import block_spec, choose_backend
 from gspo_megatron.models.transformer_config import (
     has_yarn,
@@ -43,6 +44,7 @@ class Policy:
     vocab_size: int
     shape: ModelShape
     lora: Lora | None = None  # the adapters, where these alone are trained
+    is_frozen: bool = False  # never trained: the chunks have no DDP, and stay in evaluation mode
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -65,13 +67,13 @@ class Policy:
     def finish_parameter_gather(self) -> None:
         """Fetch the weights of the last update from the ranks that share them. Under
         overlap_param_gather the next forward pass would do it."""
-        for chunk in self.chunks:
+        for chunk in () if self.is_frozen else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def train(self, mode: bool = True) -> None:
         for chunk in self.chunks:
-            chunk.train(mode)
+            chunk.train(mode and not self.is_frozen)
 
     def eval(self) -> None:
         self.train(False)
@@ -92,9 +94,6 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
     refuse_impossible(config.training.precision, backend)
     megatron = transformer_config(config, parallel)
     shape = config.resolved_model()
-    experts = experts_in_layers(shape)
-    step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
-    stages = parallel.virtual_pipeline_model_parallel_size
     ddp = ddp_config(config)
     weights, lora = None, None
     if config.model.lora.rank:
@@ -103,30 +102,7 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
         adapted = adapted_weights(weights, section.targets)
         lora = Lora(section.rank, section.scale, adapted, section.checkpoint is None)
     chunks = []
-    for stage in range(stages or 1):
-        vp_stage = stage if stages else None
-        model = PolicyModel(
-            true_vocab_size=vocab_size,
-            config=megatron,
-            transformer_layer_spec=block_spec(
-                megatron, backend, experts, vp_stage, joint_qk_norm=shape.joint_qk_norm
-            ),
-            vocab_size=-(-vocab_size // step) * step,
-            max_sequence_length=shape.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            post_process=parallel_state.is_pipeline_last_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            share_embeddings_and_output_weights=shape.tie_embeddings,
-            position_embedding_type="yarn" if has_yarn(megatron) else "rope",
-            rotary_base=shape.rotary_base,
-            rotary_percent=shape.rotary_percent,
-            rope_scaling=shape.rotary_llama3_factor is not None,
-            rope_scaling_factor=shape.rotary_llama3_factor or 1.0,
-            vp_stage=vp_stage,
-        )
+    for stage, model in _build_chunks(megatron, backend, shape, parallel, vocab_size):
         if lora is not None and weights is not None:
             attach_adapters(model, lora, weights)
         _aux_losses_count_micro_batches(model)
@@ -146,6 +122,68 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
             )
         )
     return Policy(chunks, megatron, vocab_size, shape, lora)
+
+
+def build_frozen(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:
+    """Build a model beside the trained one, on the same layout, that is never trained: without
+    gradients, optimizer and DDP. Its weights are not initialised; load them.
+
+    A model without experts is whole on every rank that would share experts.
+    """
+    backend = choose_backend(config.model.backend, config.training.precision)
+    refuse_impossible(config.training.precision, backend)
+    shape = config.resolved_model()
+    if shape.num_moe_experts is None:
+        sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+        parallel = replace(parallel, **sizes)
+    megatron = transformer_config(config, parallel)
+    chunks: list[Any] = []
+    for _, model in _build_chunks(megatron, backend, shape, parallel, vocab_size):
+        model.to(torch.cuda.current_device()).requires_grad_(False)
+        chunks.append(Float16Module(megatron, model) if megatron.bf16 else model)
+    policy = Policy(chunks, megatron, vocab_size, shape, is_frozen=True)
+    policy.eval()
+    return policy
+
+
+def _build_chunks(
+    megatron: TransformerConfig,
+    backend: str,
+    shape: ModelShape,
+    parallel: ResolvedParallel,
+    vocab_size: int,
+) -> Iterator[tuple[int, PolicyModel]]:
+    """Yield the rank's chunks with their numbers, as Megatron-Core makes them."""
+    experts = experts_in_layers(shape)
+    step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
+    stages = parallel.virtual_pipeline_model_parallel_size
+    for stage in range(stages or 1):
+        vp_stage = stage if stages else None
+        yield (
+            stage,
+            (ScoreModel if shape.scores else PolicyModel)(
+                true_vocab_size=vocab_size,
+                config=megatron,
+                transformer_layer_spec=block_spec(
+                    megatron, backend, experts, vp_stage, joint_qk_norm=shape.joint_qk_norm
+                ),
+                vocab_size=-(-vocab_size // step) * step,
+                max_sequence_length=shape.max_sequence_length,
+                pre_process=parallel_state.is_pipeline_first_stage(
+                    ignore_virtual=False, vp_stage=vp_stage
+                ),
+                post_process=parallel_state.is_pipeline_last_stage(
+                    ignore_virtual=False, vp_stage=vp_stage
+                ),
+                share_embeddings_and_output_weights=shape.tie_embeddings,
+                position_embedding_type="yarn" if has_yarn(megatron) else "rope",
+                rotary_base=shape.rotary_base,
+                rotary_percent=shape.rotary_percent,
+                rope_scaling=shape.rotary_llama3_factor is not None,
+                rope_scaling_factor=shape.rotary_llama3_factor or 1.0,
+                vp_stage=vp_stage,
+            ),
+        )
 
 
 def ddp_config(config: AnyConfig) -> DistributedDataParallelConfig:

@@ -28,6 +28,8 @@ ENTROPY_LEFT = 0.1
 # Share of rollout.max_response_tokens: above this mean length, many responses are cut off.
 LENGTH_OF_CAP = 0.8
 LENGTH_GROWTH = 1.5  # times the first window: long answers from the start are no explosion
+REPEATED = 0.1  # share of repeated text; lists and tables repeat some words, too ...
+REPEATED_GROWTH = 2.0  # ... from the start of the run
 TRUNCATED = 0.25  # share of the responses; truncated ones have no answer
 TRUNCATED_GROWTH = 2.0
 # Share of groups without a gradient: three quarters of the rollout are useless ...
@@ -171,6 +173,31 @@ def _length_explosion(curves: _Curves) -> Iterator[Finding]:
             yield Finding(key, tuple(high), f"length explosion, {text.format(grown)}", advice)
 
 
+def _gamed_model(curves: _Curves) -> Iterator[Finding]:
+    scores = curves.windows("reward_model/mean")
+    first = next(iter(scores.values()), math.inf)
+    better = {step for step, score in scores.items() if score > first}
+    advice = (
+        "The policy may be gaming the reward model: read samples.jsonl there, raise "
+        "reward.repetition_penalty or objective.kl_coefficient, or use an earlier checkpoint."
+    )
+    for key, least, growth, text, write in (
+        ("response/repeated", REPEATED, REPEATED_GROWTH, "repeated text: a share of {}", percent),
+        ("response/length_mean", 0.0, LENGTH_GROWTH, "mean length of {} tokens", number),
+    ):
+        means = curves.windows(key)
+        start = next(iter(means.values()), 0.0)
+        high = [
+            step
+            for step, mean in means.items()
+            if step in better and mean >= least and mean >= growth * start
+        ]
+        if high:
+            grown = f"{write(start)} at the start and {write(means[high[-1]])} then"
+            told = f"the reward model's score rises with {text.format(grown)}"
+            yield Finding(key, tuple(high), told, advice)
+
+
 def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
     shares = curves.of("reward/zero_spread_groups")
     if curves.of("distill/kl"):  # the teacher gives a gradient, too
@@ -247,6 +274,7 @@ _RULES: tuple[Callable[[_Curves], Iterator[Finding]], ...] = (
     _entropy_collapse,
     _length_explosion,
     _equal_rewards,
+    _gamed_model,
     _mismatch,
     _failed_rewards,
     _slow_rewards,

@@ -103,6 +103,7 @@ class Page:
     title: str
     panels: tuple[Panel, ...]
     phase: str = RL
+    needs: str = ""  # a metric without which the run has no such page
 
 
 def _clip_panel(unit: str) -> Panel:
@@ -156,6 +157,15 @@ _RATIOS = (
     Panel("Token ratio", "ratio − 1", ("ratio/token/",), kind="fan"),
     _clip_panel("token"),
 )
+# A reward model that is gamed: its score rises while the others leave the ground.
+_REWARD_MODEL = (
+    Panel("Score of the reward model", "mean score", ("reward_model/mean",)),
+    Panel("Divergence from the start", "nats", ("kl/reference_k3", "kl/reference_k1")),
+    Panel("Response length", "tokens", ("response/length_mean", "response/length_p90")),
+    Panel("Repeated text", "share of the response", ("response/repeated",), percent=True),
+    Panel("Reward to train on", "mean", ("reward/mean", "reward/shaped_mean")),
+    Panel("Spread of the scores", "standard deviation", ("reward_model/std",)),
+)
 _OPTIMIZER = (
     Panel("Loss", "loss", ("loss",)),
     _GRAD_NORM,
@@ -203,6 +213,12 @@ _SUPERVISED = (
 )
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
+    Page(
+        "reward_model",
+        "Reward model, and signs that it is gamed",
+        _REWARD_MODEL,
+        needs="reward_model/mean",
+    ),
     Page("episodes", "Episodes", _EPISODES),
     Page("ratios", "Importance ratios and clipping", _RATIOS),
     Page("optimizer", "Optimizer", _OPTIMIZER),
@@ -273,7 +289,7 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
     with matplotlib.rc_context(STYLE):
         for page in _PAGES:
             panels = [panel for panel in page.panels if _present_keys(run, panel, page.phase)]
-            if not panels:
+            if not panels or (page.needs and not run.series(page.needs, page.phase)[0]):
                 continue
             columns = 2 if len(panels) in (2, 4) else 3
             figure, all_axes = panel_grid(len(panels), f"{page.title}: {run.name}", columns)

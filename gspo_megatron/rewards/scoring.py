@@ -12,18 +12,19 @@ import sys
 import time
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
+from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import origin
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.values import Score, checked, shorten
+from gspo_megatron.rewards.values import Refuse, Score, checked, shorten
 from gspo_megatron.rewards.workers import reward_workers
 from gspo_megatron.types import Sample
 
@@ -399,7 +400,11 @@ class Scorer:
         if unknown := [name for name in score.figures if name not in self.reward.figures]:
             known = ", ".join(self.reward.figures) or "none"
             refuse(f"the figure {unknown[0]!r}, and its attribute `figures` names {known}")
-        names = tuple(score.parts)
+        if self.section.model.is_on:
+            score = self._beside_model(score, refuse)
+            names = tuple(sorted([*score.parts, PART]))
+        else:
+            names = tuple(score.parts)
         if self.part_names is None:
             self.adopt(names)
         elif names != self.part_names:
@@ -413,7 +418,27 @@ class Scorer:
         total = sum(weights.get(name, 1.0) * value for name, value in score.parts.items())
         if not math.isfinite(total):
             refuse(f"parts that add up to {total}; a finite sum is wanted")
-        return Score(np.array([total]), parts=score.parts)
+        return replace(score, rewards=np.array([total]))
+
+    def _beside_model(self, score: Score, refuse: Refuse) -> Score:
+        """Return a function's score as parts. The score of the reward model is one more part, which
+        is added later."""
+        if score.ends is not None:
+            refuse("rewards of turns; a reward model wants one number or named parts beside it")
+        if PART in score.parts:
+            refuse(f"a part named {PART!r}, which is that of reward.model; choose another name")
+        if score.parts:
+            return score
+        alone = self.section.name == REWARD_MODEL and self.section.import_path is None
+        if alone:
+            return replace(score, rewards=np.empty(0))
+        parts = checked({own_part(self.section): float(score.rewards[0])}, 0, refuse).parts
+        return replace(score, rewards=np.empty(0), parts=parts)
+
+
+def own_part(section: RewardSection) -> str:
+    """Return the name of the part that a function's number becomes beside a reward model."""
+    return section.name if section.import_path is None else section.import_path.rpartition(":")[2]
 
 
 def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:

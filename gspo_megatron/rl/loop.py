@@ -41,6 +41,7 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
@@ -103,6 +104,7 @@ class ReinforcementLoop:
             )
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)
+        run.collector.model_rewards.moments = RunningMoments(run.checkpoints.reward_moments)
         self.has_servers = rollout.engine == "vllm"
         self.sampling = Sampling.of(rollout)
         self.data_group = data_parallel_group()
@@ -258,13 +260,14 @@ class ReinforcementLoop:
         restored, self.restored = self.restored, None
         if restored is None:
             run, rows = self.run_components, self._rows(step)
-            before = self.loader.state_dict()
+            before, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
             try:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, lambda: next(rows), self._request(step))
                 self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
+                run.checkpoints.reward_moments = moments
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(
                 step,

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.batching.redistribute import branch_starts
@@ -16,7 +17,7 @@ from gspo_megatron.platform.collectives import all_gather_columns
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.rollouts import Collector
-from gspo_megatron.rollout.engine import RolloutShare
+from gspo_megatron.rollout.engine import ModelWork, RolloutShare
 from gspo_megatron.rollout.types import to_tensor
 from gspo_megatron.types import RolloutBatch
 
@@ -30,6 +31,8 @@ class RolloutMetrics:
         self.failed: list[FailedCalls] = []  # one for each request
         self.reward_seconds = 0.0
         self.has_turns = False  # the reward function rewards turns; known after `reduce`
+        self.model_seconds = 0.0  # wall seconds of a reward model on this rank or its server
+        self.model_running: tuple[float, float] | None = None  # see ModelWork
 
     def add(self, share: RolloutShare) -> None:
         """Add the responses of one more request of the step."""
@@ -47,7 +50,7 @@ class RolloutMetrics:
             "response/truncated": mean_pair(batch.truncated),
             "turns": mean_pair(scores.turns[scored] > 0),
         }
-        if self.collector.scorer.shaping.is_on:
+        if self.collector.scorer.shapes:
             means["reward/shaped_mean"] = mean_pair(shaped)
         for number, name in enumerate(group.part_names or ()):
             assert group.parts is not None, "its names are there"
@@ -74,10 +77,27 @@ class RolloutMetrics:
             means["environment/turns"] = mean_pair(turns)
             means["environment/branches"] = mean_pair(branches)
             means["environment/sampled_share"] = mean_pair(sampled)
+        if share.model is not None:
+            means |= self._model_means(share.model)
         self._metrics.add_means(means)
         self._lengths.append(group.response_lengths)
         self.failed.append(share.failed_calls)
         self.reward_seconds += share.reward_seconds
+
+    def _model_means(self, model: ModelWork) -> dict[str, Tensor]:
+        """Return the means of what a reward model did, and keep its time and running moments."""
+        device, work = self.collector.device, model.seconds
+        self.model_seconds += work
+        if model.running is not None:
+            self.model_running = model.running
+        scores = to_tensor(model.scores[~np.isnan(model.scores)], device)
+        return {
+            "reward_model/mean": mean_pair(scores),
+            "reward_model/squared": mean_pair(scores**2),
+            "reward_model/tokens": mean_pair(to_tensor(model.tokens, device)),
+            "reward_model/cut": mean_pair(to_tensor(model.cut, device)),
+            "response/repeated": mean_pair(to_tensor(model.repeated, device)),
+        }
 
     def reduce(self) -> dict[str, float]:
         """Return the metrics, the same on all ranks.
@@ -86,7 +106,12 @@ class RolloutMetrics:
         turns.
         """
         collector = self.collector
+        if collector.scorer.has_model:
+            seconds = torch.tensor(self.model_seconds, device=collector.device)
+            self._metrics.add_maximum("perf/reward_model_seconds", seconds)
         reduced = self._metrics.reduce(collector.data_group)
+        if collector.scorer.has_model:
+            reduced |= self._model_figures(reduced)
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
@@ -102,6 +127,23 @@ class RolloutMetrics:
         if collector.has_episodes:
             reduced["environment/errors"] = float(sum(each.episodes for each in self.failed))
         return reduced
+
+    def _model_figures(self, reduced: dict[str, float]) -> dict[str, float]:
+        """Return the figures of a reward model that follow from its means."""
+        squared, mean = reduced.pop("reward_model/squared"), reduced["reward_model/mean"]
+        counts = torch.tensor(float(sum(map(len, self._lengths))), device=self.collector.device)
+        dist.all_reduce(counts, group=self.collector.data_group)
+        per_second = float(counts) / max(reduced["perf/reward_model_seconds"], 1e-9)
+        figures = {
+            "reward_model/std": math.sqrt(max(squared - mean**2, 0.0)),
+            "perf/reward_model_scores_per_second": per_second,
+            "perf/reward_model_tokens_per_second": per_second * reduced["reward_model/tokens"],
+        }
+        if self.model_running is not None:
+            figures["reward_model/running_mean"], figures["reward_model/running_std"] = (
+                self.model_running
+            )
+        return figures
 
     def _length_percentiles(self) -> dict[str, float]:
         mine = to_tensor(np.concatenate(self._lengths), self.collector.device)

@@ -25,6 +25,7 @@ from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
+from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
@@ -78,10 +79,13 @@ class Collector:
         source: RolloutSource,
         scorer: GroupScorer,
         device: torch.device,
+        score: FolderScores | None = None,
     ) -> None:
-        """prompts: by the configuration key that names their files; scorer: the run's own."""
+        """prompts: by the configuration key that names their files; scorer: the run's own; score:
+        computes the scores of a reward model on these ranks."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
+        self.model_rewards = ModelRewards(config, device, score)
         self.data_group = data_parallel_group()
         replica, _ = model_replica()
         self.tells = dist.get_rank() == dist.get_process_group_ranks(replica)[0]
@@ -108,7 +112,11 @@ class Collector:
         scorer: None: the run's own. Raises the errors of `RolloutSource.take`.
         """
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
-        return self.source.take(request, prompts, scorer, router_noise=router_noise)
+        share = self.source.take(request, prompts, scorer, router_noise=router_noise)
+        if scorer.has_model:
+            texts, learns = scorer.samples(share.group, prompts), request.key == "data.prompts"
+            self.model_rewards.add_to(share, scorer, texts, learns=learns)
+        return share
 
     def prompts_of(self, request: RolloutRequest) -> dict[int, Prompt]:
         """Return this rank's share of the request's prompts, by their numbers in the step."""

@@ -24,6 +24,7 @@ from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.rewards.registry import Reward, get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
+from gspo_megatron.rl.reward_model import FolderScores
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import RolloutSource
 from gspo_megatron.rollout.episodes import GroupScorer
@@ -32,6 +33,9 @@ from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 
 # Beginnings of changes after which rewards are not compared with those before
+_OTHER_SCORES = tuple(
+    f"reward.model.{key}:" for key in ("folder", "tokenizer", "max_tokens", "normalize")
+)
 _OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 
 
@@ -85,6 +89,8 @@ def _train_phase(
             run.logger.begin_phase(step, changed, config, of_phase)
         if any(line.startswith(_OTHER_REWARDS) for line in changed):
             run.checkpoints.watch.forget_rewards()
+        if any(line.startswith(_OTHER_SCORES) for line in changed):
+            run.checkpoints.reward_moments.clear()
         loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
         done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
         if not done:
@@ -166,6 +172,7 @@ def in_process_collector(
 def collector_of(
     config: Config, inputs: Inputs, source: RolloutSource, reward: Reward, device: torch.device
 ) -> Collector:
-    """Make a collector for a source, with the run's reward."""
+    """Make a collector for a source, with the run's reward. Loads a reward model of a folder."""
     scorer = GroupScorer.of(config, inputs.tokenizer, reward, config.reward, is_learnt=True)
-    return Collector(config, inputs.files, source, scorer, device)
+    score = None if config.reward.model.folder is None else FolderScores(config)
+    return Collector(config, inputs.files, source, scorer, device, score)

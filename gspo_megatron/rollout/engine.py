@@ -91,6 +91,18 @@ class RolloutEngine(Protocol):
 
 
 @dataclass
+class ModelWork:
+    """What a reward model did for the responses of a share, for the metrics."""
+
+    scores: np.ndarray  # [num_sequences] float64, NaN: the call failed
+    tokens: np.ndarray  # [num_sequences] int64: tokens of the conversations
+    cut: np.ndarray  # [num_sequences] bool: too long for the model
+    repeated: np.ndarray  # [num_sequences] float64: share of repeated text in the response
+    seconds: float
+    running: tuple[float, float] | None  # running mean and standard deviation; None: not kept
+
+
+@dataclass
 class RolloutShare:
     """This rank's share of a request: the whole groups of every `data_size`-th prompt."""
 
@@ -98,6 +110,7 @@ class RolloutShare:
     failed_calls: FailedCalls  # failed reward calls and episodes on all ranks
     reward_seconds: float  # wall seconds of scoring, on the slowest rank or in the rollout service
     staleness: np.ndarray | None = None  # [sampled tokens], in steps; None: no token is stale
+    model: ModelWork | None = None  # None: there is no reward model
 
 
 class RolloutSource(Protocol):

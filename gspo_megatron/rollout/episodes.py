@@ -17,6 +17,7 @@ import numpy as np
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import ObjectiveSection, learns_from_parts
+from gspo_megatron.config.reward_model import PART
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.environments.episode import (
     Episode,
@@ -36,6 +37,7 @@ from gspo_megatron.rewards.scoring import (
     sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
+from gspo_megatron.rollout.reward_model import ModelScores, ModelServer
 from gspo_megatron.rollout.teacher import Judged, Teachers
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
@@ -218,9 +220,11 @@ class GroupScorer:
         tokenizer: Tokenizer,
         by_part: ObjectiveSection | None = None,
         teachers: Teachers | None = None,
+        model: ModelServer | None = None,
     ) -> None:
-        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo)."""
-        self.teachers = teachers
+        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo);
+        model: a reward model behind a URL."""
+        self.teachers, self.model = teachers, model
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
             shaping,
@@ -251,7 +255,18 @@ class GroupScorer:
         distillation, teachers = config.objective.distillation, None
         if is_learnt and (distillation.urls or distillation.field is not None):
             teachers = Teachers(distillation, section, tokenizer)
-        return cls(scorer, shaping, tokenizer, by_part, teachers)
+        model = None if section.model.url is None else ModelServer(section)
+        return cls(scorer, shaping, tokenizer, by_part, teachers, model)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a reward model gives a part of the reward: see `add_model`."""
+        return self.scorer.section.model.is_on
+
+    @property
+    def shapes(self) -> bool:
+        """Whether the reward to train on may differ from the reward."""
+        return self.shaping.is_on or self.scorer.section.model.normalize != "none"
 
     @property
     def reward(self) -> Reward:
@@ -309,12 +324,14 @@ class GroupScorer:
         seconds: float,
         episodes: Sequence[Episode] = (),
         judged: Judged | None = None,
+        scored: ModelScores | None = None,
     ) -> None:
         """Write the scores, in the order of the responses, into the columns of the group.
 
         A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
         group. episodes: the episodes of the responses, if there is an environment; judged: the
-        answers of the teachers.
+        answers of the teachers; scored: those of a reward model behind a URL, which `add_model`
+        adds to the reward.
         """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
@@ -326,6 +343,10 @@ class GroupScorer:
             unknown = np.isnan(judged.logprobs)
             lost |= {*group.group_index.repeat(group.response_lengths)[unknown].tolist()}
             failed = failed._replace(errors=failed.errors + judged.failures)
+        if scored is not None:
+            group.model_scores, group.model_tokens = scored.scores, scored.tokens
+            group.model_cut, group.model_seconds = scored.cut, np.array([scored.seconds])
+            failed = failed._replace(errors=failed.errors + scored.failures)
         group.rewards, group.shaped = np.full(count, np.nan), np.full(count, np.nan)
         group.turns = np.zeros(count, np.int64)
         group.parts, group.part_names = np.full((count, len(names or ())), np.nan), names
@@ -338,22 +359,51 @@ class GroupScorer:
             shaped = self.shaping(score.rewards, sample)
             group.rewards[row] = score.rewards.sum()
             group.shaped[row] = np.nan if number in lost else shaped.sum()
-            group.parts[row] = list(score.parts.values())
             if group.figures is not None:
                 group.figures[row] = [score.figures.get(name, np.nan) for name in figures]
+            group.parts[row] = [score.parts.get(name, np.nan) for name in names or ()]
             if score.ends is not None:
                 group.turns[row] = len(shaped)
                 turn_rewards.append(shaped)
                 turn_tokens.append(np.diff(score.ends, prepend=0).astype(np.int64))
         group.turn_rewards = np.concatenate(turn_rewards)
         group.turn_tokens = np.concatenate(turn_tokens)
-        if self.by_part is not None and names:
+        if self.by_part is not None and names and not self.has_model:
             group.shaped = self._of_parts(group, names, self.by_part.advantage_std)
         group.reasons = [score.reason if score else "" for score in scores]
         if episodes:
             group.records = records_of(episodes, scores)
         group.failed_calls = np.array(failed, np.int64)
         group.reward_seconds = np.array([seconds])
+
+    def add_model(
+        self,
+        group: RolloutGroup,
+        samples: Sequence[Sample],
+        scores: np.ndarray,
+        normalized: np.ndarray,
+    ) -> None:
+        """Add a reward model's part to the rewards of a group that `fill_in` has filled in.
+
+        scores, normalized: [num_sequences] float64, NaN where the call failed for good. The part
+        that is logged is the score; the reward to train on has the normalised one.
+        """
+        names = group.part_names
+        if names is None:  # all calls of the function failed
+            return
+        assert group.parts is not None, "its names are there"
+        group.parts[:, names.index(PART)] = scores
+        weight = self.scorer.section.weights.get(PART, 1.0)
+        others = group.rewards
+        group.rewards = others + weight * scores
+        lost = np.unique(group.group_index[np.isnan(group.shaped) | np.isnan(group.rewards)])
+        group.shaped = np.full(len(samples), np.nan)
+        for row, (sample, number) in enumerate(zip(samples, group.group_index, strict=True)):
+            if number not in lost:
+                reward = np.array([others[row] + weight * normalized[row]])
+                group.shaped[row] = self.shaping(reward, sample)[0]
+        if self.by_part is not None:
+            group.shaped = self._of_parts(group, names, self.by_part.advantage_std)
 
     def _of_parts(
         self, group: RolloutGroup, names: PartNames, std: Literal["sample", "population"]

@@ -11,22 +11,21 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import sys
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
-from gspo_megatron.process.heartbeat import heartbeat
-from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
+from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
 from gspo_megatron.rewards.values import shorten
+from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 
@@ -35,10 +34,8 @@ if TYPE_CHECKING:
 
     from gspo_megatron.data.tokenizers import Tokenizer
 
-_T = TypeVar("_T")
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 KEY_VARIABLE = "OPENAI_API_KEY"  # of the server, as for the reward llm_judge
-_USERS_MISTAKES = (401, 403, 404, 405)
 _LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option
 
 
@@ -198,32 +195,31 @@ class Teachers:
         return said, failures
 
 
-class _Server:
+class _Server(Asker):
     """The server of one teacher."""
 
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
         """name: its key and URL, for messages; k: how many most probable tokens to ask for."""
-        self.name, self.url, self.k = name, url.rstrip("/"), k
-        self.reward, self.tokenizer = reward, tokenizer
+        super().__init__(name, reward)
+        self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
         self._model = ""  # the model's name there; empty: not known yet
-        self._told = False  # a message about failed calls was printed
 
     async def introduce(self, session: ClientSession) -> int:
         """Ask for the model's name, unless it is known. Returns the number of failed calls."""
         if self._model:
             return 0
-        found, failures = await self._repeated(lambda: self._agreed_model(session))
+        found, failures = await self.repeated(lambda: self._agreed_model(session))
         self._model = found or ""
         return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
         """Return the model's name. Raises RewardError if its tokenizer is another one."""
-        model = (await self._asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
+        model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
-        theirs = (await self._asked(session, "POST", tokenize, given))["tokens"]
+        theirs = (await self.asked(session, "POST", tokenize, given))["tokens"]
         if theirs != self.tokenizer.encode(PROBE):
             raise RewardError(
                 f"{self.name}: its tokenizer makes other tokens of a text than data.tokenizer; "
@@ -243,45 +239,17 @@ class _Server:
         if self._model:  # it is empty if the call for the name failed for good
             async with slots:
                 call = partial(self._logprobs, session, ids, is_response)
-                found, failures = await self._repeated(call)
+                found, failures = await self.repeated(call)
         if found is None:
             found = _Answer.all(int(is_response.sum()), self.k, math.nan)
         return found, failures
-
-    async def _repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
-        """Return the result of a call, and the number of failed calls.
-
-        The result is None if the call failed for good and `reward.on_failure` lets responses go.
-        """
-        tries = 0
-        while True:
-            try:
-                return await call(), tries
-            except RewardError:
-                raise
-            except Exception as error:  # noqa: BLE001 (whatever a server may answer)
-                tries += 1
-                problem = error
-            finally:
-                heartbeat()
-            text = " ".join(str(problem).split())
-            what = f"{self.name}: {type(problem).__name__}: {text}"
-            if tries > self.reward.retries:
-                if self.reward.on_failure == "stop":
-                    raise RewardError(f"{what}, in the last of {tries} calls") from problem
-                return None, tries
-            if not self._told:
-                self._told = True
-                more = "further failures are only counted"
-                print(f"{what}; it is asked again; {more}", file=sys.stderr, flush=True)
-            await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (tries - 1))
 
     async def _logprobs(
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
     ) -> _Answer:
         tokens = ids.tolist()
         given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
-        answer = await self._asked(session, "POST", f"{self.url}/completions", given)
+        answer = await self.asked(session, "POST", f"{self.url}/completions", given)
         entries = answer["choices"][0]["prompt_logprobs"]
         if len(entries) != len(tokens):
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(tokens)}")
@@ -301,17 +269,11 @@ class _Server:
                 said.tokens[row], said.top_logprobs[row] = zip(*best)
         return said
 
-    async def _asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
-        async with session.request(method, url, json=given) as response:
-            text = await response.text()
-            if response.status in _USERS_MISTAKES:
-                raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
-            if response.status == 400 and self.k and "logprobs" in text:
-                advice = f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"
-                raise RewardError(f"{self.name}: {url} says 400: {text[:500]}; {advice}")
-            if response.status != 200:
-                raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
-            return await response.json()
+    def advice(self, status: int, text: str) -> str | None:
+        """Say how the server gives enough most probable tokens, if it refuses them."""
+        if status != 400 or not self.k or "logprobs" not in text:
+            return None
+        return f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"
 
 
 def _branches(group: RolloutGroup) -> list[tuple[int, np.ndarray, np.ndarray]]:

@@ -113,6 +113,12 @@ class RolloutGroup:
     teacher_top_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
     # the number of the teacher among several, -1: none; None: there are not several
     teachers: Annotated[np.ndarray | None, Column(SEQUENCE, np.int32)] = None
+    # What a reward model behind a URL says, see ModelScores; None: there is none. NaN: the call
+    # failed for good.
+    model_scores: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
+    model_tokens: Annotated[np.ndarray | None, Column(SEQUENCE, np.int64)] = None
+    model_cut: Annotated[np.ndarray | None, Column(SEQUENCE, np.bool_)] = None
+    model_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1]
     # the reward function's explanation of a reward
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of episodes: see environments.records

@@ -171,7 +171,7 @@ class MegatronRollouts:
         Returns the failures on all ranks, and the seconds of the slowest rank.
         """
         group, scores, failed = generated.group, [], FailedCalls()
-        samples, judged, problem = [], None, None
+        samples, judged, scored, problem = [], None, None, None
         if group is not None:
             try:
                 samples = scorer.samples(group, prompts)
@@ -180,14 +180,17 @@ class MegatronRollouts:
                     scores, failed = scorer.scorer.score(samples, given)
                 if scorer.teachers is not None:
                     judged = scorer.teachers.judge(group, prompts)
+                if scorer.model is not None:
+                    scored = scorer.model.score(samples)
                 self.report("")
             except UserError as error:
                 problem = error
-        lost = 0 if judged is None else judged.failures
+        lost = sum(each.failures for each in (judged, scored) if each is not None)
         counted = failed._replace(errors=failed.errors + lost)
         counts, seconds = self._agree(scorer, problem, counted)
         if group is not None:
-            scorer.fill_in(group, samples, scores, failed, seconds, generated.episodes, judged)
+            episodes = generated.episodes
+            scorer.fill_in(group, samples, scores, failed, seconds, episodes, judged, scored)
         return counts, seconds
 
     def _agree(

@@ -23,6 +23,7 @@ from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
+from gspo_megatron.rollout.reward_model import ModelScores
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
 from gspo_megatron.rollout.teacher import Judged
 from gspo_megatron.rollout.types import RolloutGroup
@@ -98,15 +99,17 @@ class Scorers:
             samples: Sequence[Sample],
             found: tuple[list[Score | None], FailedCalls],
             judged: Judged | None = None,
+            scored: ModelScores | None = None,
         ) -> None:
-            scoring.fill_in(group, samples, *found, scorer.take_seconds(), episodes, judged)
+            seconds = scorer.take_seconds()
+            scoring.fill_in(group, samples, *found, seconds, episodes, judged, scored)
             then(group)
 
         def whole() -> None:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None and scoring.teachers is None:
+        if scorer.workers is None and scoring.teachers is None and scoring.model is None:
             await self._in_main(whole)
             return
         group, samples = await self._in_main(begin)
@@ -114,10 +117,12 @@ class Scorers:
             found = await self._in_main(lambda: scorer.score(samples, given))
         else:
             found = await scorer.score_async(samples, given)
-        judged = None
+        judged = scored = None
         if scoring.teachers is not None:
             judged = await scoring.teachers.judge_async(group, {group.number: prompt})
-        await self._in_main(lambda: finish(group, samples, found, judged))
+        if scoring.model is not None:
+            scored = await scoring.model.score_async(samples)
+        await self._in_main(lambda: finish(group, samples, found, judged, scored))
 
     async def close(self) -> None:
         """End the workers."""

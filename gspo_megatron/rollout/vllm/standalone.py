@@ -18,6 +18,7 @@ from gspo_megatron.families.model_shape import (
     delta_net_layers,
     shape_of,
 )
+from gspo_megatron.rollout.reward_model import KEY_VARIABLE
 from gspo_megatron.rollout.vllm.client import (
     TOKEN_VARIABLE,
     ServerClient,
@@ -66,6 +67,46 @@ def server_command(
     return server_words(python, {**arguments, **options}), environ
 
 
+def reward_server_command(
+    folder: Path, python: str, dtype: str, options: Mapping[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a server of a reward model, for reward.model.url.
+
+    The arguments and errors are those of `server_command`. The server wants the key in
+    KEY_VARIABLE, has no routes for new weights, and answers with scores, not with their sigmoids.
+    """
+    shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
+    arguments: dict[str, Any] = {
+        "model": str(folder.resolve()),
+        "dtype": dtype,
+        "runner": "pooling",
+        "convert": "classify",
+        "served_model_name": folder.resolve().name,
+    }
+    if on_cpu:
+        if wrong := _wrong_on_cpus(folder, shape, dtype):
+            raise RolloutError(f"{folder}: {wrong}")
+        own = needed_arguments(
+            "",
+            dtype,
+            routes=False,
+            on_cpu=True,
+            workers=options.get("tensor_parallel_size", 1),
+            latent=shape.has_latent_attention,
+            delta_nets=any(delta_net_layers(shape)),
+        )
+        arguments |= {key: value for key, value in own.items() if key in _ON_CPUS}
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    environ = common_environment(key) | (cpu_environment() if on_cpu else {})
+    environ["VLLM_SERVER_DEV_MODE"] = "0"
+    return server_words(python, {**arguments, **options}), environ
+
+
+# Options of needed_arguments that a server on a CPU needs whatever it serves.
+_ON_CPUS = ("enforce_eager", "enable_chunked_prefill", "distributed_executor_backend")
+_ON_CPUS += ("enable_prefix_caching", "attention_backend", "compilation_config")
+
+
 def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:
     """Return why servers on CPUs would answer with wrong log-probs; empty if they would not."""
     family = family_of(config_of_weights(str(folder), None) or {})
@@ -80,11 +121,18 @@ def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:
 
 
 async def serve(
-    words: list[str], environ: Mapping[str, str], host: str, port: int | None, ended: asyncio.Event
+    words: list[str],
+    environ: Mapping[str, str],
+    host: str,
+    port: int | None,
+    ended: asyncio.Event,
+    *,
+    scores: bool = False,
 ) -> None:
     """Run a server until `ended` is set. When it is ready, print the settings for a run.
 
-    Raises RolloutError if the server ends by itself.
+    scores: the server is of `reward_server_command`. Raises RolloutError if the server ends by
+    itself.
     """
     process = ServerProcess(words, environ, None, host, port)
     try:
@@ -97,7 +145,7 @@ async def serve(
                     raise RolloutError(f"the server {how}")
                 if not is_ready and await client.why_not_ready(seconds=_CALL_SECONDS) is None:
                     is_ready = True
-                    _tell_ready(process.url, environ[TOKEN_VARIABLE])
+                    _tell_ready(process.url, environ[TOKEN_VARIABLE], scores)
                 await asyncio.sleep(_LOOK_SECONDS)
     except ServerGone as error:  # another program has its port
         raise RolloutError(str(error)) from error
@@ -118,7 +166,9 @@ def until_told_to_end(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
     asyncio.run(run())
 
 
-def _tell_ready(url: str, token: str) -> None:
-    print(f"ready: rollout.vllm.urls='[{url}]'", flush=True)
-    if TOKEN_VARIABLE not in os.environ:
-        print(f"and in the run's environment: {TOKEN_VARIABLE}={token}", flush=True)
+def _tell_ready(url: str, token: str, scores: bool) -> None:
+    setting = f"reward.model.url={url}" if scores else f"rollout.vllm.urls='[{url}]'"
+    variable = KEY_VARIABLE if scores else TOKEN_VARIABLE
+    print(f"ready: {setting}", flush=True)
+    if variable not in os.environ:
+        print(f"and in the run's environment: {variable}={token}", flush=True)

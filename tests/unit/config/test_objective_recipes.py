@@ -251,7 +251,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "sample"),
         # the divergence from the reference
         ({"kl_coefficient": 0.1}, "objective.kl_coefficient = 0.1", "with kl = none", "null"),
-        ({"kl": "k3"}, "objective.kl_coefficient = null", "needed with kl = k3", "above 0"),
+        ({"kl": "k3"}, "objective.kl_coefficient = null", "needed with kl = k3", "from 0"),
         ({"kl_in": "reward"}, "objective.kl_in = 'reward'", "with kl = none", "loss"),
         ({"reference_offload": True}, "objective.reference_offload = true", "with kl = none",
          "false"),

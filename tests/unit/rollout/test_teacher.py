@@ -17,6 +17,7 @@ from aiohttp import web
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.rollout import asking
 from gspo_megatron.rollout import teacher as module
 from gspo_megatron.rollout.teacher import PROBE, Judged, Teachers, check_teachers
 from gspo_megatron.types import Prompt
@@ -305,7 +306,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
     answer, said = WRONG[name]
     of_list = name in ("fewer tokens", "a NaN in the list", "null in the list", "words for tokens")
     with pytest.raises(RewardError) as caught:
@@ -318,7 +319,7 @@ def test_a_wrong_answer_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_response_whose_call_fails_for_good_is_lost_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
 
     def answer(given: dict[str, Any]) -> Any:
         return right(given) if len(given["prompt"]) == 4 else {}
@@ -330,7 +331,7 @@ def test_a_response_whose_call_fails_for_good_is_lost_alone(
 
 
 def test_an_answer_after_a_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
     seen: list[int] = []
 
     def answer(given: dict[str, Any]) -> Any:

@@ -1,0 +1,129 @@
+"""Scores of sequences by a preference model, on any layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from gspo_megatron.batching.micro_batches import (
+    MicroBatch,
+    MicroBatchBuilder,
+    head_outputs,
+    micro_batch_multiple,
+)
+from gspo_megatron.batching.packing import BatchShape, last_token_rows
+from gspo_megatron.batching.plan import level, split_by_budget, split_padded
+from gspo_megatron.models.build import Policy
+from gspo_megatron.models.score_head import ScoreInputs
+
+
+def score_micro_batch(
+    builder: MicroBatchBuilder,
+    members: Sequence[int],
+    tokens: Sequence[Tensor],
+    branches: Sequence[Sequence[int]],
+    shape: BatchShape | None = None,
+) -> MicroBatch:
+    """Build a micro-batch of which the score head scores every branch.
+
+    tokens: for each member, all its branches end to end; branches: for each number, the tokens of
+    its branches. A preference is such a member: its branches, the responses, stay together."""
+    nothing = [0] * len(members)
+    parts = {n: [(length, 0) for length in branches[n]] for n in members}
+    built = builder.build(
+        members,
+        dict(zip(members, tokens, strict=True)),
+        dict(zip(members, nothing)),  # ty: ignore[invalid-argument-type]
+        dict(zip(members, nothing)),
+        shape,
+        parts,  # ty: ignore[invalid-argument-type]
+    )
+    lengths = list(itertools.chain.from_iterable(branches[n] for n in members))
+    rows, numbers = last_token_rows(built.packed, lengths)
+    packed = replace(built.packed, token_rows=rows, sequence_index=numbers)
+    return replace(built, packed=packed, head=ScoreInputs(rows))
+
+
+def all_scores(local: Tensor, micro_batch: MicroBatch, count: int) -> Tensor:
+    """Scores of all `count` branches of a micro-batch, [count], from those of this rank's shard.
+
+    The gradient of each goes to the rank that has its last token. All context-parallel ranks
+    compute the same loss of them, and the gradients of the ranks are summed."""
+    placed = local.new_zeros(count).index_copy(0, micro_batch.packed.sequence_index, local)
+    return _SumOverShards.apply(placed, parallel_state.get_context_parallel_group())
+
+
+class _SumOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if group.size() == 1:
+            return values.clone()
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
+        return gradient, None
+
+
+def sequence_scores(
+    policy: Policy,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    token_budget: int,
+    padded: bool = False,
+) -> Tensor:
+    """Score sequences without gradients. Returns [num_sequences] float32 on the device, on every
+    rank of the model replica.
+
+    tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, end to end: each rank
+    may have others, also none. All ranks call it together. token_budget: tokens of a micro-batch on
+    one rank."""
+    device = torch.device(torch.cuda.current_device())
+    builder = MicroBatchBuilder(policy, 0, 1.0, padded=padded)
+    budget = token_budget * builder.spec.context_parallel_size
+    if padded:
+        bins = split_padded([[length] for length in lengths], budget)
+    else:
+        bins = split_by_budget(lengths, budget)
+    multiple = micro_batch_multiple(policy)
+    shapes = [builder.spec.smallest_shape([lengths[n] for n in own]) for own in bins]
+    shapes.append(builder.spec.smallest_shape([]))
+    largest = [len(bins), max(s.rows for s in shapes), max(s.tokens for s in shapes)]
+    most = _maximum(largest, device)  # experts of all ranks take part in every micro-batch
+    count = -(-max(most[0], 1) // multiple) * multiple
+    shape = None if builder.shapes_vary else BatchShape(most[1], most[2])
+    bins = level(list(lengths), bins, count)
+    parts = tokens.cpu().split(list(lengths))
+    branches = [[length] for length in lengths]
+    batches = [score_micro_batch(builder, b, [parts[n] for n in b], branches, shape) for b in bins]
+    scores = torch.zeros(len(lengths), dtype=torch.float32, device=device)
+    for batch, output in zip(batches, head_outputs(policy, batches)):
+        numbers = torch.tensor(batch.packed.members, dtype=torch.long, device=device)
+        scores[numbers[batch.packed.sequence_index]] = output[0].float()
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(scores, group=group)
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(scores, src=last, group=stages)
+    return scores
+
+
+def _maximum(values: Sequence[int], device: torch.device) -> list[int]:
+    """The maxima over the data-parallel ranks."""
+    group = parallel_state.get_data_parallel_group()
+    found = torch.tensor(values, device=device)
+    if group.size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()

@@ -1,0 +1,88 @@
+"""The configuration of a reward model: where its scores come from and how they are normalised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from gspo_megatron.config.section import Positive, Section, Text, harmless, shapes
+
+if TYPE_CHECKING:
+    from gspo_megatron.config.schema import RewardSection
+
+REWARD_MODEL = "reward_model"  # the value of reward.name if the model gives the whole reward
+PART = "model"  # the name of the model's part of the reward
+_BATCH = 16
+
+
+class RewardModelSection(Section):
+    """A model of preferences that scores each response with one number."""
+
+    folder: Text | None = shapes(
+        None,
+        "Hugging Face folder of a ...ForSequenceClassification model with one label; the training "
+        "ranks compute its scores between rollout and update; null: none",
+    )
+    url: Text | None = harmless(
+        None,
+        "a server of such a model with vLLM's /classify, as http://host:port; null: none",
+    )
+    tokenizer: Text | None = shapes(
+        None,
+        "Hugging Face folder with the model's own tokenizer and chat template; null: that of "
+        "folder",
+    )
+    max_tokens: Positive | None = shapes(
+        None,
+        "longest conversation in the model's tokens; a longer one loses its first tokens; null: "
+        "what the model takes",
+    )
+    batch_size: Positive = harmless(_BATCH, "conversations in a request to url")
+    normalize: Literal["none", "running", "group"] = shapes(
+        "none",
+        "what is subtracted from a score, and by what it is divided, before scale: mean and "
+        "standard deviation of all scores of the run so far (running) or of the prompt's group",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a reward model."""
+        return self.folder is not None or self.url is not None
+
+    @property
+    def source(self) -> str:
+        """Return the key and value that name the model, for messages."""
+        key = "url" if self.url is not None else "folder"
+        return f"reward.model.{key} = {getattr(self, key)}"
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """The value of `tokenizer` with its default filled in."""
+        return self.tokenizer or self.folder or ""
+
+
+def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, Any, str]]:
+    """Yield the problems of reward.model: the key below `reward`, its value, and what is wrong."""
+    given = reward.model
+    if not given.is_on:
+        if reward.name == REWARD_MODEL and reward.import_path is None:
+            wrong = "needs a model that scores; allowed: reward.model.url or reward.model.folder"
+            yield "name", reward.name, wrong
+        for name, field in RewardModelSection.model_fields.items():
+            if (value := getattr(given, name)) != field.default:
+                wrong = "nothing reads it without reward.model.url or reward.model.folder"
+                yield f"model.{name}", value, f"{wrong}; allowed: leave it out"
+        return
+    if given.url is not None:
+        if given.folder is not None:
+            wrong = "reward.model.folder names a model already; allowed: one of them"
+            yield "model.url", given.url, wrong
+        if not re.fullmatch(r"https?://[^/\s]+/?", given.url):
+            yield "model.url", given.url, "allowed: http://host:port"
+        if given.tokenizer is None:
+            wrong = "reward.model.url needs the model's own tokenizer, which makes the tokens"
+            yield "model.tokenizer", None, f"{wrong}; allowed: a Hugging Face folder"
+    elif given.batch_size != _BATCH:
+        wrong = "nothing reads it without reward.model.url"
+        yield "model.batch_size", given.batch_size, f"{wrong}; allowed: {_BATCH}"

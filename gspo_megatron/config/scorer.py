@@ -1,0 +1,55 @@
+"""A frozen preference model beside the trained model: its configuration, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from gspo_megatron.config.model_rules import MODEL_RULES, Plan, experts_divide
+from gspo_megatron.config.precision import base_precision
+from gspo_megatron.config.schema import ModelSection, RunConfig
+from gspo_megatron.errors import ConfigError, problem
+from gspo_megatron.families.model_shape import ModelPreset
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def preset_of_scorer(folder: str) -> ModelPreset:
+    """Return the model of a *ForSequenceClassification folder. Raises ConfigError if the folder
+    cannot be read, or holds another kind of model."""
+    preset = ModelSection(hf_path=folder).starting_shape()
+    if not preset.scores:
+        wrong = (
+            "holds no preference model; allowed: a folder that ends in ForSequenceClassification"
+        )
+        raise ConfigError([problem("architectures", folder, wrong)])
+    return preset
+
+
+def config_of_scorer(config: C, folder: str) -> C:
+    """Return the run's configuration with the frozen model of `folder` in place of the trained
+    one. It computes in the run's precision, FP8 runs in bf16."""
+    preset_of_scorer(folder)
+    given, training = config.model, config.training
+    model = ModelSection(
+        hf_path=folder,
+        backend=given.backend,
+        ignore_custom_code=given.ignore_custom_code,
+    )
+    training = training.model_copy(
+        update={"precision": base_precision(training.precision), "recompute": "none"}
+    )
+    return config.model_copy(update={"model": model, "training": training})
+
+
+def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str]:
+    """Return what is wrong with a preference model on the layout of the run, one line each: its
+    folder, or sizes that the layout does not divide."""
+    try:
+        own = config_of_scorer(config, folder)
+        plan = Plan(own, world_size, for_training=False)
+        experts = plan.shape.num_moe_experts is not None
+        rules = [rule for rule in MODEL_RULES if experts or rule is not experts_divide]
+        found = [(key, plan.value(key), wrong) for rule in rules for key, wrong in rule(plan)]
+    except ConfigError as error:
+        return error.problems
+    return [problem(key, value, f"the model in {folder}: {wrong}") for key, value, wrong in found]

@@ -1,0 +1,16 @@
+"""The reward `reward_model`: all of the reward is the score of `reward.model`.
+
+The score comes from rollout/reward_model.py (a server) or rl/reward_model.py (the training ranks).
+Beside any other reward, reward.model gives one more part.
+"""
+
+from __future__ import annotations
+
+from gspo_megatron.rewards.registry import register
+from gspo_megatron.types import Sample
+
+
+@register("reward_model", answers=None)
+def reward_model(sample: Sample) -> float:
+    """Return 0.0 for every response; the score of reward.model is added."""
+    return 0.0

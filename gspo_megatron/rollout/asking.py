@@ -1,0 +1,108 @@
+"""Asks a server with deadlines and repetitions: the teachers' and the reward models' servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.errors import RewardError
+from gspo_megatron.process.heartbeat import heartbeat
+from gspo_megatron.rewards.scoring import FIRST_WAIT_SECONDS
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_T = TypeVar("_T")
+_USERS_MISTAKES = (401, 403, 404, 405)
+
+
+class Asker:
+    """Calls one server. The number of repetitions and the consequence of a failure come from the
+    section `reward`."""
+
+    def __init__(self, name: str, reward: RewardSection) -> None:
+        """name: key and URL of the server, for messages."""
+        self.name, self.reward = name, reward
+        self._told = False  # a message about failed calls was printed
+
+    async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
+        """Return the result of a call, and the number of failed calls.
+
+        The result is None if the call failed for good and `reward.on_failure` lets responses go.
+        """
+        tries = 0
+        while True:
+            try:
+                return await call(), tries
+            except RewardError:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever a server may answer)
+                tries += 1
+                problem = error
+            finally:
+                heartbeat()
+            text = " ".join(str(problem).split())
+            what = f"{self.name}: {type(problem).__name__}: {text}"
+            if tries > self.reward.retries:
+                if self.reward.on_failure == "stop":
+                    raise RewardError(f"{what}, in the last of {tries} calls") from problem
+                return None, tries
+            if not self._told:
+                self._told = True
+                more = "further failures are only counted"
+                print(f"{what}; it is asked again; {more}", file=sys.stderr, flush=True)
+            await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (tries - 1))
+
+    async def asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
+        """Send a request and return the JSON answer. Raises RewardError for a mistake of the user,
+        and other errors if `repeated` should ask again."""
+        async with session.request(method, url, json=given) as response:
+            text = await response.text()
+            if response.status in _USERS_MISTAKES:
+                raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
+            if (advice := self.advice(response.status, text)) is not None:
+                told = f"{url} says {response.status}: {text[:500]}"
+                raise RewardError(f"{self.name}: {told}; {advice}")
+            if response.status != 200:
+                raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
+            return json.loads(text)
+
+    def advice(self, status: int, text: str) -> str | None:
+        """Return what the user should do if an answer shows a mistake; None: it shows none."""
+        return None
+
+
+class BusySeconds:
+    """Counts the seconds in which at least one call is under way."""
+
+    def __init__(self) -> None:
+        self._seconds, self._since, self._calls = 0.0, 0.0, 0
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Count the time inside."""
+        if not self._calls:
+            self._since = time.perf_counter()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._calls -= 1
+
+    def take(self) -> float:
+        """Return the seconds since the last call of this method."""
+        if self._calls:
+            self._count()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now

@@ -1,0 +1,260 @@
+"""A reward model's view of responses: its conversations as token ids, and its scores by a server.
+
+The model has its own tokenizer and chat template, which are applied here: a server gets token ids.
+It is vLLM with `--runner pooling --convert classify`, or another one with its /classify, /tokenize
+and /v1/models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gspo_megatron.config.reward_model import PART
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.data.chat import ASSISTANT, USER
+from gspo_megatron.data.prompts import encode_text
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
+from gspo_megatron.rewards.values import Score, shorten
+from gspo_megatron.rollout.asking import Asker, BusySeconds
+from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.types import Sample
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+    from gspo_megatron.data.tokenizers import Tokenizer
+
+KEY_VARIABLE = "GSPO_REWARD_MODEL_KEY"  # environment variable with the server's API key
+
+
+class Conversations(NamedTuple):
+    """Conversations in a reward model's tokens."""
+
+    ids: list[list[int]]
+    cut: np.ndarray  # [conversations] bool: too long, its first tokens are gone
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Numbers of tokens, [conversations] int64."""
+        return np.array([len(each) for each in self.ids], np.int64)
+
+
+class ModelTexts:
+    """Makes the conversations that a reward model scores."""
+
+    def __init__(self, section: RewardSection) -> None:
+        self.name, self.longest = section.model.source, section.model.max_tokens
+        self._folder = section.model.tokenizer_folder
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own tokenizer, loaded when it is first used. Raises DataError."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._folder)
+        return self._tokenizer
+
+    def conversations(self, samples: Sequence[Sample]) -> Conversations:
+        """Return the conversations of these responses, each at most `longest` tokens.
+
+        Raises RewardError if the chat template refuses the messages of a prompt.
+        """
+        try:
+            ids = [conversation_ids(self.tokenizer, sample) for sample in samples]
+        except DataError as error:
+            raise RewardError(f"{self.name}: {error}") from error
+        longest = math.inf if self.longest is None else self.longest
+        cut = np.array([len(each) > longest for each in ids], np.bool_)
+        if self.longest is not None:
+            ids = [each[-self.longest :] for each in ids]
+        return Conversations(ids, cut)
+
+
+def conversation_ids(tokenizer: Tokenizer, sample: Sample) -> list[int]:
+    """Return the prompt and the response as the tokens of a reward model.
+
+    Its chat template renders the prompt's messages and the response. A prompt without messages is
+    one user message. Without a template, prompt and response are one text, and end with the
+    end-of-sequence token. Text that spells a control token is encoded as text, so a response cannot
+    end its part of the conversation.
+    """
+    if tokenizer.chat_template is None:
+        return [*encode_text(sample.prompt + sample.response, tokenizer), tokenizer.eos_id]
+    asked = sample.messages or ({"role": USER, "content": sample.prompt},)
+    rendered = tokenizer.render([*asked, {"role": ASSISTANT, "content": sample.response}])
+    return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+
+
+@dataclass
+class ModelScores:
+    """A model's scores of the responses of a group."""
+
+    scores: np.ndarray  # [num_sequences] float64; NaN: the call failed for good
+    tokens: np.ndarray  # [num_sequences] int64: tokens of the conversation
+    cut: np.ndarray  # [num_sequences] bool: the conversation was too long
+    seconds: float  # wall seconds, those of other groups at the same time not counted again
+    failures: int = 0  # number of failed calls, including those that were repeated later
+
+
+class ModelServer(Asker):
+    """The server of a reward model. Its deadline, number of repetitions and the consequence of a
+    failure come from the section `reward`."""
+
+    def __init__(self, section: RewardSection) -> None:
+        assert section.model.url is not None
+        super().__init__(section.model.source, section)
+        self.url, self.batch_size = section.model.url.rstrip("/"), section.model.batch_size
+        self.texts = ModelTexts(section)
+        self._model = ""  # the model's name there; empty: not known yet
+        self._introducing: asyncio.Lock | None = None
+        self._busy = BusySeconds()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def score(self, samples: Sequence[Sample]) -> ModelScores:
+        """Run `score_async` in an event loop of this object."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            weakref.finalize(self, self._loop.close)
+        return self._loop.run_until_complete(self.score_async(samples))
+
+    async def score_async(self, samples: Sequence[Sample]) -> ModelScores:
+        """Ask the server for the scores of these responses, in their order.
+
+        Raises RewardError for mistakes of the user, and for a call that failed for good if
+        `reward.on_failure` is `stop`.
+        """
+        import aiohttp  # not at the top: most runs have no reward model
+
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = aiohttp.ClientTimeout(total=self.reward.timeout_seconds)
+        with self._busy.running():
+            async with aiohttp.ClientSession(
+                timeout=timeout, headers=headers, trust_env=True
+            ) as session:
+                failures = await self._introduce(session)
+                # in a thread: a rollout service has other work meanwhile
+                given = await asyncio.to_thread(self.texts.conversations, samples)
+                scores, failed = await self._ask(session, given.ids)
+        seconds = self._busy.take()
+        return ModelScores(scores, given.tokens, given.cut, seconds, failures + failed)
+
+    async def _introduce(self, session: ClientSession) -> int:
+        """Ask what the server serves, unless it is known. Returns the number of failed calls."""
+        if self._introducing is None:
+            self._introducing = asyncio.Lock()
+        async with self._introducing:  # groups of a rollout service ask at the same time
+            if self._model:
+                return 0
+            found, failures = await self.repeated(lambda: self._agreed_model(session))
+            self._model = found or ""
+            return failures
+
+    async def _agreed_model(self, session: ClientSession) -> str:
+        """Return the model's name. Raises RewardError if its tokenizer is another one."""
+        model = (await self.asked(session, "GET", f"{self.url}/v1/models"))["data"][0]
+        given = {"model": model["id"], "prompt": PROBE, "add_special_tokens": False}
+        theirs = (await self.asked(session, "POST", f"{self.url}/tokenize", given))["tokens"]
+        if theirs != self.texts.tokenizer.encode(PROBE):
+            raise RewardError(
+                f"{self.name}: its tokenizer makes other tokens of a text than "
+                "reward.model.tokenizer; give the folder of the model that is served"
+            )
+        longest = model.get("max_model_len")
+        if self.texts.longest is None and type(longest) is int:
+            self.texts.longest = longest
+        return str(model["id"])
+
+    async def _ask(
+        self, session: ClientSession, ids: Sequence[list[int]]
+    ) -> tuple[np.ndarray, int]:
+        """Return the scores, and the number of failed calls."""
+        scores, failures = np.full(len(ids), np.nan), 0
+        if not self._model:  # the call for the name failed for good
+            return scores, failures
+        slots = asyncio.Semaphore(CONCURRENT_CALLS)
+        starts = range(0, len(ids), self.batch_size)
+        batches = [ids[start : start + self.batch_size] for start in starts]
+
+        async def ask(batch: list[list[int]]) -> tuple[list[float] | None, int]:
+            async with slots:
+                return await self.repeated(partial(self._scores, session, batch))
+
+        tasks = [asyncio.ensure_future(ask([*batch])) for batch in batches]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # the others, where one has failed for good
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for start, batch, (found, failed) in zip(starts, batches, answers, strict=True):
+            failures += failed
+            if found is not None:
+                scores[start : start + len(batch)] = found
+        return scores, failures
+
+    async def _scores(self, session: ClientSession, batch: list[list[int]]) -> list[float]:
+        """Return the scores of a batch; raises ValueError if the answer has other than one finite
+        number for each conversation."""
+        given = {"model": self._model, "input": batch, "use_activation": False}
+        answer = (await self.asked(session, "POST", f"{self.url}/classify", given))["data"]
+        if len(answer) != len(batch):
+            raise ValueError(f"{len(answer)} scores for {len(batch)} conversations")
+        scores = [math.nan] * len(batch)
+        for place, each in enumerate(answer):
+            scores[each.get("index", place)] = self._number(each["probs"])
+        if any(map(math.isnan, scores)):
+            raise ValueError("scores of only some of the conversations")
+        return scores
+
+    def _number(self, given: Any) -> float:
+        """Return the only number of an answer."""
+        if not isinstance(given, list) or len(given) != 1:
+            count = len(given) if isinstance(given, list) else shorten(given)
+            raise RewardError(
+                f"{self.name}: the model gives {count} numbers for a conversation; give a "
+                "...ForSequenceClassification model with one label"
+            )
+        if type(given[0]) not in (int, float) or not math.isfinite(given[0]):
+            raise ValueError(f"a score of {shorten(given[0])}")
+        return float(given[0])
+
+    def advice(self, status: int, text: str) -> str | None:
+        """Say which model is wanted if the server's does not know the tokens."""
+        if status == 400 and "out of vocabulary" in text:
+            return "reward.model.tokenizer is that of another model"
+        return None
+
+
+def with_model(
+    section: RewardSection, samples: Sequence[Sample], scores: Sequence[Score | None]
+) -> list[Score | None]:
+    """Return a function's scores with those of a reward model behind a URL, if there is one.
+
+    It is for responses outside of a run. Raises the errors of `ModelServer.score`.
+    """
+    if section.model.url is None:
+        return [*scores]
+    weight = section.weights.get(PART, 1.0)
+    found = ModelServer(section).score(samples).scores.tolist()
+    return [
+        None
+        if score is None or math.isnan(value)
+        else replace(
+            score,
+            rewards=score.rewards + weight * value,
+            parts=dict(sorted({**score.parts, PART: value}.items())),
+        )
+        for score, value in zip(scores, found, strict=True)
+    ]

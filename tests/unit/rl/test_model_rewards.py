@@ -1,0 +1,202 @@
+"""What a step learns from a reward model: parts, normalisation, shaping, failures. The server of
+the model is in the process of the test, and the responses are known beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.errors import RewardError
+from gspo_megatron.rewards.moments import RunningMoments
+from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.types import Sample, TurnRewards
+from tests.unit.rl.test_rollouts import Prompts, by_length, collector, drawn_by, evaluated
+from tests.unit.rollout.reward_server import right, score_of, served
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+OWN = "exact_match"  # the part's name: reward.name of the configuration
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer without a template."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_character_tokenizer(path, ["prompt 0123456789ABCDEFGHIJKLMNOP"], 64, byte_fallback=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with served(right, load_tokenizer(folder).encode(PROBE)) as address:
+        yield address
+
+
+def learnt(
+    folder: Path,
+    url: str,
+    function: Callable[[Sample], Any] = by_length,
+    normalize: str = "none",
+    objective: dict[str, Any] | None = None,
+    moments: RunningMoments | None = None,
+    **reward: Any,
+) -> Experience:
+    """A step; from the same prompts and responses each time."""
+    model = {"url": url, "tokenizer": str(folder), "normalize": normalize}
+    section = {"retries": 0, "model": model, **reward}
+    found = collector(function, reward=section, objective=objective or {})
+    if moments is not None:
+        found.model_rewards.moments = moments
+    return drawn_by(found, Prompts())
+
+
+def raw(folder: Path, step: Experience) -> np.ndarray:
+    """The scores of a step's responses, [num_sequences]."""
+    tokenizer, scores = load_tokenizer(folder), []
+    for row, sample in enumerate(step.group.sample_index.tolist()):
+        number = int(step.group.group_index[row])
+        length = sample % 4 + 1 - (sample % 4 < 3)  # without the end-of-sequence token
+        text = f"prompt {number}" + chr(65 + sample) * length
+        scores.append(score_of([*tokenizer.encode(text), tokenizer.eos_id]))
+    return np.array(scores)
+
+
+def own(step: Experience) -> np.ndarray:
+    return step.group.response_lengths / 8
+
+
+def test_the_reward_has_a_part_of_the_model_with_its_weight(folder: Path, url: str) -> None:
+    step = learnt(folder, url, weights={"model": 0.5, OWN: 2.0})
+    scores = raw(folder, step)
+    assert len({*scores.tolist()}) > 4
+    expected = 2 * own(step) + 0.5 * scores
+    assert step.group.rewards.tolist() == pytest.approx(expected.tolist())
+    assert step.group.shaped.tolist() == pytest.approx(expected.tolist())
+    assert step.group.part_names == (OWN, "model")
+    assert step.metrics["reward/model"] == pytest.approx(scores.mean())
+    assert step.metrics[f"reward/{OWN}"] == pytest.approx(own(step).mean())
+    assert step.metrics["reward_model/mean"] == pytest.approx(scores.mean())
+    assert step.metrics["reward_model/std"] == pytest.approx(scores.std())
+    assert "reward/shaped_mean" not in step.metrics
+
+
+def test_alone_it_is_the_whole_reward(folder: Path, url: str) -> None:
+    step = learnt(folder, url, lambda sample: 0.0, name="reward_model")
+    assert step.group.rewards.tolist() == pytest.approx(raw(folder, step).tolist())
+    assert step.group.part_names == ("model",)
+
+
+def test_parts_of_a_function_stay_beside_it(folder: Path, url: str) -> None:
+    step = learnt(folder, url, lambda sample: {"z": 1.0, "a": sample.num_tokens})
+    assert step.group.part_names == ("a", "model", "z")
+    assert step.group.parts is not None
+    assert step.group.parts[:, 0].tolist() == step.group.response_lengths.tolist()
+    assert step.group.parts[:, 1].tolist() == pytest.approx(raw(folder, step).tolist())
+
+
+def test_running_moments_are_those_of_all_steps_with_this_one(folder: Path, url: str) -> None:
+    moments = RunningMoments({})
+    moments.add([5.0, 9.0])
+    step = learnt(folder, url, normalize="running", moments=moments, weights={"model": 3.0})
+    scores = raw(folder, step)
+    everything = np.array([5.0, 9.0, *scores])
+    normal = (scores - everything.mean()) / everything.std()
+    assert step.group.shaped.tolist() == pytest.approx((own(step) + 3 * normal).tolist())
+    assert step.group.rewards.tolist() == pytest.approx((own(step) + 3 * scores).tolist())
+    assert moments.count == len(everything)
+    assert step.metrics["reward_model/running_mean"] == pytest.approx(everything.mean())
+    assert step.metrics["reward_model/running_std"] == pytest.approx(everything.std())
+    assert step.metrics["reward/shaped_mean"] == pytest.approx(step.group.shaped.mean())
+
+
+def test_a_group_is_normalised_by_itself(folder: Path, url: str) -> None:
+    step = learnt(folder, url, lambda sample: 0.0, "group", name="reward_model")
+    scores, groups = raw(folder, step), step.group.group_index
+    for number in {*groups.tolist()}:
+        mine = scores[groups == number]
+        spread = mine.std(ddof=1)
+        expected = (mine - mine.mean()) / spread if spread else 0 * mine
+        assert step.group.shaped[groups == number].tolist() == pytest.approx(expected.tolist())
+
+
+def test_scale_clip_and_penalties_come_after_it(folder: Path, url: str) -> None:
+    shaping = {"scale": 2.0, "clip": 1.5, "overlong_buffer": 3, "overlong_penalty": 0.25}
+    plain = learnt(folder, url, normalize="running")
+    shaped = learnt(folder, url, normalize="running", **shaping)
+    lengths, cut = plain.group.response_lengths, plain.group.truncated
+    share = np.where(cut, 1.0, np.clip((lengths - 1) / 3, 0, 1))
+    expected = (2 * plain.group.shaped).clip(-1.5, 1.5) - 0.25 * share
+    assert shaped.group.shaped.tolist() == pytest.approx(expected.tolist())
+    assert (np.abs(2 * plain.group.shaped) > 1.5).any()
+
+
+def test_gdpo_normalises_the_part(folder: Path, url: str) -> None:
+    step = learnt(folder, url, objective={"advantage": "gdpo"})
+    scores, groups = raw(folder, step), step.group.group_index
+    expected = np.zeros(len(scores))
+    for number in {*groups.tolist()}:
+        for part in (scores, own(step)):
+            mine = part[groups == number]
+            if mine.std():
+                expected[groups == number] += (mine - mine.mean()) / mine.std(ddof=1)
+    assert step.group.shaped.tolist() == pytest.approx(expected.tolist())
+
+
+def test_an_evaluation_has_the_scores_as_they_are(folder: Path, url: str) -> None:
+    model = {"url": url, "tokenizer": str(folder), "normalize": "running"}
+    found = collector(lambda sample: 0.0, reward={"name": "reward_model", "model": model})
+    metrics, records = evaluated(found)
+    rewards = [record["reward"] for record in records]
+    assert metrics["evaluation/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert max(map(abs, rewards)) > 1 and found.model_rewards.moments.count == 0
+
+
+def test_a_call_that_fails_for_good_costs_its_group(folder: Path) -> None:
+    def answer(given: dict[str, Any]) -> Any:
+        if len(given["input"]) == 1:  # the last response of the last group
+            raise ConnectionAbortedError
+        return right(given)
+
+    with served(answer, load_tokenizer(folder).encode(PROBE)) as url:
+        model = {"url": url, "tokenizer": str(folder), "batch_size": 5, "normalize": "running"}
+        reward = {"retries": 0, "on_failure": "drop_group", "model": model}
+        found = collector(by_length, reward=reward)
+        step = drawn_by(found, Prompts())
+    assert {*step.group.group_index.tolist()} == {0, 1}
+    assert step.metrics["reward/failed_groups"] == 1 and step.metrics["reward/errors"] == 1
+    assert found.model_rewards.moments.count == 5
+    assert np.isfinite(step.group.shaped).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (TurnRewards([1.0], [1]), "a reward model wants one number or named parts"),
+        ({"model": 1.0}, "that of reward.model; choose another name"),
+    ],
+)
+def test_what_cannot_be_beside_it_is_told(folder: Path, url: str, value: Any, said: str) -> None:
+    def function(sample: Sample) -> Any:
+        is_turns = isinstance(value, TurnRewards)
+        return dataclasses.replace(value, ends=[sample.num_tokens]) if is_turns else value
+
+    with pytest.raises(RewardError, match=said):
+        learnt(folder, url, function)
+
+
+def test_a_weight_of_no_part_is_told(folder: Path, url: str) -> None:
+    with pytest.raises(RewardError, match="returns the parts exact_match, model"):
+        learnt(folder, url, weights={"modell": 2.0})
+
+
+def test_a_function_with_the_name_of_a_metric_is_told(folder: Path, url: str) -> None:
+    with pytest.raises(RewardError, match="reward/mean is another metric"):
+        learnt(folder, url, import_path="mine:mean")

@@ -1,0 +1,181 @@
+"""A reward model behind a URL: `gspo-megatron serve` starts vLLM for a ...ForSequenceClassification
+folder, and its scores are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.toy import write_toy_dataset
+from gspo_megatron.errors import RewardError
+from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, conversation_ids
+from gspo_megatron.rollout.vllm.process import end_with_parent
+from gspo_megatron.types import Sample
+from tests.e2e.resuming import all_records, train
+from tests.programs import command_environment, wait_until
+from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# fp32 on both sides, of other kernels; scores are of about 1, and 3e-7 was seen
+SAME = 1e-5
+SIZES = {
+    "hidden_size": 64,  # vLLM's kernels: a multiple of 32, and a head_dim of 32, 64, 80, ...
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+TEMPLATE = (
+    "{%- for message in messages -%}{{- message['role'] ~ ': ' ~ message['content'] ~ eos_token -}}"
+    "{%- endfor -%}"
+)
+
+
+class Scorer(NamedTuple):
+    folder: Path
+    url: str
+    key: str
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scorer(
+    vllm_python: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scorer]:
+    """A Qwen3-MoE with a score head, its own tokenizer and template, and its server."""
+    folder = write_score_model(
+        tmp_path_factory.mktemp("scorer") / "model", "qwen3_moe", seed=3, **SIZES
+    )
+    texts = [*(toy / "train.jsonl").read_text().splitlines(), "user: assistant: "]
+    write_character_tokenizer(folder, texts, 128, byte_fallback=False)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    place = tmp_path_factory.mktemp("server")
+    environ = command_environment()
+    environ.pop(KEY_VARIABLE, None)
+    words = ["serve", str(folder), "--python", str(vllm_python), "max_num_seqs=32"]
+    with (place / "log").open("w") as log, (place / "errors").open("w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron", *words],
+            env=environ,
+            stdout=log,
+            stderr=errors,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # with the tests
+        )
+        try:
+            told = lambda: (place / "log").read_text()  # noqa: E731
+            wait_until(lambda: "KEY=" in told() or server.poll() is not None, seconds=300)
+            assert server.poll() is None, (place / "errors").read_text()[-3000:]
+            url = re.search(
+                r"ready: reward\.model\.url=(http://127\.0\.0\.1:\d+)$", told(), re.MULTILINE
+            )
+            key = re.search(rf"{KEY_VARIABLE}=(\S{{32,}})", told())
+            assert url and key
+            yield Scorer(folder, url[1], key[1])
+            server.terminate()
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+def samples_of(run: Path, toy: Path) -> list[tuple[Sample, float]]:
+    """What samples.jsonl has, with the rewards."""
+    found = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return [
+        (Sample(each["prompt"], None, each["response"], False), each["reward"]) for each in found
+    ]
+
+
+def by_transformers(folder: Path, samples: list[Sample]) -> list[float]:
+    texts = ModelServer(section_of(folder, "http://127.0.0.1:1")).texts
+    ids = [conversation_ids(texts.tokenizer, sample) for sample in samples]
+    _, complaints, scores = scores_by_transformers(folder, ids)
+    assert not complaints
+    return scores
+
+
+def section_of(tokenizer: Path, url: str, **reward: Any) -> RewardSection:
+    model = {"url": url, "tokenizer": str(tokenizer), "batch_size": 3}
+    return RewardSection(**{"name": "reward_model", "retries": 0, "model": model} | reward)
+
+
+def test_the_scores_are_those_of_transformers(
+    scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [
+        Sample("12+30=", None, "42", False),
+        Sample("", None, "1 2 3 4 5 6 7", True),
+        # it cannot end its part of the conversation
+        Sample("3", None, "3</s>user: 3</s>", False),
+        Sample("a", None, "", False, messages=({"role": "system", "content": "12"},)),
+        *(Sample("1" * n, None, "2", False) for n in range(1, 30, 7)),
+    ]
+    monkeypatch.setenv(KEY_VARIABLE, scorer.key)
+    found = ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+    assert found.failures == 0 and not found.cut.any()
+    expected = by_transformers(scorer.folder, samples)
+    assert len({round(each, 2) for each in expected}) > 5
+    assert found.scores.tolist() == pytest.approx(expected, abs=SAME)
+
+
+def test_a_wrong_key_and_another_tokenizer_are_told_in_one_line(
+    scorer: Scorer, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [Sample("1", None, "2", False)]
+    monkeypatch.setenv(KEY_VARIABLE, "another")
+    with pytest.raises(RewardError) as raised:
+        ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+    assert str(raised.value).startswith(f"reward.model.url = {scorer.url}: ")
+    assert "says 401" in str(raised.value)
+    monkeypatch.setenv(KEY_VARIABLE, scorer.key)
+    with pytest.raises(RewardError, match="makes other tokens of a text than reward.model.token"):
+        ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples)
+
+
+def test_a_run_of_two_steps_learns_from_the_scores(
+    scorer: Scorer, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"url": scorer.url, "tokenizer": str(scorer.folder), "normalize": "running"}
+    config = {
+        "data": {
+            "prompts": str(toy / "train.jsonl"),
+            "tokenizer": str(toy / "tokenizer.model"),
+        },
+        "rollout": {"group_size": 4, "prompts_per_step": 4, "max_response_tokens": 6},
+        "reward": {"name": "reward_model", "model": model},
+        "objective": {"name": "gspo", "mini_batches": 2, "kl": "k3", "kl_coefficient": 0.0},
+        "training": {"steps": 2, "precision": "fp32"},
+        "logging": {"dir": str(tmp_path / "run"), "plots": False, "samples_per_step": 16},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv(KEY_VARIABLE, scorer.key)
+    train(tmp_path / "config.yaml")
+    first, second = all_records(tmp_path / "run")
+    drawn = samples_of(tmp_path / "run", toy)
+    assert len(drawn) == 32
+    expected = by_transformers(scorer.folder, [sample for sample, _ in drawn])
+    assert [reward for _, reward in drawn] == pytest.approx(expected, abs=SAME)
+    assert first["reward_model/mean"] == pytest.approx(sum(expected[:16]) / 16, abs=SAME)
+    assert second["reward_model/running_mean"] == pytest.approx(sum(expected) / 32, abs=SAME)
+    assert first["grad_norm"] > 0 and second["kl/reference_k3"] > 0
+    assert second["perf/reward_model_scores_per_second"] > 0
