@@ -73,7 +73,12 @@ from gspo_megatron.families.weight_map import (
 )
 from gspo_megatron.files import SETTLED, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
-from gspo_megatron.hf.side_files import check_tokenizer, export_config, generation_files
+from gspo_megatron.hf.side_files import (
+    check_tokenizer,
+    export_config,
+    generation_files,
+    with_padding,
+)
 from gspo_megatron.hf.writer import (
     MAX_SHARD_BYTES,
     HfWriter,
@@ -292,7 +297,7 @@ def export_checkpoint(
                 # an imported folder has its own generation_config.json, or none
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
-                writer.publish({"config.json": config, **made}, files)
+                writer.publish({"config.json": with_padding(config, files), **made}, files)
 
 
 def _export(

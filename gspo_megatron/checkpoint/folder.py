@@ -29,7 +29,7 @@ def reference_name(step: int) -> str:
     return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
 
 
-PHASES = ("pretrain", "sft", "rl")  # in their order
+PHASES = ("pretrain", "sft", "reward_model", "rl")  # in their order
 
 _PARTIAL = ".partial-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")

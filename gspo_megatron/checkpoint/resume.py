@@ -255,15 +255,19 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
     in sizes and in other settings that change its results. Without `vocab_size`, the vocabulary is
     not compared."""
     there = read_model(checkpoint)
-    shape = config.resolved_model()
+    shape, theirs = config.resolved_model(), checkpoint_preset(there)
+    if theirs.scores and not shape.scores:
+        wrong = "holds a preference model, which gives scores and no tokens"
+        line = problem("model.checkpoint_path", str(checkpoint), wrong)
+        raise ConfigError([f"{line}; allowed: a checkpoint of a language model"])
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
     known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
-    names = [name for name in there["shape"] if name in wanted and name != "max_sequence_length"]
+    # A preference model may begin with a language model: its head is new then.
+    not_compared = ("max_sequence_length", "scores")
+    names = [name for name in there["shape"] if name in wanted and name not in not_compared]
     different = [name for name in names if name != "megatron" and wanted[name] != known[name]]
     different += [
-        name
-        for name in differences(shape, checkpoint_preset(there))
-        if name not in (*different, *_NEW_CHOICES)
+        name for name in differences(shape, theirs) if name not in (*different, *_NEW_CHOICES)
     ]
     if different:
         own = (*WHOLE_MODEL_KEYS, "joint_qk_norm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -89,15 +89,19 @@ def save_tensors(
     return start_work(write, asynchronous=asynchronous)
 
 
-def load_model(folder: Path, policy: Policy, *, adapters: bool = True) -> None:
+def load_model(
+    folder: Path, policy: Policy, *, adapters: bool = True, left: Collection[str] = ()
+) -> None:
     """Read `folder`/model, saved on any layout, into the policy. Every rank calls it.
 
-    A policy with adapters reads only the adapters, or with adapters=False only its base. An
+    A policy with adapters reads only the adapters, or with adapters=False only its base. `left`:
+    names of tensors that the folder does not have, and that stay as they are. An
     optimizer that exists already keeps its fp32 copy of 16-bit weights: load its state too, or call
     its reload_model_params. Raises DataError, the same on all ranks.
     """
     policy.finish_parameter_gather()
-    pieces = list(pieces_to_read(model_pieces(policy, adapters=adapters)))
+    wanted = [p for p in model_pieces(policy, adapters=adapters) if p.key not in left]
+    pieces = list(pieces_to_read(wanted))
     with torch.no_grad():
         read_pieces(folder / MODEL, pieces)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gspo_megatron.estimate.layout import LayoutEstimate
 
 DEFAULT_GB = 80.0  # the memory of an H100
-STAGES = ("rl", "sft", "pretrain")
+STAGES = ("rl", "sft", "pretrain", "reward_model")
 
 
 def add_parser(commands: Commands) -> None:

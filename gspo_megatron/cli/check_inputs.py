@@ -105,8 +105,8 @@ def check_all(
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.phases import phase_configs
-    from gspo_megatron.config.stages import FineTuningConfig
-    from gspo_megatron.data.inputs import read_fine_tuning, read_pretraining
+    from gspo_megatron.config.stages import PreferenceConfig, PretrainingConfig
+    from gspo_megatron.data.inputs import read_fine_tuning, read_preferences, read_pretraining
 
     problems: list[str] = [*told]
     inputs = None
@@ -125,12 +125,14 @@ def check_all(
             problems += [f"training.phases[{number}]: {line}" for line in new]
     else:
         with gathered_in(problems):
-            named = with_files and {"data.examples", "data.train"} & config.input_files().keys()
-            if not isinstance(config, FineTuningConfig):
+            learned = f"data.{config.inputs[0]}"
+            named = with_files and learned in config.input_files()
+            if isinstance(config, PretrainingConfig):
                 config = config.with_steps()
                 inputs = read_pretraining(config) if named else None
             elif named:
-                inputs = read_fine_tuning(config)
+                is_preference = isinstance(config, PreferenceConfig)
+                inputs = (read_preferences if is_preference else read_fine_tuning)(config)
                 config = config.with_steps(len(inputs.train))
         with gathered_in(problems):  # again, because the number of steps is known now
             check_config(config, world_size, here=with_files)

@@ -16,8 +16,18 @@ from rich.table import Table
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
 from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phases_of
 from gspo_megatron.config.resume import differences
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
-from gspo_megatron.data.inputs import FineTuningInputs, Inputs, corpus_tokens
+from gspo_megatron.config.stages import (
+    FineTuningConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+)
+from gspo_megatron.data.inputs import (
+    FineTuningInputs,
+    Inputs,
+    PreferenceInputs,
+    corpus_tokens,
+)
+from gspo_megatron.data.preferences import left_out
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.adapter_map import adapted_weights_of
@@ -57,6 +67,8 @@ def summary(checked: Checked, world_size: int) -> Rows:
         rows += _of_pretraining(config, inputs)
     elif isinstance(config, FineTuningConfig):
         rows += _of_fine_tuning(config, inputs)
+    elif isinstance(config, PreferenceConfig):
+        rows += _of_preferences(config, inputs)
     else:
         rows += _of_reinforcement(at_step(config, 1), inputs)
     steps = config.training.steps
@@ -110,7 +122,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
     """Return the tokens of the longest prompt or example; None if unknown, or for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
-    return int(inputs.train.lengths.max()) if isinstance(inputs, FineTuningInputs) else None
+    known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
+    return int(inputs.train.lengths.max()) if known else None
 
 
 def vocab_size_of(checked: Checked) -> int | None:
@@ -196,6 +209,21 @@ def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
     return [*rows, ("lengths", lengths), ("step", f"{config.training.batch_size} examples")]
 
 
+def _of_preferences(config: Any, inputs: Any) -> Rows:
+    rows, lengths = [], f"prompts with a response of at most {config.max_tokens()} tokens"
+    what = "ratings" if config.preference.loss == "regression" else "pairs"
+    if inputs is not None:
+        texts, found = [], (("preferences", inputs.train), ("eval_preferences", inputs.evaluation))
+        for key, data in found:
+            if data is not None:
+                texts.append(f"{data.pairs:,} {what} of {len(data):,} prompts in data.{key}")
+                texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
+        rows = [(what, "; ".join(texts)), *(("warning", line) for line in inputs.warnings)]
+        lengths += f" ({longest_of(inputs)} tokens in data.preferences)"
+    step = f"{config.training.batch_size} prompts, with all {what} of each"
+    return [*rows, ("lengths", lengths), ("step", step)]
+
+
 def _of_pretraining(config: Any, inputs: Any) -> Rows:
     rows, length, training = [], config.sequence_length(), config.training
     tokens = training.batch_size * length
@@ -227,7 +255,8 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
     matrices = 3 if megatron.get("gated_linear_unit") else 2
     attention = hidden * head * 2 * (shape.num_attention_heads + shape.num_query_groups)
     norms = 2 * hidden + (2 * head if megatron.get("qk_layernorm") else 0)
-    outside = hidden * vocab_size * (1 if shape.tie_embeddings else 2) + hidden
+    has_one = shape.tie_embeddings or shape.scores
+    outside = hidden * vocab_size * (1 if has_one else 2) + hidden * (2 if shape.scores else 1)
     experts, with_experts = shape.num_moe_experts or 0, sum(experts_in_layers(shape))
     shared = matrices * (shape.moe_shared_expert_intermediate_size or 0)
     always = outside + shape.num_layers * (attention + norms)
@@ -317,6 +346,8 @@ def _micro_batch(estimate: LayoutEstimate) -> str:
     times = f"an update accumulates {work.micro_batches}"
     if isinstance(estimate.config, PretrainingConfig):
         what = f"{len(work.lengths)} samples of {response:,}"
+    elif isinstance(estimate.config, PreferenceConfig):
+        what = f"responses of {work.longest:,} with their prompts, each with one score"
     elif isinstance(estimate.config, FineTuningConfig):
         what = f"examples of {work.longest:,}, all learned but the first token"
     else:

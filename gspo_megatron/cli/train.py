@@ -1,5 +1,5 @@
-"""`gspo-megatron train`, `pretrain` and `sft`: train as one rank of a run, or launch all its ranks
-on this machine."""
+"""`gspo-megatron train`, `pretrain`, `sft` and `reward-model`: train as one rank of a run, or
+launch all its ranks on this machine."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ STAGES = {
     "train": ("rl", "train a model by reinforcement learning"),
     "pretrain": ("pretrain", "pre-train a model on tokenized corpora"),
     "sft": ("sft", "fine-tune a model on conversations, or on prompts with answers"),
+    "reward-model": (
+        "reward_model",
+        "train a preference model on pairs of responses, or on ratings: a score for each response",
+    ),
 }
 
 

@@ -18,7 +18,13 @@ from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
 from gspo_megatron.config.schema import Config, EvaluationSection, RunConfig
 from gspo_megatron.config.section import NAME, key_above, keys_of
-from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages import (
+    AnyConfig,
+    FineTuningConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+    StageConfig,
+)
 from gspo_megatron.config.suite_rules import suite_problems
 from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem, suggest
@@ -341,6 +347,7 @@ STAGES: dict[str, type[AnyConfig]] = {
     "rl": Config,
     "sft": FineTuningConfig,
     "pretrain": PretrainingConfig,
+    "reward_model": PreferenceConfig,
 }
 
 
@@ -364,8 +371,9 @@ def load_any_config(
 
 
 def stage_of(values: Mapping[str, Any]) -> str:
-    """Return rl, sft or pretrain: the stage whose input the values name, or else whose keys they
-    have. Raises ConfigError if no stage or several stages fit."""
+    """Return a key of STAGES: the stage whose input the values name, or else whose keys they have.
+
+    Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")
     given = data if isinstance(data, Mapping) else {}
     inputs = {stage: schema.inputs[0] for stage, schema in STAGES.items()}

@@ -24,12 +24,14 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.precision import tokens_multiple
+from gspo_megatron.config.preference_rules import model_gives_tokens, preferences_are_sound
 from gspo_megatron.config.reward_model_rules import reward_model_divides, reward_model_fits
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
 from gspo_megatron.config.schema import SINGLE_TURN, Config
 from gspo_megatron.config.stages import (
     AnyConfig,
     FineTuningConfig,
+    PreferenceConfig,
     PretrainingConfig,
     StageConfig,
 )
@@ -149,6 +151,8 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
             legal += [f"evaluation/{suite}/{figure}" for figure in figures]
     else:
         legal = ["evaluation/logprob", "evaluation/loss"]
+        if isinstance(plan.config, PreferenceConfig):
+            legal = ["evaluation/accuracy", "evaluation/correlation", "evaluation/loss"]
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
@@ -418,14 +422,6 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
     ]
 
 
-def model_gives_tokens(plan: Plan) -> Problems:
-    """Check that the model is no preference model, whose head cannot say a token."""
-    if plan.shape.scores:
-        key = "hf_path" if plan.config.model.hf_path is not None else "checkpoint_path"
-        wrong = "holds a preference model, which gives scores and no tokens"
-        yield f"model.{key}", f"{wrong}; allowed: a model that ends in ForCausalLM"
-
-
 def export_has_a_family(plan: Plan) -> Problems:
     if plan.config.export.hf_path is None or plan.config.model.hf_path is not None:
         return
@@ -550,6 +546,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         suites_fit,
         routing_can_be_replayed,
     ),
+    PreferenceConfig: (*_STAGE, preferences_are_sound),
     FineTuningConfig: (*_STAGE, model_gives_tokens, examples_are_sound),
     PretrainingConfig: (*_STAGE, model_gives_tokens, corpora_are_sound, samples_and_batches_divide),
 }

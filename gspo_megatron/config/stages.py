@@ -1,10 +1,11 @@
-"""The configurations of pre-training and supervised fine-tuning.
+"""The configurations of pre-training, supervised fine-tuning and preference models.
 
 The sections for the model, its layout and the record of the run are those of an RL run.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -27,6 +28,17 @@ from gspo_megatron.config.section import (
     harmless,
     key,
     shapes,
+)
+from gspo_megatron.families.model_shape import ModelShape
+
+# Published datasets of preferences; data/preferences.py reads them.
+PREFERENCE_FORMATS = (
+    "hh_rlhf",
+    "ultrafeedback",
+    "helpsteer",
+    "helpsteer2",
+    "helpsteer3",
+    "skywork",
 )
 
 
@@ -122,13 +134,9 @@ class FineTuningTrainingSection(RunSection):
     )
 
 
-class FineTuningConfig(StageConfig):
-    """Supervised fine-tuning, one section a subject."""
+class ExamplesConfig(StageConfig):
+    """A stage that learns from the rows of a file, in epochs."""
 
-    phase: ClassVar[str] = "sft"
-    inputs: ClassVar[tuple[str, str]] = ("examples", "eval_examples")
-
-    data: FineTuningDataSection
     training: FineTuningTrainingSection = Field(default_factory=FineTuningTrainingSection)
 
     def max_tokens(self) -> int:
@@ -144,11 +152,110 @@ class FineTuningConfig(StageConfig):
         by_steps = training.steps * training.batch_size
         return by_steps if training.epochs is None else min(by_steps, training.epochs * size)
 
-    def with_steps(self, size: int) -> FineTuningConfig:
+    def with_steps(self, size: int) -> Any:
         """Return the configuration with training.steps computed from the number of examples."""
         steps = -(-self.num_examples(size) // self.training.batch_size)
         training = self.training.model_copy(update={"steps": steps})
         return self.model_copy(update={"training": training})
+
+
+class FineTuningConfig(ExamplesConfig):
+    """Supervised fine-tuning, one section a subject."""
+
+    phase: ClassVar[str] = "sft"
+    inputs: ClassVar[tuple[str, str]] = ("examples", "eval_examples")
+
+    data: FineTuningDataSection
+
+
+class PreferenceDataSection(Section):
+    """Preferences between responses, or ratings of responses, and the tokenizer."""
+
+    preferences: Text | None = key(
+        "contents", None, "file of preferences to learn, .jsonl or .parquet; required to train"
+    )
+    eval_preferences: Text | None = key(
+        "shown", None, "file of held-out preferences, .jsonl or .parquet"
+    )
+    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
+    format: Literal[PREFERENCE_FORMATS] | None = shapes(  # ty: ignore[invalid-type-form]
+        None, "published dataset of the rows; replaces the fields of prompt, responses and rating"
+    )
+    prompt_field: Text | None = shapes(
+        None,
+        "the field that holds what comes before the responses, a text or messages; null: each "
+        "response is a whole text or conversation",
+    )
+    chosen_field: Text = shapes("chosen", "the field that holds the better response")
+    rejected_field: Text = shapes(
+        "rejected", "the field that holds the worse response, or an array of several"
+    )
+    margin_field: Text | None = shapes(
+        None,
+        "the field that holds by how much the better score must be larger, a number from 0, or one "
+        "for each rejected response; null: no margin",
+    )
+    response_field: Text = shapes(
+        "response", "with preference.loss = regression: the field that holds the response"
+    )
+    rating_field: Text = shapes(
+        "rating", "with preference.loss = regression: the field that holds its rating, a number"
+    )
+    source_field: Text | None = shapes(
+        None, "a field that groups rows, by which evaluations are listed; null: none"
+    )
+    system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
+    chat_template: bool = shapes(
+        False, "prompts and responses that are texts go through the chat template, as messages do"
+    )
+    chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
+    max_tokens: Positive | None = shapes(
+        None,
+        "largest number of tokens of a prompt with a response; a pair with a longer one is left "
+        "out and counted; null: model.max_sequence_length",
+    )
+    shuffle: bool = shapes(
+        True, "take the preferences in a new order in every epoch, from training.seed"
+    )
+
+
+class PreferenceSection(Section):
+    """What the scores learn."""
+
+    loss: Literal["bradley_terry", "regression"] = shapes(
+        "bradley_terry",
+        "bradley_terry: the probability that the chosen response is better, a sigmoid of the "
+        "difference of both scores; regression: the squared error of a score from a rating",
+    )
+    center_coefficient: float = shapes(
+        0.0,
+        "coefficient of the mean squared sum of the scores of a pair, which holds the scores "
+        "around 0; 0.01 is usual; 0.0: off",
+        ge=0,
+    )
+
+
+class PreferenceCheckpointSection(CheckpointSection):
+    """Saving and resuming."""
+
+    best_metric: Text = harmless(
+        "evaluation/accuracy", "a metric of metrics.jsonl; higher is better"
+    )
+
+
+class PreferenceConfig(ExamplesConfig):
+    """The training of a preference model, one section a subject."""
+
+    phase: ClassVar[str] = "reward_model"
+    inputs: ClassVar[tuple[str, str]] = ("preferences", "eval_preferences")
+
+    data: PreferenceDataSection
+    preference: PreferenceSection = Field(default_factory=PreferenceSection)
+    checkpoint: PreferenceCheckpointSection = Field(default_factory=PreferenceCheckpointSection)  # ty: ignore[incompatible-attribute-override]
+
+    def resolved_model(self) -> ModelShape:
+        """Return the model with a score head, also if it starts from a language model."""
+        return replace(super().resolved_model(), scores=True)
 
 
 class PretrainingDataSection(Section):
@@ -216,4 +323,4 @@ class PretrainingConfig(StageConfig):
         return self.data.sequence_length or self.resolved_model().max_sequence_length
 
 
-AnyConfig = Config | FineTuningConfig | PretrainingConfig
+AnyConfig = Config | FineTuningConfig | PretrainingConfig | PreferenceConfig

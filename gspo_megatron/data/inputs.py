@@ -13,12 +13,18 @@ from typing import Any
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
-from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.stages import (
+    AnyConfig,
+    FineTuningConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+)
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
 from gspo_megatron.data.formats import FieldMap, field_map, suite_fields
 from gspo_megatron.data.indexed import check_dataset, read_index
 from gspo_megatron.data.loader import PromptLoader
+from gspo_megatron.data.preferences import PreferenceData, load_preferences
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
     QuotedControls,
@@ -58,6 +64,16 @@ class FineTuningInputs:
     tokenizer: Tokenizer
     train: SupervisedData
     evaluation: SupervisedData | None
+    warnings: tuple[str, ...] = ()  # one line each
+
+
+@dataclass(frozen=True)
+class PreferenceInputs:
+    """The input of the training of a preference model."""
+
+    tokenizer: Tokenizer
+    train: PreferenceData
+    evaluation: PreferenceData | None
     warnings: tuple[str, ...] = ()  # one line each
 
 
@@ -224,6 +240,40 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
         raise UnknownValueError
     evaluation = found.get("data.eval_examples")
     return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
+
+
+def read_preferences(config: PreferenceConfig) -> PreferenceInputs:
+    """Read tokenizer and preferences.
+
+    Raises ConfigError with the problems of all files, by file and line.
+    """
+    tokenizer, problems = _load_tokenizer(config)
+    form = None
+    with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
+        form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
+    found: dict[str, PreferenceData] = {}
+    warnings: list[str] = []
+    regression = config.preference.loss == "regression"
+    for key, paths in config.input_files().items():
+        with gathered_in(problems):
+            if tokenizer is None or form is None:
+                is_parquet(Path(paths[0]), "file")  # raises if there is no such file
+                continue
+            data = load_preferences(paths[0], tokenizer, form, regression=regression)
+            found[key], counts, total = data, data.counts, len(data.lengths)
+            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
+            if counts.ends_in_padding:
+                warnings.append(
+                    f"{key}: {counts.ends_in_padding} of {total} sequences end in the padding "
+                    f"token {tokenizer.pad_id}: transformers takes it for padding and scores an "
+                    "earlier token of them; this program and vLLM score the last one"
+                )
+    if problems:
+        raise ConfigError(problems)
+    if tokenizer is None or form is None:
+        raise UnknownValueError
+    evaluation = found.get("data.eval_preferences")
+    return PreferenceInputs(tokenizer, found["data.preferences"], evaluation, tuple(warnings))
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:

@@ -16,6 +16,7 @@ from gspo_megatron.config.stages import PretrainingConfig
 from gspo_megatron.estimate.model import RankModel
 from gspo_megatron.models.build import unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.score_head import ScoreInputs
 from gspo_megatron.platform.megatron_meta import META, Collective, EqualLoad
 
 
@@ -71,6 +72,9 @@ def micro_batch(model: RankModel, lengths: Sequence[tuple[int, int]]) -> MicroBa
         position_ids=packed.position_ids.to(META),
         padding_mask=None if mask is None else mask.to(META),
     )
+    if config.resolved_model().scores:
+        rows = torch.zeros(len(lengths), dtype=torch.long, device=META)
+        return replace(built, packed=packed, head=ScoreInputs(rows))
     head = HeadInputs(built.head.rows.to(META), built.head.targets.to(META), built.head.temperature)
     return replace(built, packed=packed, head=head)
 
@@ -118,6 +122,8 @@ def _chunk_pass(
 
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
     """Measure the bytes of the log-prob head alone, forward and backward."""
+    if isinstance(batch.head, ScoreInputs):
+        return 0  # one number for each sequence
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)

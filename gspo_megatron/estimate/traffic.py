@@ -129,7 +129,8 @@ def step_cost(
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
     # average, half of the sequence. An input embedding is a look-up without FLOPs.
-    outside = 0 if shape.tie_embeddings else shape.hidden_size * (shape.vocab_size or 0)
+    has_one = shape.tie_embeddings or shape.scores
+    outside = 0 if has_one else shape.hidden_size * (shape.vocab_size or 0)
     kinds = delta_net_layers(shape)
     windows = windows_in_layers(shape.megatron, shape.num_layers)
     seen = sum(

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import Config, ResolvedParallel, recomputes_old_logprobs
-from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.stages import (
+    AnyConfig,
+    ExamplesConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,12 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         length, of_rank = config.sequence_length(), sequences // replicas
         size = largest_equal_share(of_rank, budget // length, multiple)
         return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences)
-    if isinstance(config, FineTuningConfig):
+    if isinstance(config, ExamplesConfig):
         # The loss includes all tokens of an example except the first.
         sequence = (1, (longest or config.max_tokens()) - 1)
         sequences, mini_batches = config.training.batch_size, 1
+        if isinstance(config, PreferenceConfig) and config.preference.loss == "bradley_terry":
+            sequences *= 2  # a chosen and a rejected response
     else:
         rollout, mini_batches = config.rollout, config.objective.mini_batches
         sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)

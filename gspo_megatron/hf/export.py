@@ -20,7 +20,12 @@ from gspo_megatron.families.adapter_map import adapter_map, is_of_joint_experts,
 from gspo_megatron.families.weight_map import Box, WeightMap, native_name, weight_map
 from gspo_megatron.hf.adapters import peft_layout, peft_maps, write_peft
 from gspo_megatron.hf.load import adapter_shards, weight_shards
-from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
+from gspo_megatron.hf.side_files import (
+    export_config,
+    generation_files,
+    tokenizer_files,
+    with_padding,
+)
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.lora import Lora
@@ -86,7 +91,8 @@ def export_hf(
             if is_main:
                 files = tokenizer_files(tokenizer)
                 writer.finish()
-                writer.publish({"config.json": config, **generation_files(files)}, files)
+                documents = {"config.json": with_padding(config, files), **generation_files(files)}
+                writer.publish(documents, files)
 
 
 @torch.no_grad()

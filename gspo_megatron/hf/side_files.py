@@ -59,6 +59,20 @@ def export_config(
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 
+def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
+    """config.json of a preference model with the pad_token_id of its tokenizer's `files`, if it has
+    none: without it transformers scores one sequence at a time. Other models stay as they are.
+    Raises DataError where the files cannot be read."""
+    if not is_score_model(config) or config.get("pad_token_id") is not None:
+        return dict(config)
+    try:
+        found = _token_ids({file.name: file for file in files})
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
+    known = found.get("pad_token_id")
+    return dict(config) if known is None else {**config, "pad_token_id": known}
+
+
 def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
     """The files to copy of a tokenizer, which is a folder or one file; not config.json."""
     if tokenizer is None:

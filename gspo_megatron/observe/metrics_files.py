@@ -28,10 +28,12 @@ CHANGES_FILE = "changes.jsonl"  # a record where a run goes on with other values
 PHASE_CONFIG = "config.from_step_"  # and the step: all values of a phase
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
-PRETRAINING, FINE_TUNING = "pretrain", "sft"  # each is a separate run
+# each is a separate run
+PRETRAINING, FINE_TUNING, PREFERENCES = "pretrain", "sft", "reward_model"
 # In the order of training: going back to a phase drops the records of later phases. Runs of earlier
 # versions have a warm start before RL.
-_PHASES = (PRETRAINING, FINE_TUNING, "warm_start", RL)
+STAGES = (PRETRAINING, FINE_TUNING, PREFERENCES)
+_PHASES = (*STAGES, "warm_start", RL)
 # Matches the seed in a run's name: "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4".
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 

@@ -25,6 +25,7 @@ from gspo_megatron.files import make_folder
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     FINE_TUNING,
+    PREFERENCES,
     PRETRAINING,
     RL,
     Run,
@@ -211,6 +212,21 @@ _SUPERVISED = (
     _LEARNING_RATE,
     _THROUGHPUT,
 )
+_PREFERENCES = (
+    Panel("Loss", "-log p(chosen), or squared error", ("loss", "evaluation/loss")),
+    Panel(
+        "Pairs in the right order",
+        "share right",
+        ("preference/accuracy", "evaluation/accuracy"),
+        percent=True,
+    ),
+    Panel("Scores", "score", ("preference/chosen", "preference/rejected", "preference/score")),
+    Panel("Held-out calibration error", "share", ("evaluation/calibration_error",), percent=True),
+    Panel("Held-out correlation", "correlation", ("evaluation/correlation",)),
+    _GRAD_NORM,
+    _LEARNING_RATE,
+    _THROUGHPUT,
+)
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
     Page(
@@ -226,6 +242,7 @@ _PAGES = (
     Page("timing", "Time and memory", _TIMING),
     Page(PRETRAINING, "Pre-training", _SUPERVISED, PRETRAINING),
     Page(FINE_TUNING, "Supervised fine-tuning", _SUPERVISED, FINE_TUNING),
+    Page(PREFERENCES, "Preference model", _PREFERENCES, PREFERENCES),
 )
 
 _COMPARED_RL = (
@@ -254,6 +271,7 @@ COMPARISONS = {
     FINE_TUNING: Page(
         "comparison", "Comparison: supervised fine-tuning", _COMPARED_SUPERVISED, FINE_TUNING
     ),
+    PREFERENCES: Page("comparison", "Comparison: preference models", _PREFERENCES, PREFERENCES),
 }
 ABLATION = Page(
     "variants",

@@ -25,9 +25,8 @@ from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.history import history
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
-    FINE_TUNING,
-    PRETRAINING,
     RL,
+    STAGES,
     Record,
     Run,
     groups,
@@ -112,6 +111,7 @@ class _Metric(NamedTuple):
 _REWARD = _Metric("reward", ("reward/mean",), max, fixed)
 _HELD_OUT_REWARD = _Metric("held-out reward", ("evaluation/reward",), max, fixed, False)
 _ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent, False)
+_IN_ORDER = _Metric("pairs in the right order", ("evaluation/accuracy",), max, percent, False)
 _HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number, False)
 _CLIPPED = _Metric("clip fraction", ("clip/sequence/binding", "clip/token/binding"), None, percent)
 _LOSS = _Metric("loss", ("loss",), None, number)
@@ -128,7 +128,7 @@ _RL_METRICS = (
     _THROUGHPUT,
     _STEP_TIME,
 )
-_SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
+_SUPERVISED_METRICS = (_IN_ORDER, _HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
 # The columns of a comparison: (value, metric). A terminal has room for the first few.
 _IN_TERMINAL = 4
@@ -158,9 +158,9 @@ class Summary(NamedTuple):
 
 
 def main_phase(records: Sequence[Record]) -> str:
-    """Return the phase to report: pre-training or fine-tuning if the run has one, else RL."""
+    """Return the phase to report: the stage that the run is of, else RL."""
     phases = {phase_of(record) for record in records}
-    return next((phase for phase in (PRETRAINING, FINE_TUNING) if phase in phases), RL)
+    return next((each for each in STAGES if each in phases), RL)
 
 
 def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:

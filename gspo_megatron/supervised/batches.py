@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,11 +12,22 @@ from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, micro_batch_multiple
 from gspo_megatron.batching.plan import MiniBatch, plan_step
-from gspo_megatron.config.stages import FineTuningConfig
-from gspo_megatron.data.examples import Example, SupervisedData
+from gspo_megatron.config.stages import ExamplesConfig
+from gspo_megatron.data.examples import Example
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
+
+E = TypeVar("E")  # an example of a file
+E_co = TypeVar("E_co", covariant=True)
+B = TypeVar("B")  # a batch
+
+
+class Rows(Protocol[E_co]):
+    """All examples of a file by number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> E_co: ...
 
 
 @dataclass
@@ -28,18 +39,22 @@ class SupervisedBatch:
     num_learned: int  # tokens in the loss, over all ranks
     num_tokens: int  # all tokens, over all ranks
 
+    def counts(self) -> dict[str, float]:
+        """Return the figures of the batch."""
+        return {"batch/tokens": self.num_tokens, "batch/learned_tokens": self.num_learned}
 
-class FineTuningBatches:
+
+class ExampleBatches(Generic[E, B]):
     """The batches of a run. They are the same on every layout; their order depends only on the seed
     and the file. All ranks call `next` together."""
 
     def __init__(
         self,
-        config: FineTuningConfig,
+        config: ExamplesConfig,
         policy: Policy,
         pad_id: int,
-        train: SupervisedData,
-        evaluation: SupervisedData | None = None,
+        train: Rows[E],
+        evaluation: Rows[E] | None = None,
     ) -> None:
         training = config.training
         self.policy = policy
@@ -54,7 +69,7 @@ class FineTuningBatches:
         self.num_examples = config.num_examples(len(train))  # in the whole run
         self.drawn = 0
 
-    def next(self) -> SupervisedBatch:
+    def next(self) -> B:
         """Return the next `batch_size` examples as a batch; the last step may have fewer."""
         # Take only `count` examples: if the run is continued with more steps, the others come next.
         count = min(self.batch_size, self.num_examples - self.drawn)
@@ -71,12 +86,21 @@ class FineTuningBatches:
         self.loader.load_state_dict(state)
         self.drawn = state["drawn"]
 
-    def evaluation(self) -> Iterator[SupervisedBatch]:
+    def evaluation(self) -> Iterator[B]:
         """Yield all batches of the evaluation data; they are the same at each call."""
-        data = self.evaluation_data or ()
-        for start in range(0, len(data), self.batch_size):
+        data = self.evaluation_data
+        for start in range(0, 0 if data is None else len(data), self.batch_size):
+            assert data is not None
             numbers = range(start, min(start + self.batch_size, len(data)))
             yield self.batch([data[number] for number in numbers])
+
+    def batch(self, examples: Sequence[E]) -> B:
+        """Return a batch of the examples, which must be the same on every rank."""
+        raise NotImplementedError
+
+
+class FineTuningBatches(ExampleBatches[Example, SupervisedBatch]):
+    """Batches of examples for supervised fine-tuning."""
 
     def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
         """Return a batch of the examples, which must be the same on every rank."""

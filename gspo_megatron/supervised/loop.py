@@ -1,10 +1,12 @@
-"""Supervised training. The loss is the mean negative log-prob of all learned tokens in a batch."""
+"""Supervised training: the loop of all stages, and the updates of pre-training and fine-tuning,
+whose loss is the mean negative log-prob of all learned tokens in a batch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -12,16 +14,18 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
 from gspo_megatron.checkpoint.manager import Checkpoints
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
+from gspo_megatron.data.preferences import PreferenceData
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
 from gspo_megatron.platform.reduce_metrics import StepMetrics, share_with_all_stages
 from gspo_megatron.supervised.batches import FineTuningBatches, SupervisedBatch
+from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
 from gspo_megatron.supervised.pretraining import PretrainingBatches
 
-Batches = FineTuningBatches | PretrainingBatches
+Batches = FineTuningBatches | PretrainingBatches | PreferenceBatches
 
 
 class SupervisedUpdater:
@@ -78,7 +82,7 @@ def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
 class SupervisedLoop:
     """Runs the steps of a stage, with evaluations before, between and after them."""
 
-    config: FineTuningConfig | PretrainingConfig  # training.steps is known
+    config: FineTuningConfig | PretrainingConfig | PreferenceConfig  # training.steps is known
     policy: Policy
     batches: Batches
     logger: RunLogger
@@ -92,7 +96,7 @@ class SupervisedLoop:
         steps, interval = config.training.steps, config.training.evaluation_interval
         assert steps is not None, "with_steps comes first"
         trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
-        updater = SupervisedUpdater(self.policy, trainer)
+        updater = self._updater(trainer)
         done = self.checkpoints.restore(phase, trainer, batches)
         with logger.progress(steps, TITLES[phase], done) as progress:
             before = updater.evaluate(batches.evaluation()) if done == 0 else {}
@@ -112,20 +116,32 @@ class SupervisedLoop:
                     phase, step, trainer, batches, metrics, is_last=is_last
                 )
 
+    def _updater(self, trainer: Trainer) -> Any:
+        """What does the updates and evaluations of the stage."""
+        if isinstance(self.batches, PreferenceBatches):
+            assert isinstance(self.config, PreferenceConfig)
+            data = self.batches.evaluation_data
+            assert data is None or isinstance(data, PreferenceData)
+            return PreferenceUpdater(self.policy, trainer, self.config.preference, data)
+        return SupervisedUpdater(self.policy, trainer)
 
-def timed_step(updater: SupervisedUpdater, batches: Batches) -> dict[str, float]:
+
+def timed_step(updater: Any, batches: Batches) -> dict[str, float]:
     """Do one update. Returns its metrics; only the times differ between ranks."""
     start = time.perf_counter()
     batch = batches.next()
     metrics = updater.update(batch)
     seconds = time.perf_counter() - start
     return metrics | {
-        "batch/tokens": batch.num_tokens,
-        "batch/learned_tokens": batch.num_learned,
+        **batch.counts(),
         "perf/step_seconds": seconds,
         "perf/tokens_per_second": batch.num_tokens / seconds,
         "perf/peak_memory_bytes": peak_memory_bytes(),
     }
 
 
-TITLES = {"pretrain": "pre-training", "sft": "supervised fine-tuning"}
+TITLES = {
+    "pretrain": "pre-training",
+    "sft": "supervised fine-tuning",
+    "reward_model": "preference model",
+}

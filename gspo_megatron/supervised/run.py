@@ -1,4 +1,5 @@
-"""Runs one rank of a pre-training or fine-tuning run, from a checked configuration."""
+"""Runs one rank of a pre-training, fine-tuning or preference-model run, from a checked
+configuration."""
 
 from __future__ import annotations
 
@@ -9,23 +10,29 @@ from typing import Any
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
+from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
 from gspo_megatron.data.examples import Counts
-from gspo_megatron.data.inputs import FineTuningInputs, PretrainingInputs, model_vocab_size
+from gspo_megatron.data.inputs import (
+    FineTuningInputs,
+    PreferenceInputs,
+    PretrainingInputs,
+    model_vocab_size,
+)
+from gspo_megatron.data.preferences import left_out
 from gspo_megatron.hf.export import export_hf
 from gspo_megatron.hf.writer import check_destination
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.supervised.batches import FineTuningBatches
 from gspo_megatron.supervised.loop import Batches, SupervisedLoop
+from gspo_megatron.supervised.preferences import PreferenceBatches
 from gspo_megatron.supervised.pretraining import PretrainingBatches
 
-Inputs = FineTuningInputs | PretrainingInputs
+Inputs = FineTuningInputs | PretrainingInputs | PreferenceInputs
+Stage = FineTuningConfig | PretrainingConfig | PreferenceConfig
 
 
-def run_stage(
-    config: FineTuningConfig | PretrainingConfig, inputs: Inputs, *, fresh: bool = False
-) -> bool:
+def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
     """Train on this rank. Every rank calls this with the same configuration.
 
     The configuration has passed `check_config`, and its number of steps is known. If the run folder
@@ -57,7 +64,7 @@ def run_stage(
 
 
 def assemble_stage(
-    config: FineTuningConfig | PretrainingConfig, inputs: Inputs, start: Start, stop: StopSignals
+    config: Stage, inputs: Inputs, start: Start, stop: StopSignals
 ) -> tuple[SupervisedLoop, Any]:
     """Join the other ranks and build this rank's part of the run.
 
@@ -75,6 +82,15 @@ def assemble_stage(
             for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
                 if count:
                     logger.note(f"{name} examples that are too long: {count} {what}")
+        for line in inputs.warnings:
+            logger.note(f"warning: {line}")
+    elif isinstance(config, PreferenceConfig):
+        assert isinstance(inputs, PreferenceInputs)
+        pad_id = inputs.tokenizer.pad_id
+        batches = PreferenceBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
+        for name, pairs in (("training", inputs.train), ("evaluation", inputs.evaluation)):
+            for line in left_out(pairs):
+                logger.note(f"{name} pairs left out: {line}")
         for line in inputs.warnings:
             logger.note(f"warning: {line}")
     else:

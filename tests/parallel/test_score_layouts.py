@@ -11,12 +11,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.config.stages import PreferenceConfig
+from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.rl.scorer import FrozenScorer
-from tests.parallel.models import odd_moe
+from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
+from gspo_megatron.verify.parity import gather_gradients
+from tests.parallel.models import build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
+from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS
 from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.hf.published import VOCABULARY
+from tests.unit.supervised.synthetic_preferences import preference_config, preferences
 
 _draw = random.Random(3)
 SEQUENCES = [[_draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (5, 1, 12, 7, 30, 2, 9)]
@@ -64,3 +70,73 @@ def test_a_frozen_model_gives_the_same_scores_on_any_layout(
     for of_rank in pool.each(odd_moe(layout, training=budget), frozen_scores, folder=folder):
         for number, score in of_rank:
             assert score == pytest.approx(expected[number], abs=TOLERANCE)
+
+
+Found = tuple[dict[str, torch.Tensor], dict[str, float], dict[str, float]]
+
+
+def one_batch(config: PreferenceConfig, ratings: bool) -> Found:
+    """All gradients of a batch as whole tensors (on rank 0), its figures, and an evaluation."""
+    policy = build_on_ranks(config)
+    rate = config.optimizer.learning_rate
+    trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
+    train, held_out = (preferences(8, seed, ratings=ratings) for seed in (1, 2))
+    batches = PreferenceBatches(config, policy, 0, train, held_out)
+    updater = PreferenceUpdater(policy, trainer, config.preference, held_out)
+    zero_gradients(policy.chunks, trainer.optimizer)
+    metrics = updater.accumulate(batches.next())
+    gradients, replica_error = gather_gradients(policy)
+    assert replica_error < 1e-12
+    figures = {}
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        figures = metrics.reduce(updater.data_group)
+    return gradients, figures, updater.evaluate(batches.evaluation())
+
+
+def assert_same(found: list[Found], expected: Found) -> None:
+    """In fp64: sums in another order. Packed and padded rows go through other attention."""
+    gradients, figures, evaluation = expected
+    assert found[0][0].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        assert scale > 0 or "router" in name or "experts" in name, name
+        error = float((found[0][0][name] - gradient).abs().max())
+        assert error <= FP64_TOLERANCE_OF_ROUTERS * max(scale, 1e-3), (name, error, scale)
+    for each in found:
+        assert each[2].keys() == evaluation.keys()
+        assert [*each[2].values()] == pytest.approx([*evaluation.values()], rel=1e-9, abs=1e-12)
+    last = found[-1][1]  # the last rank is on the last stage
+    assert last.keys() == figures.keys()
+    assert [*last.values()] == pytest.approx([*figures.values()], rel=1e-9, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[bool, Found]:
+    return {
+        ratings: pool.on(preference_config(**case(ratings)), one_batch, ratings=ratings)
+        for ratings in (False, True)
+    }
+
+
+def case(ratings: bool) -> dict[str, dict[str, object]]:
+    if ratings:
+        return {"preference": {"loss": "regression"}}
+    return {"preference": {"center_coefficient": 0.05}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing", "ratings"),
+    [
+        ("tp=2,pp=2,ep=2", True, False),
+        ("tp=2,pp=2,ep=2", False, True),
+        ("cp=2,dp=2,ep=2", True, False),
+        ("pp=2,vpp=2,cp=2", True, False),
+        ("tp=2,cp=2", False, False),
+        ("dp=2", True, True),
+    ],
+)
+def test_gradients_and_figures_are_those_of_one_rank(
+    pool: Pool, alone: dict[bool, Found], layout: str, packing: bool, ratings: bool
+) -> None:
+    config = preference_config(layout, training={"packing": packing}, **case(ratings))
+    assert_same(pool.each(config, one_batch, ratings=ratings), alone[ratings])

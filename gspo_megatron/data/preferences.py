@@ -1,0 +1,219 @@
+"""Preferences between responses, and ratings of responses, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_megatron.config.stages import PreferenceDataSection
+from gspo_megatron.data.chat import check_template
+from gspo_megatron.data.preference_rows import (
+    PreferenceFields,
+    Texts,
+    Whole,
+    fields_of,
+    read_preference,
+)
+from gspo_megatron.data.prompts import (
+    IDLE_OPTIONS,
+    QuotedControls,
+    UnknownCharacters,
+    encode_text,
+)
+from gspo_megatron.data.rows import Problems, read_rows
+from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.errors import DataError
+
+MOST_SOURCES = 64  # each gets metrics of its own in every evaluation
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A chosen response with the rejected ones, or one rated response. Each branch is a prompt with
+    a response; the first one is the chosen response."""
+
+    token_ids: np.ndarray  # [tokens of all branches] int32, end to end
+    lengths: np.ndarray  # [branches] int64
+    values: np.ndarray  # [rejected] float64: their margins; of a rated response [1]: its rating
+    source: int  # the number of its source, see PreferenceData.sources
+
+
+@dataclass
+class PreferenceCounts:
+    """Numbers of pairs (or ratings) that were left out, and of odd texts."""
+
+    too_long: int = 0
+    ties: int = 0
+    ends_in_padding: int = 0  # sequences whose last token is the padding token
+    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
+    quoted: QuotedControls = field(default_factory=QuotedControls)
+
+
+class PreferenceData:
+    """All preferences of a file by number, in flat arrays to save memory."""
+
+    def __init__(self, found: Iterator[tuple[Preference, str]], counts: PreferenceCounts) -> None:
+        """found: each preference with the name of its source."""
+        tokens, lengths, values = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0)]
+        ends, branches, margins, numbers = [0], [0], [0], []
+        self.sources: list[str] = []
+        for each, name in found:
+            tokens.append(each.token_ids)
+            lengths.append(each.lengths)
+            values.append(each.values)
+            ends.append(ends[-1] + len(each.token_ids))
+            branches.append(branches[-1] + len(each.lengths))
+            margins.append(margins[-1] + len(each.values))
+            if name not in self.sources:
+                self.sources.append(name)
+            numbers.append(self.sources.index(name))
+        self.counts = counts
+        self._tokens, self.lengths = np.concatenate(tokens), np.concatenate(lengths)
+        self.values, self.source_numbers = np.concatenate(values), np.array(numbers, np.int64)
+        self._ends, self.branch_ends = np.array(ends, np.int64), np.array(branches, np.int64)
+        self._value_ends = np.array(margins, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.source_numbers)
+
+    def __getitem__(self, number: int) -> Preference:
+        tokens, branches, values = (
+            array[ends[number] : ends[number + 1]]
+            for array, ends in (
+                (self._tokens, self._ends),
+                (self.lengths, self.branch_ends),
+                (self.values, self._value_ends),
+            )
+        )
+        return Preference(tokens, branches, values, int(self.source_numbers[number]))
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs, or of ratings."""
+        return len(self.values)
+
+
+def load_preferences(
+    path: str | Path, tokenizer: Tokenizer, form: PreferenceDataSection, *, regression: bool
+) -> PreferenceData:
+    """Load the preferences of a JSON Lines or Parquet file in its order.
+
+    `form` is the configuration; its `max_tokens` must be set. Messages go through the chat
+    template. A text is encoded as a prompt for a rollout, with the end-of-sequence token at its
+    end. With `regression` the rows are rated responses.
+
+    A pair with a side of more tokens is left out and counted, and so are ties: responses of the
+    same tokens, or rows that say that none is better. Raises DataError with file and line of bad
+    rows, if the chat template is missing or unusable, and if no preference is left.
+    """
+    problems, counts = Problems(), PreferenceCounts()
+    fields = fields_of(form, regression=regression)
+    reader = _Reader(tokenizer, form, fields, problems, counts)
+    data = PreferenceData(reader.read(Path(path)), counts)
+    problems.raise_if_any()
+    if not len(data):
+        left_out = [(counts.too_long, f"too long for {form.max_tokens} tokens")]
+        left_out.append((counts.ties, "ties"))
+        why = ", ".join(f"{count} left out: {what}" for count, what in left_out if count)
+        raise DataError(f"{path}: holds no preferences{f' ({why})' if why else ''}")
+    if len(data.sources) > MOST_SOURCES:
+        raise DataError(
+            f"{path}: field {fields.source!r} has {len(data.sources)} values; allowed: at most "
+            f"{MOST_SOURCES} (data.source_field chooses one)"
+        )
+    return data
+
+
+@dataclass
+class _Reader:
+    tokenizer: Tokenizer
+    form: PreferenceDataSection
+    fields: PreferenceFields
+    problems: Problems
+    counts: PreferenceCounts
+    checked: bool = False  # whether the chat template was checked
+
+    def read(self, path: Path) -> Iterator[tuple[Preference, str]]:
+        """Yield the preferences, each with the name of its source."""
+        if self.form.chat_template:
+            self._check_template()
+        for where, row in read_rows(path, self.fields.settings(), self.problems):
+            found = self._of_row(where, row)
+            if found is not None:
+                yield found
+        if self.form.chat_template_options and not self.checked:
+            self.problems.add(*IDLE_OPTIONS)
+
+    def _check_template(self) -> None:
+        if not self.checked:
+            check_template(self.tokenizer)
+        self.checked = True
+
+    def _of_row(self, where: str, row: Mapping[str, Any]) -> tuple[Preference, str] | None:
+        """Return the preference of a row; None if it is faulty or left out."""
+        try:
+            read = read_preference(row, self.fields, self.form)
+        except ValueError as fault:
+            self.problems.add(where, str(fault))
+            return None
+        if read is None:
+            self.counts.ties += 1
+            return None
+        try:
+            branches = [self._encode(where, whole) for whole in read.responses]
+        except DataError as error:
+            self.problems.add(where, str(error))
+            return None
+        most = self.form.max_tokens
+        assert most is not None
+        first, *rejected = branches
+        if len(first) > most:
+            self.counts.too_long += len(read.values)
+            return None
+        kept, values = [first], []
+        if self.fields.rating is not None:
+            values = read.values
+        else:
+            for branch, margin in zip(rejected, read.values, strict=True):
+                if len(branch) > most:
+                    self.counts.too_long += 1
+                elif np.array_equal(branch, first):
+                    self.counts.ties += 1
+                else:
+                    kept.append(branch)
+                    values = [*values, margin]
+        if not values:
+            return None
+        lengths = np.array([len(branch) for branch in kept], np.int64)
+        self.counts.ends_in_padding += sum(b[-1] == self.tokenizer.pad_id for b in kept)
+        preference = Preference(np.concatenate(kept), lengths, np.array(values, np.float64), 0)
+        return preference, read.source
+
+    def _encode(self, where: str, whole: Whole) -> np.ndarray:
+        """Token ids of a prompt with a response."""
+        if not isinstance(whole, Texts):
+            self._check_template()
+            rendered = self.tokenizer.render(whole)
+            ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+            text = "".join(message["content"] for message in whole)
+        else:
+            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
+            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
+            ids = [*ids, self.tokenizer.eos_id]
+            text = whole.prompt + whole.response
+            self.counts.quoted.add(self.tokenizer, where, text)
+        found = np.array(ids, np.int32)
+        self.counts.unknown.add(self.tokenizer, where, found, text)
+        return found
+
+
+def left_out(data: PreferenceData | None) -> list[str]:
+    """Return how many pairs of a file are left out, one text for each reason."""
+    if data is None:
+        return []
+    counts = ((data.counts.too_long, "too long"), (data.counts.ties, "a tie"))
+    return [f"{count:,}, {why}" for count, why in counts if count]
