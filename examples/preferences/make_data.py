@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--pairs", type=int, default=8000, metavar="N")
+    parser.add_argument("--pairs", type=int, default=12000, metavar="N")
     given = parser.parse_args(arguments)
     make_data(given.output, given.seed, given.pairs)
 
