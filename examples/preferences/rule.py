@@ -1,6 +1,6 @@
 """What a response is worth, and which of two responses an annotator prefers.
 
-The prompt names 4 letters. A response should be 4 characters long, all of them letters of the prompt.
+The prompt names 4 letters. A response should be 4 characters long, all of them of the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gspo_megatron.types import Sample
 
 SURPLUS = 0.25  # what a character too many costs, in parts of a letter
 # An annotator's preference: a logit, linear in the difference of the scores and of the lengths.
-# So a letter that is wanted gives 8 / 4 + 0.6 = 2.6, and a character too many costs 8 * 0.25 / 4 = 0.5
+# So a letter that is wanted gives 8 / 4 + 0.6 = 2.6. A character too many costs 8 * 0.25 / 4 = 0.5,
 # and gives 0.6 because it is there.
 PER_SCORE, PER_CHARACTER = 8.0, 0.6
 
