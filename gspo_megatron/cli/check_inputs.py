@@ -319,11 +319,13 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     name = "tokenizer" if section.tokenizer is not None else "folder"
     source = f"{key}.model.{name} = {section.tokenizer_folder}"
     try:
-        theirs = load_tokenizer(section.tokenizer_folder)
-        if theirs.chat_template is not None:
+        theirs = load_tokenizer(section.tokenizer_folder, section.chat_template_options)
+        if section.chat_template or (section.chat_template is None and theirs.chat_template):
             check_template(theirs)
     except DataError as error:
-        raise DataError(f"{source}: {error}; reward.model.tokenizer names another one") from None
+        text = str(error).replace("data.chat_template", f"{key}.model.chat_template")
+        advice = f"{key}.model.tokenizer names another one"
+        raise DataError(f"{source}: {text}; {advice}") from None
     if section.folder is None:
         return
     shape = shape_of(preset_of_scorer(section.folder))

@@ -190,7 +190,21 @@ def _of_reinforcement(config: Any, inputs: Any) -> Rows:
         f"updates by {objective.import_path or objective.name}"
     )
     lengths += f", responses of at most {rollout.max_response_tokens}"
-    return [*rows, ("lengths", lengths), ("step", step)]
+    rows += [("lengths", lengths), ("step", step)]
+    if config.reward.model.is_on:
+        model, ranks = config.reward.model, "on the training ranks"
+        where = ranks if model.url is None else f"at {model.url}"
+        rows.append(
+            ("scores", f"{model.folder or model.tokenizer} {where}, {_NORMALIZED[model.normalize]}")
+        )
+    return rows
+
+
+_NORMALIZED = {
+    "none": "not normalised",
+    "running": "normalised by all scores of the run",
+    "group": "normalised in each group",
+}
 
 
 def _of_fine_tuning(config: Any, inputs: Any) -> Rows:

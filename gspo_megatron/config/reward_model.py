@@ -33,6 +33,14 @@ class RewardModelSection(Section):
         "Hugging Face folder with the model's own tokenizer and chat template; null: that of "
         "folder",
     )
+    chat_template: bool | None = shapes(
+        None,
+        "whether the tokenizer's chat template renders prompt and response, or they are one text, "
+        "as the model was trained; null: if the tokenizer has one",
+    )
+    chat_template_options: dict[str, Any] = shapes(
+        {}, "variables of the chat template of the model's tokenizer"
+    )
     max_tokens: Positive | None = shapes(
         None,
         "longest conversation in the model's tokens; a longer one loses its first tokens; null: "
@@ -70,7 +78,7 @@ def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, Any, str
             wrong = "needs a model that scores; allowed: reward.model.url or reward.model.folder"
             yield "name", reward.name, wrong
         for name, field in RewardModelSection.model_fields.items():
-            if (value := getattr(given, name)) != field.default:
+            if (value := getattr(given, name)) != field.get_default():
                 wrong = "nothing reads it without reward.model.url or reward.model.folder"
                 yield f"model.{name}", value, f"{wrong}; allowed: leave it out"
         return
@@ -86,3 +94,6 @@ def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, Any, str
     elif given.batch_size != _BATCH:
         wrong = "nothing reads it without reward.model.url"
         yield "model.batch_size", given.batch_size, f"{wrong}; allowed: {_BATCH}"
+    if given.chat_template is False and given.chat_template_options:
+        wrong = "nothing reads it with chat_template = false"
+        yield "model.chat_template_options", given.chat_template_options, f"{wrong}; allowed: {{}}"

@@ -13,6 +13,7 @@ from time import perf_counter
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.platform.collectives import all_gather_columns, raise_everywhere
@@ -39,14 +40,22 @@ class FolderScores:
         self.longest = self.scorer.policy.shape.max_sequence_length
 
     def __call__(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return the scores of conversations, [conversations] float64. All ranks call it; those of
-        one model replica have the same conversations. Raises DataError on all ranks if a score is
-        not finite."""
-        flat = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long)
-        scores = self.scorer(flat, [*map(len, ids)]).double().cpu().numpy()
+        """Return the scores of conversations, [conversations] float64.
+
+        All ranks call it, the tensor- and pipeline-parallel ones with the same conversations.
+        Raises DataError on all ranks if a score is not finite."""
+        device = torch.device(torch.cuda.current_device())
+        lengths = torch.tensor([*map(len, ids)], dtype=torch.long, device=device)
+        tokens = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long, device=device)
+        # Context-parallel ranks have responses of their own, and score those of all of them.
+        group = parallel_state.get_context_parallel_group()
+        counts = all_gather_columns(lengths, group)
+        tokens = torch.cat(all_gather_columns(tokens, group))
+        scores = self.scorer(tokens, torch.cat(counts).tolist()).split([*map(len, counts)])
+        mine = scores[group.rank()].double().cpu().numpy()
         wrong = "a score is not finite; give an undamaged folder"
-        raise_everywhere(None if np.isfinite(scores).all() else f"{self.name}: {wrong}")
-        return scores
+        raise_everywhere(None if np.isfinite(mine).all() else f"{self.name}: {wrong}")
+        return mine
 
 
 class ModelRewards:

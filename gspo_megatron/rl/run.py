@@ -34,7 +34,8 @@ from gspo_megatron.routing.hooks import attach_hooks
 
 # Beginnings of changes after which rewards are not compared with those before
 _OTHER_SCORES = tuple(
-    f"reward.model.{key}:" for key in ("folder", "tokenizer", "max_tokens", "normalize")
+    f"reward.model.{key}"
+    for key in ("folder:", "tokenizer:", "chat_template", "max_tokens:", "normalize:")
 )
 _OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 

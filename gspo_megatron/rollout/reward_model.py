@@ -54,15 +54,16 @@ class ModelTexts:
     """Makes the conversations that a reward model scores."""
 
     def __init__(self, section: RewardSection) -> None:
-        self.name, self.longest = section.model.source, section.model.max_tokens
-        self._folder = section.model.tokenizer_folder
+        self.section, self.name = section.model, section.model.source
+        self.longest = section.model.max_tokens  # may be set later, to what the model takes
         self._tokenizer: Tokenizer | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's own tokenizer, loaded when it is first used. Raises DataError."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._folder)
+            options = self.section.chat_template_options
+            self._tokenizer = load_tokenizer(self.section.tokenizer_folder, options)
         return self._tokenizer
 
     def conversations(self, samples: Sequence[Sample]) -> Conversations:
@@ -71,7 +72,7 @@ class ModelTexts:
         Raises RewardError if the chat template refuses the messages of a prompt.
         """
         try:
-            ids = [conversation_ids(self.tokenizer, sample) for sample in samples]
+            ids = [self.ids_of(sample) for sample in samples]
         except DataError as error:
             raise RewardError(f"{self.name}: {error}") from error
         longest = math.inf if self.longest is None else self.longest
@@ -80,20 +81,32 @@ class ModelTexts:
             ids = [each[-self.longest :] for each in ids]
         return Conversations(ids, cut)
 
+    def ids_of(self, sample: Sample) -> list[int]:
+        """Return a prompt and its response as the model's tokens, as the model was trained.
 
-def conversation_ids(tokenizer: Tokenizer, sample: Sample) -> list[int]:
-    """Return the prompt and the response as the tokens of a reward model.
-
-    Its chat template renders the prompt's messages and the response. A prompt without messages is
-    one user message. Without a template, prompt and response are one text, and end with the
-    end-of-sequence token. Text that spells a control token is encoded as text, so a response cannot
-    end its part of the conversation.
-    """
-    if tokenizer.chat_template is None:
-        return [*encode_text(sample.prompt + sample.response, tokenizer), tokenizer.eos_id]
-    asked = sample.messages or ({"role": USER, "content": sample.prompt},)
-    rendered = tokenizer.render([*asked, {"role": ASSISTANT, "content": sample.response}])
-    return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+        The chat template renders the prompt's messages and the response; a prompt without messages
+        is one user message. Without the template they are one text, which ends with the
+        end-of-sequence token. Text that spells a control token is encoded as text, so a response
+        cannot end its part of the conversation. Raises DataError.
+        """
+        tokenizer, renders = self.tokenizer, self.section.chat_template
+        if renders is None:
+            renders = tokenizer.chat_template is not None
+        if renders:
+            asked = sample.messages or ({"role": USER, "content": sample.prompt},)
+            rendered = tokenizer.render([*asked, {"role": ASSISTANT, "content": sample.response}])
+            return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
+        if len(sample.messages) > 1:
+            raise DataError(
+                f"a prompt has {len(sample.messages)} messages ({sample.row_id}), and without a "
+                "chat template the model reads one text; give a tokenizer with a template"
+            )
+        ids = encode_text(sample.prompt or sample.response, tokenizer)
+        return [
+            *ids,
+            *(tokenizer.encode(sample.response) if sample.prompt else ()),
+            tokenizer.eos_id,
+        ]
 
 
 @dataclass

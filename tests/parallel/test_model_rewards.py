@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError
-from gspo_megatron.platform.groups import set_up_model_parallel
+from gspo_megatron.platform.groups import data_parallel_group, set_up_model_parallel
 from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from tests.parallel.models import odd_moe
 from tests.parallel.pool import Pool
@@ -43,9 +42,8 @@ def with_folder(layout: str, folder: Path) -> Config:
 def scored(config: Config) -> tuple[dict[int, float], dict[str, float], str]:
     """The scores of this rank's conversations, the moments of all ranks', and what is said."""
     set_up_model_parallel(resolve_parallel(config, dist.get_world_size()), config.training.seed)
-    rank = parallel_state.get_data_parallel_rank()
-    size = parallel_state.get_data_parallel_world_size()
-    numbers = [*range(len(CONVERSATIONS))][rank::size]
+    group = data_parallel_group()  # as of rollouts: context-parallel ranks have others
+    numbers = [*range(len(CONVERSATIONS))][group.rank() :: group.size()]
     score = FolderScores(config)
     rewards = ModelRewards(config, torch.device("cpu"), score)
     assert rewards.texts is not None and rewards.texts.longest == 64

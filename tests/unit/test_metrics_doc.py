@@ -55,6 +55,13 @@ DISTILLED = {
     *("distill/kl", "distill/teacher_seconds"),
     *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
 }
+# Written by runs with a reward model: tests/e2e/test_reward_model.py.
+SCORED = {
+    *("reward_model/mean", "reward_model/std", "reward_model/tokens", "reward_model/cut"),
+    *("reward_model/running_mean", "reward_model/running_std", "response/repeated"),
+    *("perf/reward_model_seconds", "perf/reward_model_scores_per_second"),
+    "perf/reward_model_tokens_per_second",
+}
 # Written by runs that collapse: tests/e2e/test_collapse.py.
 COLLAPSED = {"collapse/alarm", "collapse/rollbacks"}
 
@@ -114,7 +121,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 @pytest.mark.slow
 def test_the_page_has_every_key_and_no_other(written: set[str]) -> None:
     assert written - documented() == set(), "missing on the page"
-    assert documented() - written == SERVED | DISTILLED | COLLAPSED, (
+    assert documented() - written == SERVED | DISTILLED | SCORED | COLLAPSED, (
         "on the page, but never written"
     )
 

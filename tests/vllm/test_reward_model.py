@@ -18,7 +18,7 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, conversation_ids
+from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, ModelTexts
 from gspo_megatron.rollout.vllm.process import end_with_parent
 from gspo_megatron.types import Sample
 from tests.e2e.resuming import all_records, train
@@ -107,8 +107,7 @@ def samples_of(run: Path, toy: Path) -> list[tuple[Sample, float]]:
 
 
 def by_transformers(folder: Path, samples: list[Sample]) -> list[float]:
-    texts = ModelServer(section_of(folder, "http://127.0.0.1:1")).texts
-    ids = [conversation_ids(texts.tokenizer, sample) for sample in samples]
+    ids = ModelTexts(section_of(folder, "http://127.0.0.1:1")).conversations(samples).ids
     _, complaints, scores = scores_by_transformers(folder, ids)
     assert not complaints
     return scores

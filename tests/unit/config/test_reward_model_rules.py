@@ -39,6 +39,11 @@ def test_sound_keys_pass(overrides: list[str]) -> None:
         (["reward.model.url=h:1", "reward.model.tokenizer=t"], "reward.model.url", "http://host"),
         (["reward.model.url=http://h/v1", "reward.model.tokenizer=t"], "reward.model.url", ":port"),
         (["reward.model.url=http://h:1"], "reward.model.tokenizer", "needs the model's own"),
+        (
+            [*URL, "reward.model.chat_template=false", "reward.model.chat_template_options={a: 1}"],
+            "reward.model.chat_template_options",
+            "nothing reads it with chat_template = false",
+        ),
         ([*URL, "environment.name=calculator"], "reward.model.url", "not an environment's epis"),
         (
             [*URL, "objective.advantage=gdpo", "reward.model.normalize=running"],

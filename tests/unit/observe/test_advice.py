@@ -124,6 +124,33 @@ def test_length_explosion(metric: str, values: list[float], steps: tuple[int, ..
         assert "max_response_tokens" in found[0].advice
 
 
+@pytest.mark.parametrize(
+    ("metric", "values", "warned"),
+    [
+        ("response/repeated", [0.05] * 10 + [0.3] * 10, True),
+        ("response/repeated", [0.04] * 10 + [0.09] * 10, False),  # lists repeat words
+        ("response/repeated", [0.3] * 20, False),  # from the start
+        ("response/length_mean", [20.0] * 10 + [40.0] * 10, True),
+        ("response/length_mean", [20.0] * 10 + [28.0] * 10, False),
+    ],
+)
+def test_a_reward_model_that_is_gamed(metric: str, values: list[float], warned: bool) -> None:
+    score = [step / 10 for step in range(20)]
+    curves = {"reward/mean": score, "reward_model/mean": score, metric: values}
+    found = advise(records(curves), CONFIG)
+    if warned:
+        steps = only(found, metric)
+        assert (
+            steps[-1] == 20 and steps[0] > 10 and "the reward model's score rises" in found[0].text
+        )
+    else:
+        assert found == []
+    # longer or repeated responses that the model does not like are another matter
+    assert not advise(records(curves | {"reward_model/mean": score[::-1]}), CONFIG)
+    del curves["reward_model/mean"]
+    assert not advise(records(curves), CONFIG)
+
+
 def test_groups_with_equal_rewards_for_many_steps() -> None:
     shares = [0.3] * 5 + [0.8] * 9 + [0.3] + [0.9] * 12
     values = {"reward/zero_spread_groups": shares}

@@ -59,6 +59,30 @@ def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(
     assert all(path.read_bytes().startswith(PNG) for path in written)
 
 
+def test_a_run_with_a_reward_model_has_the_signs_of_gaming_on_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = {
+        "reward_model/mean": 0.5,
+        "reward_model/std": 1.0,
+        "kl/reference_k3": 0.1,
+        "response/length_mean": 12.0,
+        "response/repeated": 0.2,
+    }
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 7):
+            writer.write(rl_record(step, 0.1) | watched)
+    titles: list[str] = []
+    native = plots.finish_axes
+    monkeypatch.setattr(
+        plots, "finish_axes", lambda *a, **k: titles.append(a[1]) or native(*a, **k)
+    )
+    assert tmp_path / "plots" / "reward_model.png" in plot_run(tmp_path)
+    signs = ["Score of the reward model", "Divergence from the start", "Response length"]
+    start = titles.index(signs[0])
+    assert titles[start : start + 4] == [*signs, "Repeated text"]
+
+
 def test_lines_mark_where_keys_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,128 @@
+"""Loss and gradients of a preference model against plain float64 and TRL's RewardTrainer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_megatron.config import resolve_parallel
+from gspo_megatron.data.preferences import Preference, PreferenceCounts, PreferenceData
+from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hf.load import load_hf
+from gspo_megatron.models.build import build_policy
+from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
+from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
+from gspo_megatron.verify.parity import gather_gradients
+from tests.unit.hf.preference_folder import write_score_model
+from tests.unit.hf.published import VOCABULARY
+from tests.unit.hf.transformers_side import transformers_process
+from tests.unit.supervised.synthetic_preferences import preference_config
+from tests.unit.supervised.trl_side import Group, Step, plain_step, trl_step
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as process:
+        yield process
+
+
+def groups_of(seed: int, most_rejected: int) -> list[Group]:
+    """Prompts of different lengths; no token is the padding."""
+    draw = random.Random(seed)
+
+    def ids() -> list[int]:
+        return [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 12))]
+
+    found = []
+    for _ in range(6):
+        rejected = [ids() for _ in range(draw.randint(1, most_rejected))]
+        found.append(([ids(), *rejected], [draw.random() for _ in rejected]))
+    return found
+
+
+def data_of(groups: list[Group]) -> PreferenceData:
+    def each() -> Iterator[tuple[Preference, str]]:
+        for responses, margins in groups:
+            flat = np.array([token for ids in responses for token in ids], np.int32)
+            lengths = np.array([*map(len, responses)], np.int64)
+            yield Preference(flat, lengths, np.array(margins), source=0), ""
+
+    return PreferenceData(each(), PreferenceCounts())
+
+
+def our_step(folder: Path, groups: list[Group], center: float, precision: str) -> Step:
+    """With gradients by the names of the folder's tensors."""
+    model = {"hf_path": str(folder), "megatron": {"moe_aux_loss_coeff": 0.0}}
+    config = preference_config(
+        preference={"center_coefficient": center}, training={"precision": precision}
+    )
+    config = config.model_copy(update={"model": type(config.model)(**model)})
+    policy = build_policy(config, resolve_parallel(config, 1), VOCABULARY)
+    load_hf(folder, policy)
+    trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
+    batches = PreferenceBatches(config, policy, 0, data_of(groups))
+    updater = PreferenceUpdater(policy, trainer, config.preference, None)
+    zero_gradients(policy.chunks, trainer.optimizer)
+    metrics = updater.accumulate(batches.batch([batches.train[n] for n in range(len(groups))]))
+    shape = config.resolved_model()
+    weights = weight_map(config.model.family(shape), shape, VOCABULARY)
+    gradients: dict[str, Tensor] = {}
+    for name, gradient in gather_gradients(policy)[0].items():
+        for box in weights[name].boxes:
+            whole = gradients.setdefault(box.name, gradient.new_zeros(weights.shapes[box.name]))
+            whole[box.source_slices] = box.to_source(gradient[box.target_slices])
+    return metrics.reduce(updater.data_group)["loss"], gradients
+
+
+def assert_same_step(found: Step, expected: Step, tolerance: float) -> None:
+    """Experts: transformers keeps those of a layer in two tensors."""
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    ours = dict(found[1])
+    for name, theirs in expected[1].items():
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            mine = joint(ours, name, len(theirs))
+        else:
+            mine = ours.pop(name)
+        scale = float(theirs.abs().max())
+        assert scale > 0, name
+        assert float((mine - theirs).abs().max()) <= tolerance * max(scale, 1e-3), name
+    assert not ours
+
+
+def joint(ours: dict[str, Tensor], name: str, count: int) -> Tensor:
+    """The gradients of single experts as those of transformers' tensor of all of them."""
+    start, _, kind = name.rpartition(".")
+    if kind == "down_proj":
+        return torch.stack([ours.pop(f"{start}.{n}.down_proj.weight") for n in range(count)])
+    parts = (
+        [ours.pop(f"{start}.{n}.{part}_proj.weight") for part in ("gate", "up")]
+        for n in range(count)
+    )
+    return torch.stack([torch.cat(pair) for pair in parts])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_in_float64_it_is_the_formula(
+    other: ProcessPoolExecutor, tmp_path: Path, family: str
+) -> None:
+    """Several rejected responses, margins and centering. transformers rotates in float32."""
+    folder = write_score_model(tmp_path / "model", family, seed=3)
+    groups = groups_of(1, most_rejected=3)
+    expected = other.submit(plain_step, folder, groups, 0.05).result()
+    assert_same_step(our_step(folder, groups, 0.05, "fp64"), expected, 1e-5)
+
+
+def test_it_is_the_step_of_trl(other: ProcessPoolExecutor, tmp_path: Path) -> None:
+    folder = write_score_model(tmp_path / "model", "qwen3_moe", seed=4)
+    groups = groups_of(2, most_rejected=1)
+    expected = other.submit(trl_step, folder, groups, 0.01, tmp_path / "trl").result()
+    assert_same_step(our_step(folder, groups, 0.01, "fp32"), expected, 1e-4)
