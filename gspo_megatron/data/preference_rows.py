@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -139,8 +140,10 @@ def _get(row: Mapping[str, Any], name: str, fields: PreferenceFields) -> Any:
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(found := float(value)):
+                return found
     what = value if isinstance(value, float) else json_type(value)
     raise ValueError(f"field {name!r} is {what}; a finite number is wanted")
 

@@ -39,7 +39,9 @@ def write_score_model(path: Path, family: str, seed: int, **changes: Any) -> Pat
     return path
 
 
-def scores_by_transformers(folder: Path, sequences: list[list[int]]) -> tuple[str, dict, list]:
+def scores_by_transformers(
+    folder: Path, sequences: list[list[int]], pad: int = PAD
+) -> tuple[str, dict, list]:
     """The class, complaints about tensors, and the score of each sequence, padded in one batch."""
     import transformers
 
@@ -48,7 +50,7 @@ def scores_by_transformers(folder: Path, sequences: list[list[int]]) -> tuple[st
     )
     model.eval()
     longest = max(map(len, sequences))
-    ids = torch.full((len(sequences), longest), PAD)
+    ids = torch.full((len(sequences), longest), pad)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence)

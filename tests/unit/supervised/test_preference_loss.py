@@ -88,7 +88,7 @@ def assert_same_step(found: Step, expected: Step, tolerance: float) -> None:
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     ours = dict(found[1])
     for name, theirs in expected[1].items():
-        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             mine = joint(ours, name, len(theirs))
         else:
             mine = ours.pop(name)
