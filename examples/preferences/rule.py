@@ -12,9 +12,9 @@ from gspo_megatron.types import Sample
 
 SURPLUS = 0.25  # what a character too many costs, in parts of a letter
 # An annotator's preference: a logit, linear in the difference of the scores and of the lengths.
-# So a letter that is wanted gives 8 / 4 + 0.6 = 2.6. A character too many costs 8 * 0.25 / 4 = 0.5,
-# and gives 0.6 because it is there.
-PER_SCORE, PER_CHARACTER = 8.0, 0.6
+# So a letter that is wanted gives 8 / 4 + 0.3 = 2.3. A character too many costs 8 * 0.25 / 4 = 0.5,
+# and gives 0.3 because it is there.
+PER_SCORE, PER_CHARACTER = 8.0, 0.3
 
 
 def score(letters: str, response: str) -> float:
