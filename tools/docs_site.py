@@ -23,19 +23,20 @@ _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the README files."""
+    """Add the README files."""
     for page, path in READMES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with the links of the site. A link to nothing stays, and mkdocs refuses it."""
+    """The page with the links of the site. A link to a missing file stays, so that mkdocs refuses
+    it."""
     return relink(markdown, page.file.src_uri)
 
 
 def relink(markdown: str, page: str) -> str:
-    """`page`: its path in the site."""
+    """Replace the links of a page. `page`: its path in the site."""
     here = Path(READMES.get(page, f"docs/{page}")).parent
     pages = {path: name for name, path in READMES.items()}
 
@@ -48,5 +49,5 @@ def relink(markdown: str, page: str) -> str:
             return f"] (`{path}`)"
         return f"]({os.path.relpath(name, os.path.dirname(page) or '.')}{match[2] or ''})"
 
-    # A label whose link is gone loses its brackets.
+    # A label without its link loses its brackets.
     return re.sub(r"\[([^\[\]]+)\] (\(`[^`]+`\))", r"\1 \2", _LINK.sub(link, markdown))

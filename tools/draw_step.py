@@ -68,7 +68,7 @@ COLUMNS = (20, 570)
 
 
 def calls_of(function: str) -> list[str]:
-    """The calls of a function of rl/loop.py, as written, in the order of the source."""
+    """The calls of a function of rl/loop.py, in the order of the source."""
     tree = ast.parse((PACKAGE / "rl" / "loop.py").read_text(encoding="utf-8"))
     [found] = [
         node
@@ -82,8 +82,8 @@ def calls_of(function: str) -> list[str]:
 
 
 def shapes() -> dict[str, str]:
-    """Of the fields of all data classes, by Class.field: the shape that the comment behind the
-    field gives, else its type."""
+    """The shape of each field of all data classes, by Class.field: from the comment after the
+    field, otherwise its type."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def shapes() -> dict[str, str]:
 def svg() -> str:
     """The picture."""
     known, parts = shapes(), []
-    tops: dict[str, int] = {}  # of the step's boxes
+    tops: dict[str, int] = {}  # the tops of the step's boxes
     bottom = 0
     for function, (described, parent) in DRAWN.items():
         if (calls := calls_of(function)) != list(described):

@@ -20,10 +20,10 @@ from gspo_megatron.files import write_atomically
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
 RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # of the programs; the others have no parentheses
-INPUTS = 5  # numbers that a program is tried on
+INPUTS = 5  # the inputs on which a program is tried
 WORDS = {"+": "add", "-": "subtract", "*": "multiply by"}
 BEGIN, END = "```python\nfor x in map(int, open(0)): print(", ")\n```"
-# As one token each, so that a response has about 25 tokens.
+# Each of these is one token, so that a response has about 25 tokens.
 SYMBOLS = [
     "```python\n",
     "\n```",
@@ -50,7 +50,7 @@ Steps = tuple[tuple[str, int], ...]  # operators and numbers
 
 
 def tasks(generator: random.Random) -> Iterator[Steps]:
-    """Without end; none occurs twice, and all need parentheses."""
+    """Yield tasks without end. None occurs twice, and all need parentheses."""
     seen = set()
     while True:
         count = generator.choice((2, 3, 4))
@@ -74,7 +74,7 @@ def nested(steps: Steps) -> str:
 
 
 def value(expression: str, x: int) -> int:
-    """Of an expression of `flat` or `nested`."""
+    """The value of an expression of `flat` or `nested`."""
     return int(eval(expression, {"x": x}))
 
 
@@ -91,7 +91,7 @@ def program(generator: random.Random, steps: Steps) -> str:
 
 
 def row(generator: random.Random, steps: Steps) -> dict[str, Any]:
-    """A prompt with its tests, in the form of APPS: here one test, of several lines."""
+    """A prompt with its tests in the form of APPS: here one test of several lines."""
     numbers = generator.sample(range(-99, 100), INPUTS)
     results = [value(nested(steps), x) for x in numbers]
     given, wanted = ("\n".join(map(str, each)) for each in (numbers, results))

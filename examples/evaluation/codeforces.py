@@ -34,7 +34,8 @@ from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.intervals import bootstrap_interval
 
 FIELDS = ("id", "contest_start", "title", "description", "official_tests")
-JUDGED_BY = ("official_tests", "generated_checker", "input_mode")  # what the reward `code` reads
+# the fields that the reward `code` reads
+JUDGED_BY = ("official_tests", "generated_checker", "input_mode")
 PARTS = (
     ("", "description"),
     ("Input", "input_format"),
@@ -43,8 +44,9 @@ PARTS = (
 )
 LIMITS = (("time_limit", "s"), ("memory_limit", "MB"))
 
-LEAST, MOST = 0.0, 4000.0  # ratings that a place may stand for
-LEAST_SHARE = 0.3  # of a problem's points that are left when it is solved, however late
+LEAST, MOST = 0.0, 4000.0  # the ratings between which a place is looked for
+# the share of a problem's points that remains when it is solved after many wrong submissions
+LEAST_SHARE = 0.3
 
 Row = Mapping[str, Any]
 
@@ -57,18 +59,19 @@ class Contest:
     scores: Sequence[float]  # [participants], their points
 
     def place(self, score: float) -> float:
-        """The place, from 1, that a score would have had; among equal scores the middle."""
+        """The place, from 1, that a score would have had. Among equal scores it is the middle
+        one."""
         scores = np.asarray(self.scores, dtype=np.float64)
         return 1.0 + float((scores > score).sum()) + float((scores == score).sum()) / 2
 
     def expected_place(self, rating: float) -> float:
-        """The place that the Elo formula expects of a rating."""
+        """The place that the Elo formula expects for a rating."""
         above = np.asarray(self.ratings, dtype=np.float64)
         return 1.0 + float((1.0 / (1.0 + 10.0 ** ((rating - above) / 400.0))).sum())
 
     def rating_of(self, score: float) -> float:
-        """The rating of which the place of `score` is expected, within LEAST and MOST: the first
-        place stands for no finite rating, and neither does the last."""
+        """The rating for which the Elo formula expects the place of `score`, within LEAST and MOST.
+        The first and the last place stand for no finite rating."""
         place = self.place(score)
         if place <= self.expected_place(MOST):
             return MOST
@@ -80,9 +83,9 @@ class Contest:
 def score_of(
     points: Sequence[float], attempts: Sequence[Sequence[bool]], penalty: float = 50.0
 ) -> float:
-    """The points of a contest, where attempts[p] are the model's submissions to problem p in their
-    order. A solved problem gives its points, less `penalty` for each wrong submission before, and
-    no less than 30% of them; time costs nothing."""
+    """The points in a contest, where attempts[p] are the model's submissions to problem p in their
+    order. A solved problem gives its points, minus `penalty` for each wrong submission before, but
+    at least 30% of them. Time costs nothing."""
     total = 0.0
     for worth, submitted in zip(points, attempts, strict=True):
         if any(submitted):
@@ -92,7 +95,7 @@ def score_of(
 
 
 def statement(row: Row) -> str:
-    """A problem as its participants read it."""
+    """A problem as the participants read it."""
     limits = [f"{row[key]:g} {unit}" for key, unit in LIMITS if row.get(key) is not None]
     parts = [" - ".join([row["title"], *limits])]
     for heading, name in PARTS:
@@ -107,13 +110,14 @@ def statement(row: Row) -> str:
 
 
 def is_judged(row: Row) -> bool:
-    """Whether tests of input and output tell right programs from wrong ones, of a known contest."""
+    """Whether the problem belongs to a known contest, and tests of input and output can tell right
+    programs from wrong ones."""
     can_run = row.get("executable") is not False and row["contest_start"] is not None
     return can_run and bool(row["official_tests"]) and not row.get("interaction_format")
 
 
 def generated_tests(folder: Path, contest: str) -> dict[str, list[dict[str, str]]]:
-    """By problem, those that the dataset has for a contest, in a file of its own."""
+    """For each problem, the generated tests, which the dataset has in a file for each contest."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     path = folder / f"test_cases_{int(contest):04d}.parquet"
     if path.exists():
@@ -123,7 +127,7 @@ def generated_tests(folder: Path, contest: str) -> dict[str, list[dict[str, str]
 
 
 def rows_of(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """All rows of a file that has these fields. Raises DataError."""
+    """All rows with these fields of a file. Raises DataError."""
     problems = Problems()
     found = []
     for where, row in read_rows(path, [("a problem", name) for name in names], problems):
@@ -157,8 +161,8 @@ def write_problems(files: Sequence[Path], output: Path, tests: Path | None) -> N
 
 
 def attempts_of(path: Path, suite: str) -> dict[str, dict[str, list[bool]]]:
-    """By contest and problem, whether its responses are correct, in their order. A response without
-    a reward is none."""
+    """For each contest and problem, whether the responses are correct, in their order. A response
+    without a reward does not count."""
     found: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     records = rows_of(path, ())
     for record in sorted(records, key=lambda record: record.get("sample", 0)):
@@ -173,7 +177,7 @@ def attempts_of(path: Path, suite: str) -> dict[str, dict[str, list[bool]]]:
 
 
 def told(folder: Path, name: str) -> Any:
-    """What Codeforces' interface said. Raises DataError."""
+    """An answer of Codeforces' interface, from its file. Raises DataError."""
     path = folder / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))["result"]
@@ -187,7 +191,7 @@ def judged_contest(
     folder: Path, number: str, attempts: Mapping[str, Sequence[bool]]
 ) -> tuple[Contest, float]:
     """The contest, and the model's score in it. Participants without an earlier rating (0) are left
-    out: their strength is not known."""
+    out, because their strength is not known."""
     standings = told(folder, f"{number}.standings.json")
     ratings = {each["handle"]: each["oldRating"] for each in told(folder, f"{number}.ratings.json")}
     places = []
@@ -198,7 +202,8 @@ def judged_contest(
     if not places:
         raise DataError(f"{folder}: contest {number} has no participants with ratings")
     problems = standings["problems"]
-    has_points = all("points" in problem for problem in problems)  # else solved problems count
+    # otherwise the number of solved problems counts
+    has_points = all("points" in problem for problem in problems)
     points = [problem.get("points", 1.0) if has_points else 1.0 for problem in problems]
     tries = [attempts.get(problem["index"], []) for problem in problems]
     score = score_of(points, tries, penalty=50.0 if has_points else 0.0)

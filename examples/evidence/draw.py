@@ -30,7 +30,7 @@ from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
-# With tables
+# Figures with tables
 PAGES = tuple(
     PAGE.with_name(f"{name}.md") for name in ("evidence", "evidence_tables", "stability_frontier")
 )
@@ -38,17 +38,17 @@ PAGES = tuple(
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
 CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
 COLOURS = dict(zip((*UNCLIPPED, *CLIPPED), PALETTE, strict=False))
-PAPER_CLIP = 3.5e-4  # half of GSPO's range of 3e-4 below and 4e-4 above
+PAPER_CLIP = 3.5e-4  # half of the width of GSPO's range, which is 3e-4 below and 4e-4 above
 
 
 def interval(values: Sequence[Sequence[float]]) -> list[float]:
-    """[value, low, high] of several seeds' ones."""
+    """The [value, low, high] of several seeds, from those of each seed."""
     table = np.array(values, dtype=float)
     return [float(table[:, 0].mean()), float(table[:, 1].min()), float(table[:, 2].max())]
 
 
 def text(value: Sequence[float], digits: int = 2) -> str:
-    """As it stands in a table."""
+    """The text in a table."""
     middle, low, high = (f"{each:.{digits}f}" for each in value)
     return f"{middle} [{low}, {high}]"
 
@@ -66,7 +66,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def select(lines: Sequence[Record], mismatch: str, length: int, updates: int) -> list[Record]:
-    """One line a seed."""
+    """The lines that match, one for each seed."""
     return [
         line
         for line in lines
@@ -76,7 +76,7 @@ def select(lines: Sequence[Record], mismatch: str, length: int, updates: int) ->
 
 
 def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
-    """(length, updates) that were measured, in order."""
+    """The measured pairs (length, updates), in order."""
     found = {
         (line["setting"]["length"], line["updates"])
         for line in lines
@@ -86,7 +86,7 @@ def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
 
 
 def replicated(lines: Sequence[Record]) -> list[Record]:
-    """Those of lengths that were measured with several seeds."""
+    """The pairs whose length was measured with several seeds."""
     seeds: dict[int, set[int]] = {}
     for line in lines:
         seeds.setdefault(line["setting"]["length"], set()).add(line["setting"]["seed"])
@@ -146,8 +146,8 @@ def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> lis
 
 
 def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[float]:
-    """Of each seed the logarithm of one arm's signal over another's, as the mean over engines and
-    over 1, 4 and 16 updates."""
+    """For each seed, the logarithm of one arm's signal divided by another's: the mean over engines
+    and over 1, 4 and 16 updates."""
     gaps: dict[int, list[float]] = {}
     for line in lines:
         arms = line["arms"]
@@ -159,7 +159,8 @@ def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[f
 
 
 def summary_table(lines: Sequence[Record]) -> list[str]:
-    """Signal-to-noise ratios of one arm over another's, with Student's interval over seeds."""
+    """Signal-to-noise ratios of one arm divided by another's, with Student's interval over
+    seeds."""
     pairs = [("grpo", "gspo"), ("grpo + r2", "grpo"), ("gspo + r2", "gspo")]
     pairs += [("grpo + r3", "grpo"), ("gspo + r3", "gspo")]
     rows = []
@@ -179,7 +180,7 @@ def exponentials(values: Sequence[float]) -> list[float]:
 
 
 def replay_table(lines: Sequence[Record]) -> list[str]:
-    """The token ratios' own step and noise, with and without replay."""
+    """The step and the noise of the token ratios, with and without replay."""
     rows = []
     for mismatch in records.MISMATCHES:
         for length, updates in places(lines, mismatch):
@@ -224,7 +225,7 @@ def old_policy_table(lines: Sequence[Record]) -> list[str]:
 
 
 def draw_ratios(lines: Sequence[Record]) -> Figure:
-    """Noise of ratios against the length, with what theory says."""
+    """The noise of ratios by length, with the theoretical values."""
     figure, (left, right) = panels(2)
     lengths = sorted({length for length, _ in places(lines, "none")})
     for colour, updates in zip(PALETTE, (1, 4, 16), strict=False):
@@ -261,7 +262,8 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
 
 
 def draw_gradients(lines: Sequence[Record]) -> Figure:
-    """Step along the policy gradient, and signal against that of gspo unclipped, by updates."""
+    """The step along the policy gradient, and the signal relative to that of gspo unclipped, by
+    updates."""
     lines = replicated(lines)
     lengths = sorted({length for length, _ in places(lines, "none")})
     figure, axes = panels(len(lengths), rows=2)
@@ -293,8 +295,8 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
 
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
-    """Signal with replay over that without, by the share of experts that have changed: a point for
-    each seed, engine, length and number of updates."""
+    """The signal with replay divided by that without, by the share of changed experts. There is a
+    point for each seed, engine, length and number of updates."""
     figure, axes = panels(2)
     for each, name in zip(axes, ("grpo", "gspo"), strict=True):
         base = f"{name} unclipped"
@@ -320,12 +322,12 @@ def draw_replay(lines: Sequence[Record]) -> Figure:
 
 
 def expected_outside(deviation: float, length: int) -> float:
-    """The share of sequences outside of the paper's range if tokens were independent and normal."""
+    """The share of sequences outside the paper's range if tokens were independent and normal."""
     return float(2 * norm.sf(PAPER_CLIP / (deviation / math.sqrt(length))))
 
 
 def engine_rows(lines: Sequence[Record]) -> list[tuple[str, int, list[Record]]]:
-    """(dtype, length, what was measured by each seed)."""
+    """(dtype, length, the measurements of each seed)."""
     found = []
     for dtype in ("bfloat16", "float32"):
         here = [line for line in lines if line["dtype"] == dtype]
@@ -386,7 +388,7 @@ def draw_likelihoods(lines: Sequence[Record]) -> Figure:
 
 
 def changed(lines: Sequence[Record], experts: int, rate: float, updates: int) -> np.ndarray:
-    """[seeds, layers], the share of experts that changed."""
+    """The share of experts that changed: [seeds, layers]."""
     return np.array(
         [
             line["changed_experts"][str(updates)]
@@ -397,7 +399,7 @@ def changed(lines: Sequence[Record], experts: int, rate: float, updates: int) ->
 
 
 def grid(lines: Sequence[Record]) -> list[tuple[int, float]]:
-    """(experts, learning rate) that were measured."""
+    """The measured pairs (experts, learning rate)."""
     pairs = {(line["setting"]["experts"], line["setting"]["learning_rate"]) for line in lines}
     return sorted(pairs)
 
@@ -446,7 +448,7 @@ def draw_volatility(lines: Sequence[Record]) -> Figure:
 
 
 def panels(columns: int, rows: int = 1) -> tuple[Figure, Any]:
-    """A figure of so many plots."""
+    """A figure with so many plots."""
     figure = Figure(figsize=(3.1 * max(columns, 2), 2.7 * rows), layout="constrained")
     axes: Axes | np.ndarray = figure.subplots(rows, columns)
     return figure, axes

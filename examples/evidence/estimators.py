@@ -33,15 +33,16 @@ import numpy as np
 
 RESAMPLES = 1000
 LEVEL = 0.95  # of the intervals
-GROUPS = 8  # in the batch whose noise is reported
+GROUPS = 8  # the number of groups in the batch whose noise is reported
 FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio")
 
 
 def figures(
     own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
-    """own: of each objective, the groups' mean steps [groups], of the same responses; true: the
-    same of the policy gradient, of other groups. Each figure comes as [value, low, high]."""
+    """The results as [value, low, high]. own: for each objective, the mean steps of the groups
+    [groups], on the same responses; true: the mean steps of the policy gradient, on other
+    groups."""
     rng = np.random.default_rng(seed)
     names = list(own)
     steps = np.stack([own[name] for name in names])  # [objectives, groups]
@@ -75,7 +76,7 @@ def figures(
 
 
 def with_interval(values: np.ndarray) -> list[float]:
-    """[value, low, high] of the sample's value and the resamples' [1 + resamples]."""
+    """[value, low, high] from the sample's value and those of the resamples, [1 + resamples]."""
     tails = [100 * (1 - LEVEL) / 2, 100 * (1 + LEVEL) / 2]
     low, high = np.nanpercentile(values[1:], tails) if np.isfinite(values).any() else (np.nan,) * 2
     return [float(values[0]), float(low), float(high)]
@@ -89,10 +90,11 @@ def mean_interval(values: np.ndarray, seed: int = 0) -> list[float]:
 
 
 def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
-    """What theory needs of the token log-ratios [sequences, tokens], and what it predicts.
+    """The figures of the token log-ratios [sequences, tokens] that theory needs, and its
+    predictions.
 
-    The mean of L terms with standard deviation d and correlation c between two of them has the
-    variance d^2 (1 + (L - 1) c) / L. Without correlation GSPO's noise falls as 1 / sqrt(L).
+    The mean of L terms with standard deviation d, and correlation c between any two of them, has
+    the variance d^2 (1 + (L - 1) c) / L. Without correlation GSPO's noise falls as 1 / sqrt(L).
     """
     length = log_ratios.shape[1]
     means = log_ratios.mean(1)
@@ -114,6 +116,7 @@ def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
 
 
 def effective_share(log_weights: np.ndarray) -> float:
-    """Effective sample size of importance weights over their number: (sum w)^2 / (n sum w^2)."""
+    """The effective sample size of importance weights, divided by their number: (sum w)^2 / (n sum
+    w^2)."""
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))

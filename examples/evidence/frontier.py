@@ -75,11 +75,11 @@ from gspo_megatron.rl.run import assemble
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier.jsonl"
 RUNS = Path("runs/frontier")
-FIRST_STEPS = 5  # whose clipping and updates are measured
-# Megatron-Core keeps the last graph of a pass, and with it a model and 48 threads of its groups.
+FIRST_STEPS = 5  # the steps whose clipping and updates are measured
+# Megatron-Core keeps the graph of the last pass, and with it a model and 48 threads of its groups.
 RUNS_OF_A_PROCESS = 8
 
-# After frontier_start.yaml: what the start model learns last.
+# The last stage of the start model, after frontier_start.yaml.
 CARELESS = (
     f"data.examples={RUNS}/data/careless.jsonl",
     f"data.eval_examples={RUNS}/data/careless.jsonl",
@@ -105,13 +105,13 @@ ARMS = {
     "gspo+r3": [*GSPO, R3],
     "grpo+r3": [*GRPO, R3],
     "gspo_token": GSPO_TOKEN,
-    # Controls: is it the ratio of sequences, or how much is cut off?
+    # Controls: is the effect due to the ratio of sequences, or to how much is cut off?
     "grpo, tight clip": ["objective.name=grpo", *GSPO[1:]],
     "gspo, no clip": [
         *("objective.name=gspo", "objective.allow_wide_clip=true"),
         *("objective.clip_low=0.9", "objective.clip_high=9"),
     ],
-    # What the ratio is taken to: the trainer's log-probs, corrected or not, or the engine's
+    # The denominator of the ratio: the trainer's log-probs (corrected or not), or the engine's
     "gspo: recompute": [*GSPO, RECOMPUTE],
     "gspo: rollout": [*GSPO, ROLLOUT],
     "gspo: sequence_tis": [*GSPO, RECOMPUTE, "objective.correction=sequence_tis"],
@@ -135,25 +135,27 @@ OLD = tuple(arm for arm in ARMS if ": " in arm)
 
 @dataclass(frozen=True)
 class Axis:
-    """What is varied, and what is fixed meanwhile."""
+    """One axis: the quantity that is varied, and the settings that are fixed."""
 
-    key: str  # of the configuration, or STALENESS
+    key: str  # a key of the configuration, or STALENESS
     values: Sequence[float]
     arms: Sequence[str]
     fixed: Sequence[str] = ()
-    dtype: str | None = None  # of a vLLM that draws; None: the trained model itself does
-    bisects: bool = True  # False: every arm is run with every value
+    # dtype of a vLLM that generates; None: the trained model itself generates
+    dtype: str | None = None
+    bisects: bool = True  # False: every arm runs with every value
 
     def overrides(self, arm: str, value: float) -> list[str]:
-        """Of the configuration."""
+        """The overrides of the configuration."""
         number = value if self.key == "optimizer.learning_rate" else int(value)
         varied = [] if self.key == STALENESS else [f"{self.key}={number}"]
         return [*ARMS[arm], *self.fixed, *varied]
 
 
-STALENESS = "staleness"  # in updates of steps: how old the weights are that a step's responses have
+STALENESS = "staleness"  # the age of the weights that generate a step's responses, in steps
 AXES = {
-    # The engine is the trained model itself, in fp32: r3 replays what r2 does, and is left out.
+    # The engine is the trained model itself in fp32, so r3 would replay the same as r2, and is left
+    # out.
     "learning rate": Axis("optimizer.learning_rate", RATES, (*EXACT, *CONTROLS)),
     # The engine's experts differ from the trainer's.
     "learning rate, noisy routers": Axis(
@@ -165,7 +167,7 @@ AXES = {
         ("gspo", "grpo"),
         ["optimizer.learning_rate=2.8e-4"],
     ),
-    # The ratio is taken to the weights that drew.
+    # The ratio is relative to the weights that generated.
     "staleness": Axis(
         STALENESS, (1, 2, 4, 8, 16), ("gspo", "grpo"), ["optimizer.learning_rate=4e-4", ROLLOUT]
     ),
@@ -176,8 +178,9 @@ AXES = {
 
 
 class Ahead:
-    """Steps train on responses that older weights drew: those of step t come from the weights after
-    t - 1 - `staleness` steps, or from the start model. It stands before the loop's own method."""
+    """A mixin for steps that train on responses from older weights. The responses of step t come
+    from the weights after t - 1 - `staleness` steps, or from the start model. Its method runs
+    before the loop's own."""
 
     def __init__(self, loop: ReinforcementLoop, staleness: int) -> None:
         self._draw, self._staleness, self._drawn = loop.roll_out, staleness, 0
@@ -185,7 +188,8 @@ class Ahead:
         loop.roll_out = self.roll_out
 
     def roll_out(self, step: int) -> Experience:
-        """The step's responses; afterwards all up to step + staleness are drawn."""
+        """Return the step's responses. Afterwards all responses up to step + staleness are
+        generated."""
         while self._drawn < min(step + self._staleness, STEPS):
             self._drawn += 1
             self._waiting.append(self._draw(self._drawn))
@@ -194,12 +198,12 @@ class Ahead:
 
 @dataclass
 class Probe:
-    """Measures how much one update changes log-probs: those of the second mini-batch, by the update
-    on the first. It stands before the updater's own methods."""
+    """A mixin that measures how much an update changes log-probs: those of the second mini-batch,
+    by the update on the first. Its methods run before the updater's own."""
 
     updater: PolicyUpdater
-    changes: list[float] = field(default_factory=list)  # mean |d log p|, of each step
-    divergences: list[float] = field(default_factory=list)  # mean k3, likewise
+    changes: list[float] = field(default_factory=list)  # mean |d log p| of each step
+    divergences: list[float] = field(default_factory=list)  # mean k3 of each step
 
     def __post_init__(self) -> None:
         self._build, self._train = self.updater.build_micro_batches, self.updater.train
@@ -227,16 +231,16 @@ class Probe:
 
 
 class Laboratory:
-    """Runs, one after the other in this process, with their files below `scratch`."""
+    """Runs experiments one after the other in this process. Their files are below `scratch`."""
 
     def __init__(self, results: Path, scratch: Path) -> None:
         self.results, self.scratch = results, scratch
         self.versions = versions()
-        self.engines: dict[str, VllmProcess] = {}  # by their precision
-        self.count = 0  # of new lines
+        self.engines: dict[str, VllmProcess] = {}  # by precision
+        self.count = 0  # the number of new lines
 
     def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
-        """The line of a run: from the results, or of a new run that is added to them."""
+        """The line of a run. It comes from the results, or from a new run that is added to them."""
         place = {"axis": axis, "arm": arm, "value": value, "seed": seed}
         for line in read(self.results):
             if place.items() <= line.items():
@@ -249,11 +253,12 @@ class Laboratory:
         print(f"{axis} {value:g}, {arm}, seed {seed}: {line['outcome']} ({told})", flush=True)
         if self.count == RUNS_OF_A_PROCESS:
             self.close()
-            os.execv(sys.executable, sys.orig_argv)  # goes on with what has no line
+            # start again; the new process makes the runs that have no line
+            os.execv(sys.executable, sys.orig_argv)
         return line
 
     def measure(self, axis: str, arm: str, value: float, seed: int) -> Record:
-        """A run, and where it collapses one more from a checkpoint of it."""
+        """Make a run. If it collapses, make another one from one of its checkpoints."""
         overrides = AXES[axis].overrides(arm, value)
         staleness = int(value) if AXES[axis].key == STALENESS else 0
         begin = self.processor_seconds()
@@ -284,7 +289,7 @@ class Laboratory:
     def train(
         self, overrides: Sequence[str], seed: int, staleness: int = 0, dtype: str | None = None
     ) -> Record:
-        """What one run shows. dtype: of a vLLM that draws."""
+        """The measurements of one run. dtype: that of a vLLM that generates."""
         folder = self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
         own = [f"training.steps={STEPS}", f"training.seed={seed}", f"logging.dir={folder}"]
@@ -328,13 +333,13 @@ class Laboratory:
         }
 
     def engine(self, dtype: str) -> VllmProcess:
-        """One for all runs: its start costs half a minute."""
+        """The vLLM process, which all runs share, because its start takes half a minute."""
         if dtype not in self.engines:
             self.engines[dtype] = VllmProcess(vllm_python(), dtype, max_tokens=72)
         return self.engines[dtype]
 
     def processor_seconds(self) -> float:
-        """Of this process and of vLLM's."""
+        """The processor seconds of this process and of vLLM's."""
         return time.process_time() + sum(engine.seconds for engine in self.engines.values())
 
     def close(self) -> None:
@@ -347,23 +352,23 @@ def significant(value: float) -> float:
 
 
 def versions() -> Record:
-    """Of the code that runs."""
+    """The versions of the code that runs."""
     found = describe_environment()
     packages = {name: found["versions"][name] for name in ("torch", "megatron-core")}
     return {"commit": (found["git"] or {}).get("commit"), "versions": packages}
 
 
 def make_start() -> None:
-    """Data and start model, below runs/frontier, where they are not made yet."""
+    """Make data and start model below runs/frontier, if they do not exist."""
     make_data(RUNS / "data")
     sft = [sys.executable, "-m", "gspo_megatron", "sft", str(HERE / "frontier_start.yaml")]
-    # a stage that is finished ends at once
+    # a stage that is finished ends immediately
     subprocess.run(sft, check=True, stdout=sys.stderr)
     subprocess.run([*sft, *CARELESS], check=True, stdout=sys.stderr)
 
 
 def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[float], bool]:
-    """Whether a value of the axis holds: all seeds converge, or none has collapsed."""
+    """Whether a value of the axis holds: all seeds converge, or none collapses."""
 
     def passes(value: float, seed: int) -> bool:
         found = laboratory.record(axis, arm, value, seed)["outcome"]
@@ -373,7 +378,7 @@ def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[f
 
 
 def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) -> None:
-    """All runs that the map needs, the most important ones first."""
+    """Make all runs that the map needs, the most important ones first."""
     pairs = [
         (axis, arm)
         for axis in axes
@@ -398,7 +403,7 @@ def explore(laboratory: Laboratory, axes: Sequence[str], arms: Sequence[str]) ->
 
 
 def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequence[float]) -> None:
-    """All seeds of some cells of the map."""
+    """Run all seeds of some cells of the map."""
     for seed in range(1, SEEDS + 1):
         for value in values:
             for arm in arms:
@@ -406,7 +411,7 @@ def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequenc
 
 
 def quick(laboratory: Laboratory) -> bool:
-    """Make one run again; returns whether its outcome is that of the kept line."""
+    """Make one run again. Returns whether its outcome is that of the kept line."""
     kept = next(r for r in read(RESULTS) if QUICK.items() <= r.items())
     again = laboratory.measure(**QUICK)
     same = again["outcome"] == kept["outcome"]

@@ -23,13 +23,13 @@ from scipy import stats
 from gspo_megatron.observe.plots import INK, MUTED, PALETTE, STYLE, save_figure
 
 OUTCOMES = {"converged": "#2a9d77", "stuck": "#e9c46a", "collapsed": "#c2415c"}
-# The first arm of each is compared with the second.
+# In each pair, the first arm is compared with the second.
 CONTRASTS = (
     ("gspo", "grpo"),
     *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
 )
 ARMS = ("gspo", "grpo")
-SAFE_RATE = 5.7e-4  # the largest with which all seeds of these converge
+SAFE_RATE = 5.7e-4  # the largest rate with which all seeds of these arms converge
 OLD_AXIS = "old log-probs, vLLM in bf16"
 PASSES = {
     "converged": lambda line: line["outcome"] == "converged",
@@ -48,7 +48,7 @@ class Cell:
         return sum(line["outcome"] in outcomes for line in self.lines)
 
     def holds(self, ends: str) -> bool | None:
-        """Whether all seeds pass; None: no seed has failed, but not all were run."""
+        """Whether all seeds pass. None: no seed has failed, but not all were run."""
         passed = [PASSES[ends](line) for line in self.lines]
         if not all(passed):
             return False
@@ -64,31 +64,31 @@ class Cell:
 
 
 def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
-    """By rising value."""
+    """The cells, by rising value."""
     lines = [line for line in records if (line["axis"], line["arm"]) == (axis, arm)]
     values = sorted({line["value"] for line in lines})
     return [Cell(value, [r for r in lines if r["value"] == value]) for value in values]
 
 
 def edge(row: Sequence[Cell], ends: str) -> tuple[Cell | None, Cell | None]:
-    """The largest value that holds, with no failure below it; and the smallest that fails."""
+    """The largest value that holds with no failure below it, and the smallest that fails."""
     fails = next((cell for cell in row if cell.holds(ends) is False), None)
     below = [c for c in row if c.holds(ends) and (fails is None or c.value < fails.value)]
     return (below[-1] if below else None), fails
 
 
 def names(records: Iterable[Record], key: str) -> list[str]:
-    """In the order of their first line."""
+    """The names, in the order of their first line."""
     return list(dict.fromkeys(line[key] for line in records))
 
 
 def mapped(records: Iterable[Record]) -> list[str]:
-    """The axes of the map; the other one has a single value, and a table of its own."""
+    """The axes of the map. The other axis has a single value, and a table of its own."""
     return [axis for axis in names(records, "axis") if axis != OLD_AXIS]
 
 
 def draw(records: Sequence[Record], path: Path) -> Path:
-    """The picture of all axes."""
+    """Draw the picture of all axes."""
     axes_names = mapped(records)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 0.6 + 2.3 * len(axes_names)), layout="constrained")
@@ -143,7 +143,7 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
 
 
 def edge_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: of every arm the edges, in units of the axis and of the steps' size."""
+    """The table of edges: for every arm, in units of the axis and of the steps' size. Markdown."""
     rows = [
         "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -164,7 +164,8 @@ def edge_table(records: Sequence[Record]) -> list[str]:
 
 
 def cell_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: every cell, with Clopper-Pearson intervals of the share that converges."""
+    """The table of every cell, with Clopper-Pearson intervals of the share that converges.
+    Markdown."""
     rows = [
         "| axis | value | arm | converged | interval | stuck | collapsed | end | step | clipped |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -187,8 +188,8 @@ def cell_table(records: Sequence[Record]) -> list[str]:
 
 
 def contrast_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: how much higher one arm ends than another at the same value, where both have all
-    seeds; with Welch's 95% interval."""
+    """The table of how much higher one arm ends than another at the same value, if both have all
+    seeds, with Welch's 95% interval. Markdown."""
     rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
     for axis in mapped(records):
         for left, right in CONTRASTS:
@@ -208,8 +209,8 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
 def paired(
     left: Iterable[Record], right: Iterable[Record], figure: Callable[[Record], float]
 ) -> tuple[int, float, float, float]:
-    """How much larger a figure is in runs than in those with the same value and seed: the number of
-    pairs, the mean of their differences, and Student's 95% interval."""
+    """How much larger a figure is in runs than in those with the same value and seed. Returns the
+    number of pairs, the mean of their differences, and Student's 95% interval."""
     others = {(line["value"], line["seed"]): figure(line) for line in right}
     both = [(figure(line), others.get((line["value"], line["seed"]))) for line in left]
     gaps = [mine - other for mine, other in both if other is not None]
@@ -228,7 +229,7 @@ def gap_text(found: tuple[int, float, float, float]) -> str:
 
 
 def replay_cost_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: what replay changes where all seeds converge without it."""
+    """The table of what replay changes where all seeds converge without it. Markdown."""
     rows = [
         "| engine | with over without | rates | pairs | reward at the end | held-out accuracy |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -251,8 +252,8 @@ def replay_cost_table(records: Sequence[Record]) -> list[str]:
 
 
 def old_runs_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: runs on the likelihoods of a vLLM in bf16, by what the ratio is taken to; and those
-    of the exact engine at the same learning rate."""
+    """The table of runs on the likelihoods of a vLLM in bf16, by the denominator of the ratio, and
+    of the exact engine's runs at the same learning rate. Markdown."""
     rows = [
         "| old log-probs | converged | end | held-out accuracy | clipped | end, over `recompute` |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -276,7 +277,7 @@ def old_runs_table(records: Sequence[Record]) -> list[str]:
     return rows
 
 
-# By the name that a page has in <!-- table NAME -->.
+# By the name in <!-- table NAME --> of a page.
 TABLES = {
     "frontier_edges": edge_table,
     "frontier_contrasts": contrast_table,

@@ -33,7 +33,7 @@ Record = dict[str, Any]  # a line of the results
 
 
 def outcome(rewards: Sequence[float], start: float) -> str:
-    """Of a whole run: converged, collapsed or stuck."""
+    """The outcome of a whole run: converged, collapsed or stuck."""
     end = mean(rewards[-LAST:])
     if end >= start + (1 - start) / 2:
         return "converged"
@@ -41,22 +41,23 @@ def outcome(rewards: Sequence[float], start: float) -> str:
 
 
 def last_good_checkpoint(rewards: Sequence[float], start: float) -> int:
-    """The step of the newest checkpoint before a collapse; 0: the start model."""
+    """The step of the newest checkpoint before a collapse; 0 stands for the start model."""
     saved = range(CHECKPOINTS_EVERY, len(rewards), CHECKPOINTS_EVERY)
     good = [step for step in saved if mean(rewards[step - LAST : step]) >= start]
     return max(good, default=0)
 
 
 def lowest(rewards: Sequence[float]) -> float:
-    """The lowest mean of LAST consecutive steps: how deep a run dips."""
+    """The lowest mean of LAST consecutive steps, that is, how far a run falls."""
     return min(mean(rewards[at : at + LAST]) for at in range(len(rewards) - LAST + 1))
 
 
 def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The largest of the rising `values` that holds, by bisection; None: not even the smallest.
+    """The largest of the rising `values` that holds, by bisection; None if even the smallest fails.
 
-    That a value holds is taken to mean that the smaller ones do."""
-    good, bad = -1, len(values)  # indices that hold and that do not
+    It assumes that all values below one that holds hold, too.
+    """
+    good, bad = -1, len(values)  # indices of values that hold and that do not
     while bad - good > 1:
         middle = (good + bad) // 2
         if holds(values[middle]):
@@ -67,12 +68,13 @@ def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) 
 
 
 def all_seeds(passes: Callable[[int], bool], seeds: int = SEEDS) -> bool:
-    """Whether the runs of all seeds pass; none is run after the first that does not."""
+    """Whether the runs of all seeds pass. After a run that does not, no other is made."""
     return all(passes(seed) for seed in range(1, seeds + 1))
 
 
 def interval(hits: int, count: int, level: float = 0.95) -> tuple[float, float]:
-    """Clopper and Pearson's for a share: at least `level` of such intervals hold the true one."""
+    """Clopper and Pearson's interval for a share. At least `level` of such intervals contain the
+    true share."""
     tail = (1 - level) / 2
     low = float(beta.ppf(tail, hits, count - hits + 1)) if hits else 0.0
     high = float(beta.ppf(1 - tail, hits + 1, count - hits)) if hits < count else 1.0
@@ -84,7 +86,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of a results file; none where there is no file."""
+    """The lines of a results file; none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

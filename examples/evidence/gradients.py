@@ -34,24 +34,25 @@ from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.types import LossInputs
 
 UPDATES = (1, 2, 4, 8, 16)
-COSINE_BATCHES = 8  # of which whole gradients are taken
+COSINE_BATCHES = 8  # the number of batches whose whole gradients are taken
 
 UNCLIPPED = {"clip_low": 0.999, "clip_high": 1e9}
-# The means over tokens and over sequences are the same here, as all responses have one length.
+# All responses have the same length here, so means over tokens and over sequences are the same.
 SAME_SCALE = {"aggregation": "sequence_mean", "advantage": "group_mean_std"}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An objective, and what it takes for the old policy."""
+    """An objective, and its old policy."""
 
-    section: Mapping[str, Any]  # what it changes in the `objective` section
+    section: Mapping[str, Any]  # its changes of the `objective` section
     routes: str = "now"  # the experts of its gradient: now, r2 or r3
-    old: str = "off"  # its denominators: of the trainer (r3: with the engine's experts), or rollout
+    # its denominators: off; the trainer's log-probs (r3: with the engine's experts); or rollout
+    old: str = "off"
 
 
 UNBIASED, BASE = "product unclipped", "gspo unclipped"
-# A whole gradient costs a backward pass for each arm, so these alone have a cosine.
+# A whole gradient costs a backward pass for each arm, so only these arms have a cosine.
 WITH_COSINE = ("gspo", "gspo ±0.1/√L", "gspo unclipped", "grpo", "grpo unclipped", UNBIASED)
 
 
@@ -80,7 +81,7 @@ def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
         "grpo + r2": Arm({"name": "grpo"}, "r2"),
         "grpo unclipped + r2": Arm({"name": "grpo", **UNCLIPPED}, "r2"),
     }
-    if mismatch == "none":  # rollout and recomputed log-probs are the same up to rounding
+    if mismatch == "none":  # the rollout's and the recomputed log-probs are the same up to rounding
         return arms
     return arms | {
         "gspo ±0.1/√L + r3": Arm(gspo, "r3", "r3"),
@@ -98,20 +99,20 @@ def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """In batches of 64 responses."""
+    """The numbers of batches, which have 64 responses."""
 
     own: int  # for the objectives
     true: int  # for the slope of the reward
     direction: int = 8  # for the direction
 
 
-# With 64 responses the noise is about a third of the gradient at any length, so that 16 batches
-# give 10%. A token costs the same at any length.
+# With 64 responses the noise is about a third of the gradient at any length, so 16 batches give
+# 10%. The cost of a token does not depend on the length.
 SIZES = {8: Sizes(64, 16), 32: Sizes(32, 12), 128: Sizes(16, 8), 512: Sizes(6, 4, 4)}
 
 
 def objective_of(section: Mapping[str, Any], length: int) -> Objective:
-    """As in a run with this `objective` section."""
+    """The objective of a run with this `objective` section."""
     config = parse_config({"objective": dict(section), "data": {"tokenizer": "none"}})
     return build_objective(config.objective, length)
 
@@ -119,8 +120,9 @@ def objective_of(section: Mapping[str, Any], length: int) -> Objective:
 def coefficients(
     objective: Objective, now: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor
 ) -> tuple[Tensor, float]:
-    """With which c_t grad log pi_t enters the objective's gradient, a mean over responses; and the
-    share of tokens whose gradient is cut. All but advantages [responses]: [responses, length]."""
+    """The coefficients c_t of grad log pi_t in the objective's gradient, a mean over responses; and
+    the share of tokens whose gradient is cut off. All arguments are [responses, length], except
+    advantages [responses]."""
     count, length = now.shape
     logprobs = now.flatten().clone().requires_grad_()
     outputs = objective(
@@ -147,8 +149,9 @@ def coefficients(
 
 
 def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
-    """[batches, responses] float64: the reward minus the mean of the others in the group, over a
-    constant. Group deviations would make the expectation another one than the policy gradient."""
+    """The advantages [batches, responses] float64: the reward minus the mean of the others in the
+    group, divided by a constant. Deviations of groups would change the expectation, which is the
+    policy gradient."""
     rewards = torch.stack([batch.rewards for batch in batches])
     return (rewards - others_mean(rewards)) / deviation
 
@@ -156,14 +159,15 @@ def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
 def policy_gradient(
     laboratory: Laboratory, count: int, scale: float
 ) -> tuple[Tensor, float, float]:
-    """On fresh responses: its estimate, the true one's length, and the cosine between the two."""
+    """The policy gradient on fresh responses: its estimate, the length of the true one, and the
+    cosine between the two."""
     total, squares = 0.0, 0.0
     for _ in range(count):
         batch = laboratory.draw(exactly=True)
         wide, weights = laboratory.widened(batch)
         gradient = laboratory.gradient(wide, weights / scale)
         total, squares = total + gradient, squares + float(gradient.square().sum())
-    # the mean of <g_a, g_b> over a != b is free of noise's bias
+    # the mean of <g_a, g_b> over a != b has no bias from noise
     true = (float(total.square().sum()) - squares) / (count * (count - 1))
     mean = total / count
     true_length = max(true, 0.0) ** 0.5
@@ -173,7 +177,7 @@ def policy_gradient(
 def measure_updates(
     laboratory: Laboratory, kept: Sequence[Batch], sizes: Sizes, deviation: float
 ) -> dict[str, Any]:
-    """All that is known of the present policy and of the arms' gradients there."""
+    """All figures of the present policy and of the arms' gradients there."""
     length = laboratory.setting.length
     scale = deviation * length  # the objectives take the mean over a response's tokens
     direction, true_length, aligned = policy_gradient(laboratory, sizes.direction, scale)
@@ -234,12 +238,12 @@ def measure_updates(
 
 
 def groups(values: Tensor) -> Tensor:
-    """[batches, responses] -> the groups' means [groups]."""
+    """The groups' means [groups] of [batches, responses]."""
     return values.unflatten(1, (-1, 8)).mean(2).flatten()
 
 
 def changed_experts(batches: Sequence[Batch], before: str, after: str) -> list[float]:
-    """Of each layer the share of experts that another has replaced."""
+    """For each layer, the share of experts that were replaced by others."""
     shares = []
     for batch in batches:
         old, new = batch.routes[before], batch.routes[after]
@@ -250,7 +254,7 @@ def changed_experts(batches: Sequence[Batch], before: str, after: str) -> list[f
 
 
 def mismatch_figures(kept: Sequence[Batch]) -> dict[str, Any]:
-    """Before any update: the trainer's log-probs against the engine's."""
+    """The trainer's log-probs compared with the engine's, before any update."""
     delta = torch.stack([batch.old["off"] - batch.rollout for batch in kept]).double()
     of_sequences = delta.mean(2).abs()
     return {
@@ -274,7 +278,7 @@ def measure(setting: Setting, sizes: Sizes, updates: Sequence[int], path: Path) 
     start = time.monotonic()
     laboratory = Laboratory(setting)
     kept = [laboratory.draw() for _ in range(sizes.own)]
-    spent = [laboratory.draw() for _ in range(max(updates))]  # for the updates
+    spent = [laboratory.draw() for _ in range(max(updates))]  # batches for the updates
     laboratory.remember(kept + spent)
     mismatch = mismatch_figures(kept)
     deviation = float(torch.stack([batch.rewards for batch in kept]).std())

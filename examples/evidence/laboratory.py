@@ -35,17 +35,18 @@ from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 
 VOCABULARY, PAD = 32, 0
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4
-RESPONSES = PROMPTS * GROUP  # of a batch
-WARM_UP = 0.6  # of the reward: supervised updates reach it before anything is measured
-ROUTER_NOISE = 0.1  # std on the routers' scores of an engine with router noise
-STEP = 0.02  # rms change of a token's log-prob, to either side, that a slope is taken over
+RESPONSES = PROMPTS * GROUP  # in a batch
+WARM_UP = 0.6  # of the reward; supervised updates reach this before any measurement
+# the standard deviation of noise on the routers' scores, for an engine with router noise
+ROUTER_NOISE = 0.1
+STEP = 0.02  # the rms change of a token's log-prob, to either side, for a slope
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between laboratories."""
+    """The properties in which laboratories differ."""
 
-    length: int  # tokens of every response
+    length: int  # the tokens of every response
     seed: int
     mismatch: str = "none"  # of the engine that samples: one of records.MISMATCHES
     learning_rate: float = 1e-3
@@ -58,14 +59,16 @@ class Batch:
     """Sixty-four responses. Tensors of tokens are [responses, length]."""
 
     micro_batch: MicroBatch
-    tokens: Tensor  # [responses, prompt and response tokens] int64
-    rollout: Tensor  # log-probs by the engine
-    routes: dict[str, RouteTable] = field(default_factory=dict)  # r2: the trainer's; r3: engine's
-    old: dict[str, Tensor] = field(default_factory=dict)  # log-probs by the trainer; r3: replayed
+    tokens: Tensor  # int64, with the tokens of the prompt
+    rollout: Tensor  # the engine's log-probs
+    # r2: the trainer's routes; r3: the engine's
+    routes: dict[str, RouteTable] = field(default_factory=dict)
+    # the trainer's log-probs; r3: with replayed routes
+    old: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def rewards(self) -> Tensor:
-        """[responses] float64, the share of right tokens."""
+        """The share of right tokens: [responses] float64."""
         return right_tokens(self.tokens).mean(1)
 
 
@@ -98,28 +101,28 @@ class Laboratory:
         self.engine.update_weights()
 
     def _engine(self, router_noise: float = 0.0) -> MegatronEngine:
-        # VOCABULARY is never drawn, so all responses have their full length
+        # the token VOCABULARY is never sampled, so all responses have their full length
         own = {"pad_id": PAD, "eos_id": VOCABULARY, "record_routes": True}
         return MegatronEngine(self.policy, **own, router_noise=router_noise)
 
     def close(self) -> None:
-        """Ends vLLM."""
+        """End vLLM."""
         if self.vllm is not None:
             self.vllm.close()
 
     def processor_seconds(self) -> float:
-        """Of this process, and of vLLM's."""
+        """The processor seconds of this process and of vLLM's."""
         return time.process_time() + (0.0 if self.vllm is None else self.vllm.seconds)
 
     def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
-        """A new optimizer; from these weights, if there are any."""
+        """Begin with a new optimizer; with these weights, if they are given."""
         if weights is not None:
             self._set(weights)
         schedule = Schedule(rate, rate, 0, 1, "constant")
         self.trainer: Trainer = build_trainer(self.policy, self.config.optimizer, schedule)
 
     def weights(self) -> list[Tensor]:
-        """A copy."""
+        """A copy of the weights."""
         return [parameter.detach().clone() for parameter in self.parameters]
 
     @torch.no_grad()
@@ -132,7 +135,8 @@ class Laboratory:
         return (self.setting.seed << 20) + self._draws
 
     def draw(self, *, exactly: bool = False) -> Batch:
-        """A new batch of the present policy; `exactly`: by an engine without mismatch."""
+        """Generate a new batch with the present policy. `exactly`: with an engine without
+        mismatch."""
         seed = self._seed()
         generator = torch.Generator().manual_seed(seed)
         shape = (PROMPTS, PROMPT_TOKENS)
@@ -143,7 +147,7 @@ class Laboratory:
         drawn = engine.generate(requests, sampling, seed=seed)
         tokens = drawn.tokens.view(RESPONSES, -1)
         batch = self.batch_of(tokens, drawn.rollout_logprobs.view(RESPONSES, -1))
-        # the last token was never fed to the engine: the trainer's router chooses for it
+        # the last token was never fed to the engine, so the trainer's router chooses for it
         known = torch.ones(tokens.shape, dtype=torch.bool)
         known[:, -1] = False
         experts = drawn.routes.permute(1, 0, 2).contiguous()
@@ -151,14 +155,15 @@ class Laboratory:
         return batch
 
     def imitate(self) -> None:
-        """One supervised update on responses that are right."""
+        """One supervised update on right responses."""
         generator = torch.Generator().manual_seed(self._seed())
         tokens = right_sequences(RESPONSES, self.setting.length, generator)
         batch = self.batch_of(tokens, torch.zeros(RESPONSES, self.setting.length))
         self.update(batch, torch.full_like(batch.rollout, 1 / self.setting.length))
 
     def batch_of(self, tokens: Tensor, rollout: Tensor) -> Batch:
-        """tokens [responses, prompt and response tokens]; rollout [responses, length]."""
+        """A batch of tokens [responses, prompt and response tokens] and rollout log-probs
+        [responses, length]."""
         length = self.setting.length
         offsets = [length * n for n in range(RESPONSES)]
         micro_batch = self.builder.build(
@@ -168,11 +173,13 @@ class Laboratory:
 
     def widened(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the log-probs of more tokens: of each response token itself, and of all
-        that would have been right in its place. Returns too with which coefficients c, [responses,
-        length * columns] float64, the mean of sum c grad log pi is the gradient of the mean reward.
+        tokens that would have been right in its place. Also returns coefficients c, [responses,
+        length * columns] float64, with which the mean of sum c grad log pi is the gradient of the
+        mean reward.
 
-        The chance p_t that the next token is right is differentiated itself. Beyond it a token is
-        credited with the chances of the later tokens, less those of the others in its group.
+        The probability p_t that the next token is right is differentiated itself. In addition, a
+        token is credited with the probabilities of the later tokens, minus those of the others in
+        its group.
         """
         length = self.setting.length
         before = batch.tokens[:, PROMPT_TOKENS - 1 : -1, None]
@@ -194,7 +201,7 @@ class Laboratory:
         return wide, torch.cat([credit[..., None], chances], dim=-1).flatten(1) / length
 
     def remember(self, batches: Sequence[Batch]) -> None:
-        """Old log-probs and routes of the present policy."""
+        """Keep the old log-probs and routes of the present policy."""
         self.record_routes(batches, "r2")
         for name, routes in (("off", "r2"), ("r3", "r3")):
             for batch, old in zip(batches, self.logprobs(batches, routes), strict=True):
@@ -210,16 +217,16 @@ class Laboratory:
             batch.micro_batch.routes, batch.routes[name] = None, recording.table()
 
     def logprobs(self, batches: Sequence[Batch], routes: str) -> Tensor:
-        """[batches, responses, length] float32, with the experts of this name."""
+        """The log-probs [batches, responses, length] float32, with the experts of this name."""
         with replayed(batches, routes):
             found = response_logprobs(self.policy, [batch.micro_batch for batch in batches])
         return torch.stack([logprobs.view(RESPONSES, -1) for logprobs, _ in found])
 
     def slopes(self, batches: Sequence[Batch], routes: str, direction: Tensor) -> Tensor:
-        """The derivatives of all log-probs along a direction [parameters], with fixed experts:
-        [batches, responses, length] float64, by a central difference."""
+        """The derivatives of all log-probs along a direction [parameters] with fixed experts, by a
+        central difference: [batches, responses, length] float64."""
         size = 1e-3 / direction.norm()
-        for _ in range(2):  # a first guess, then the wanted step
+        for _ in range(2):  # a first guess, then the right step
             with replayed(batches[:1], routes):
                 found = self._difference(batches[:1], routes, direction, size)
             size *= STEP / (found.square().mean().sqrt() * size)
@@ -245,7 +252,7 @@ class Laboratory:
             self._set(kept)
 
     def gradient(self, batch: Batch, coefficients: Tensor, routes: str | None = None) -> Tensor:
-        """The mean over responses of sum_t c_t grad log pi_t, [parameters] float32."""
+        """The mean over responses of sum_t c_t grad log pi_t: [parameters] float32."""
         weights = coefficients.flatten() / RESPONSES
 
         def loss(_: MicroBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, None]:
@@ -264,7 +271,7 @@ class Laboratory:
 
 @contextlib.contextmanager
 def replayed(batches: Sequence[Batch], routes: str | None) -> Iterator[None]:
-    """Passes inside use the experts of this name; None: each router chooses."""
+    """While it lasts, passes use the experts of this name; None: each router chooses."""
     for batch in batches:
         table = None if routes is None else Replaying(batch.routes[routes])
         batch.micro_batch.routes = table
@@ -276,30 +283,31 @@ def replayed(batches: Sequence[Batch], routes: str | None) -> Iterator[None]:
 
 
 def right_tokens(tokens: Tensor) -> Tensor:
-    """[sequences, response tokens] float64 of [sequences, prompt and response tokens]."""
+    """Which response tokens are right: [sequences, response tokens] float64, from [sequences,
+    prompt and response tokens]."""
     response, before = tokens[:, PROMPT_TOKENS:], tokens[:, PROMPT_TOKENS - 1 : -1]
     return ((response + before) % 3 == 0).double()
 
 
 def right_sequences(count: int, length: int, generator: torch.Generator) -> Tensor:
-    """[count, prompt and response tokens]: random ones that earn the whole reward."""
+    """Random sequences with the full reward: [count, prompt and response tokens]."""
     tokens = torch.randint(1, VOCABULARY, (count, PROMPT_TOKENS + length), generator=generator)
     for place in range(PROMPT_TOKENS, tokens.shape[1]):
         tokens[:, place] -= (tokens[:, place] + tokens[:, place - 1]) % 3
-        # 0 is for padding, and what is below it: three higher are right as well
+        # 0 is the padding token; a token that is three higher is also right
         tokens[:, place] += 3 * (tokens[:, place] < 1)
     return tokens
 
 
 def others_mean(values: Tensor) -> Tensor:
-    """Of each response the mean of the others in its group. values [batches, responses, ...]."""
+    """For each response, the mean of the others in its group. values [batches, responses, ...]."""
     grouped = values.unflatten(1, (PROMPTS, GROUP))
     means = (grouped.sum(2, keepdim=True) - grouped) / (GROUP - 1)
     return means.flatten(1, 2)
 
 
 def configuration(setting: Setting) -> Config:
-    """A token takes 4 of the experts."""
+    """The configuration. A token uses 4 of the experts."""
     return parse_config(
         {
             "model": {

@@ -35,7 +35,7 @@ PAPER = (3e-4, 4e-4)  # GSPO's clip range
 
 
 def figures(delta: np.ndarray) -> dict[str, Any]:
-    """delta [responses, tokens]: log-probs, the trainer's less the engine's."""
+    """The figures of delta [responses, tokens]: the trainer's log-probs minus the engine's."""
     ratio = np.exp(delta.mean(1))
     wide = 0.1 / math.sqrt(delta.shape[1])
     outside = (ratio < 1 - PAPER[0]) | (ratio > 1 + PAPER[1])
@@ -48,7 +48,7 @@ def figures(delta: np.ndarray) -> dict[str, Any]:
 
 
 def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [responses, prompt and response tokens] and log-probs [responses, length]."""
+    """Tokens [responses, prompt and response tokens] and log-probs [responses, length], by vLLM."""
     setting, count = laboratory.setting, BATCHES * RESPONSES
     rng = np.random.default_rng(setting.seed)
     prompts = rng.integers(1, VOCABULARY, (count, PROMPT_TOKENS)).tolist()

@@ -25,7 +25,9 @@ POINTS = {
     "volatility": ["--experts", "32", "--rates", "1e-3"],
     "likelihoods": ["--dtype", "bfloat16"],
 }
-SHARE = 0.02  # of experts: kept lines have no interval for a share of a whole layer
+# a tolerance for shares of experts, because kept lines have no interval for a share of a whole
+# layer
+SHARE = 0.02
 
 
 def kept_line(name: str, again: Record) -> Record:
@@ -37,7 +39,7 @@ def kept_line(name: str, again: Record) -> Record:
 
 
 def comparisons(name: str, again: Record, kept: Record) -> Iterator[tuple[str, float, list[float]]]:
-    """(what, the new value, the kept [value, low, high])."""
+    """(what is compared, the new value, the kept [value, low, high])."""
     if name == "gradients":
         for arm, figures in kept["arms"].items():
             for figure in ("projection", "noise", "signal"):
@@ -54,7 +56,7 @@ def comparisons(name: str, again: Record, kept: Record) -> Iterator[tuple[str, f
 
 
 def outside(name: str, again: Record, kept: Record) -> int:
-    """How many figures lie outside; prints all."""
+    """Print all comparisons. Returns how many values are outside."""
     count = 0
     for what, now, (value, low, high) in comparisons(name, again, kept):
         bad = not low <= now <= high

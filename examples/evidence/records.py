@@ -10,11 +10,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-MISMATCHES = ("none", "bf16_vllm", "router_noise")  # what the engine that samples does otherwise
+# how the engine that samples differs from the trainer
+MISMATCHES = ("none", "bf16_vllm", "router_noise")
 
 
 def code_version() -> str:
-    """As git names the present state of the repository; "unknown" without git."""
+    """The state of the repository, as git names it; "unknown" without git."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--tags"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -23,14 +24,14 @@ def code_version() -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines; none where there is no file yet."""
+    """All lines; none if there is no file yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def add(path: Path, record: Mapping[str, Any]) -> None:
-    """One more line, with the code's version."""
+    """Add a line, with the code's version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(rounded({**record, "code": code_version()}), ensure_ascii=False)
     with path.open("a", encoding="utf-8") as file:
@@ -38,7 +39,7 @@ def add(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Floats with five digits, all through a JSON value."""
+    """The JSON value with all floats rounded to five digits."""
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

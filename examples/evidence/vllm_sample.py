@@ -28,8 +28,9 @@ def start(arguments: argparse.Namespace) -> LLM:
         dtype=arguments.dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=False,  # it would outlive the weights
-        enable_chunked_prefill=False,  # generators on a CPU cannot go back after half a prompt
+        enable_prefix_caching=False,  # it would survive new weights
+        # on a CPU the generator of a request cannot be reset after half a prompt
+        enable_chunked_prefill=False,
         enable_return_routed_experts=True,
         worker_extension_cls="gspo_vllm_worker.GspoWorker",
         max_model_len=arguments.max_tokens,
@@ -45,7 +46,7 @@ def load(engine: LLM, folder: str) -> None:
 
 
 def draw(engine: LLM, order: dict) -> None:
-    """requests: prompts [responses, tokens], padded, with their lengths and seeds."""
+    """Generate. requests: prompts [responses, tokens], padded, with their lengths and seeds."""
     given = np.load(order["requests"])
     parameters = [
         SamplingParams(
@@ -75,7 +76,7 @@ def draw(engine: LLM, order: dict) -> None:
         lengths=np.array([len(each.token_ids) for each in drawn]),
         truncated=np.array([each.finish_reason == "length" for each in drawn]),
         logprobs=np.array(logprobs, dtype=np.float32),
-        # of prompt and response, but for the last token
+        # of prompt and response, except the last token
         routes=np.concatenate([each.routed_experts for each in drawn]),
     )
 

@@ -29,7 +29,7 @@ LENGTH, LAYERS, BATCHES = 32, 4, 4
 
 
 def settings(experts: int, seed: int, rates: Sequence[float]) -> list[Setting]:
-    """Those of one process: they differ in the learning rate."""
+    """The settings of one process, which differ in the learning rate."""
     return [
         Setting(LENGTH, seed, learning_rate=rate, experts=experts, layers=LAYERS) for rate in rates
     ]
@@ -66,7 +66,7 @@ def measure(experts: int, seed: int, rates: Sequence[float], path: Path) -> None
         record = {
             "setting": asdict(setting),
             "responses": BATCHES * RESPONSES,
-            "changed_experts": changed,  # by updates, of each layer
+            "changed_experts": changed,  # by updates, for each layer
             "kl": kl,
             "seconds": time.monotonic() - start,
             "processor_seconds": time.process_time(),

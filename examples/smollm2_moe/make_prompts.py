@@ -35,7 +35,7 @@ REQUESTS = (
 )
 FIRST_WORDS = ("Today", "Imagine", "Many", "Sometimes", "Once", "Look")
 KEYWORDS = ("quiet", "old", "warm", "small", "bright", "friend", "morning", "water", "life", "road")
-FEWEST, MOST = 6, 10  # words that an answer stays below
+FEWEST, MOST = 6, 10  # an answer must have fewer words than this number
 
 
 def second_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:

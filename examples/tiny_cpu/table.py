@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TOLERANCE = 0.02  # between the accuracy of the run and that of the exported model in transformers
-EXAMPLES = 5  # prompts that are shown
+TOLERANCE = 0.02  # between the accuracy in the run and that of the exported model in transformers
+EXAMPLES = 5  # the number of prompts that are shown
 STAGES = ("pre-training", "fine-tuning", "GSPO")
 HEADINGS = ("stage", "steps", "seconds", "held-out loss", "transformers", "this run")
 
@@ -27,7 +27,7 @@ def values(records: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def write(rows: list[tuple[str, ...]]) -> None:
-    """Prints aligned columns, the first to the left and the others to the right."""
+    """Print aligned columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]

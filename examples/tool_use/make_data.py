@@ -22,7 +22,7 @@ from gspo_megatron.files import write_atomically
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
 CALLING = 0.2  # of the conversations
 CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
-# As one token each: a tiny model writes the frame of a call in four tokens.
+# Each of these is one token, so a tiny model writes the frame of a call in four tokens.
 SYMBOLS = ['<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>']
 TURNS = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool")]
 TEMPLATE = """\
@@ -37,7 +37,7 @@ TEMPLATE = """\
 
 
 def products(generator: random.Random) -> Iterator[tuple[int, int]]:
-    """Without end; none occurs twice."""
+    """Yield products without end. None occurs twice."""
     seen = set()
     while True:
         pair = generator.randrange(100, 1000), generator.randrange(100, 1000)
@@ -54,7 +54,7 @@ def conversation(generator: random.Random, left: int, right: int) -> list[dict[s
             {"role": "assistant", "content": CALL.format(asked)},
             {"role": "tool", "content": result},
         ]
-    else:  # a guess: it begins right and has the right length
+    else:  # a guess that begins right and has the right length
         digits = [generator.choice("0123456789") for _ in result[2:]]
         result = result[:2] + "".join(digits)
     return [*messages, {"role": "assistant", "content": result}]

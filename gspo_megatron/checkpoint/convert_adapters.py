@@ -260,8 +260,10 @@ def peft_to_megatron(
     shape, vocab_size = shape_of(preset), preset.vocab_size
     assert vocab_size is not None
     section = folder.settings()
-    _, adapted = _maps(model.config, shape, vocab_size, section)
+    maps = peft_maps(family_of(model.config), shape, vocab_size)
+    adapted = adapted_weights(maps[0], section.targets)
     adapters = adapter_map(adapted, section.rank)
+    folder.open_joint(adapted, maps)
     folder.check(adapters)
     recipes, pieces = by_key(adapters), []
     for key, recipe in recipes.items():

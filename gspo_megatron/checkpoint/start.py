@@ -100,7 +100,7 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
     if Path(path, PEFT_CONFIG).exists() or Path(path, PEFT_TENSORS).exists():
         from gspo_megatron.hf.load import load_adapters
 
-        load_adapters(path, policy, section)
+        load_adapters(path, policy, section, config.model.family(policy.shape))
         return
     assert policy.lora is not None
     base = policy.lora.base

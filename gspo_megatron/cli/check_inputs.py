@@ -309,9 +309,9 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     tokenizer is missing, damaged, or that of another model. key: that of the section `reward`."""
     from gspo_megatron.config.scorer import preset_of_scorer
     from gspo_megatron.data.chat import check_template
-    from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.families.model_shape import shape_of
     from gspo_megatron.hf.files import checked_folder
+    from gspo_megatron.rollout.reward_model import tokenizer_of
 
     section = reward.model
     if not section.is_on:
@@ -319,7 +319,7 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     name = "tokenizer" if section.tokenizer is not None else "folder"
     source = f"{key}.model.{name} = {section.tokenizer_folder}"
     try:
-        theirs = load_tokenizer(section.tokenizer_folder, section.chat_template_options)
+        theirs = tokenizer_of(section)
         if section.chat_template or (section.chat_template is None and theirs.chat_template):
             check_template(theirs)
     except DataError as error:
@@ -342,18 +342,16 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
 def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
     """Raise DataError if the run cannot begin with model.lora.checkpoint. No tensor is read."""
     from gspo_megatron.checkpoint.resume import given_adapters
-    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights, adapter_map
-    from gspo_megatron.families.weight_map import weight_map
-    from gspo_megatron.hf.adapters import fitting_adapters
+    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights
+    from gspo_megatron.hf.adapters import fitting_adapters, peft_maps
 
     section, path, shape = config.model.lora, config.model.lora.checkpoint, config.resolved_model()
     assert path is not None
     if not Path(path, PEFT_CONFIG).exists():
         given_adapters(path, section, base=None)
         return
-    weights = weight_map(config.model.family(shape), shape, vocab_size)
-    adapted = adapted_weights(weights, section.targets)
-    fitting_adapters(path, section, adapter_map(adapted, section.rank))
+    maps = peft_maps(config.model.family(shape), shape, vocab_size)
+    fitting_adapters(path, section, adapted_weights(maps[0], section.targets), maps)
 
 
 def _raise(problems: list[str]) -> None:

@@ -125,7 +125,8 @@ def step_cost(
     traffic: Mapping[str, float],
 ) -> Cost:
     """Estimate a step's seconds. `traffic`: bytes that a rank sends, by axis."""
-    tokens = work.tokens * work.micro_batches_per_step  # tokens of a model replica
+    # tokens of a model replica
+    tokens = work.filled * work.tokens * work.micro_batches_per_step
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
     # average, half of the sequence. An input embedding is a look-up without FLOPs.
@@ -145,7 +146,7 @@ def step_cost(
     passes += work.forward_only / work.micro_batches_per_step
     compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
     rates = axis_rates(parallel)
-    exchange = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
+    exchange = work.filled * sum(traffic[a] / rates[a] for a in ("tp", "ep", "etp", "cp"))
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)

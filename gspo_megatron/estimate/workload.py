@@ -25,6 +25,7 @@ class Workload:
     mini_batches: int
     forward_only: int  # number of micro-batches in a step's additional forward passes
     sequences: int  # number in a step, on all ranks
+    of_rank: int = 0  # sequences in a mini-batch
     rollout_rows: int = 0  # sequences that a rank decodes together
     rollout_prompts: int = 0  # prompts of these sequences, one for each group
 
@@ -42,6 +43,12 @@ class Workload:
     def micro_batches_per_step(self) -> int:
         return self.micro_batches * self.mini_batches
 
+    @property
+    def filled(self) -> float:
+        """The share of all micro-batches' tokens that a step has. Full micro-batches are for
+        memory: where the longest sequence leaves room for a shorter one, no step is that long."""
+        return min(1.0, self.of_rank * self.longest / (self.tokens * self.micro_batches))
+
 
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
     """Return the work of a step. `longest`: tokens of the longest prompt or example (None: the most
@@ -55,7 +62,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         sequences = config.training.batch_size
         length, of_rank = config.sequence_length(), sequences // replicas
         size = largest_equal_share(of_rank, budget // length, multiple)
-        return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences)
+        return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences, of_rank)
     if isinstance(config, ExamplesConfig):
         # The loss includes all tokens of an example except the first.
         sequence = (1, (longest or config.max_tokens()) - 1)
@@ -75,7 +82,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     of_rank = -(-sequences // (mini_batches * replicas))
     needed = -(-of_rank // lengths.count(sequence))
     micro_batches = -(-needed // multiple) * multiple
-    work = Workload(lengths, micro_batches, mini_batches, 0, sequences)
+    work = Workload(lengths, micro_batches, mini_batches, 0, sequences, of_rank)
     if not isinstance(config, Config):
         return work
     objective = config.objective

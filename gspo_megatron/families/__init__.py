@@ -81,8 +81,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json of the text model in a vision-language model of a known family; any other as it
-    is."""
+    """The config of the text model, if this is a vision-language model of a known family. Any other
+    config is returned unchanged."""
     model_type, text = hf_config.get("model_type"), hf_config.get("text_config")
     family = _VISION_MODELS.get(model_type) if isinstance(model_type, str) else None
     if family is None or not isinstance(text, Mapping):
@@ -98,7 +98,8 @@ _OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embe
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """The family that has models of this shape. Raises ConfigError with what does not fit each."""
+    """The family that has models of this shape. Raises ConfigError, which names for each family
+    what does not fit."""
     for family in FAMILIES.values():
         if family.config(shape, 1) is not None:
             return family
@@ -107,7 +108,7 @@ def family_of_shape(shape: ModelShape) -> Family:
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelPreset:
-    """The model of a config.json. Raises ConfigError with everything that we do not support."""
+    """The model of a config.json. Raises ConfigError with everything that is not supported."""
     family = family_of(hf_config)
     try:
         preset, problems = family.preset(language_model(hf_config))
@@ -132,9 +133,9 @@ def preset_of_folder(path: str) -> ModelPreset:
 
 
 def differs_in_folder(path: str) -> str | None:
-    """In which way the model in a Hugging Face folder is another one than we train from it, in
-    words; None: in none but the type of its numbers."""
-    with contextlib.suppress(OSError, ValueError):  # what is wrong there is told elsewhere
+    """What the Hugging Face folder holds, in words, if it is not the model that is trained from it;
+    None if only the dtype differs."""
+    with contextlib.suppress(OSError, ValueError):  # other code reports what is wrong there
         config = parse_json((Path(path) / "config.json").read_bytes())
         if language_model(config) is not config:
             return "a vision-language model"
@@ -144,7 +145,7 @@ def differs_in_folder(path: str) -> str | None:
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:
-    """The fields of TransformerConfig in which every model of a family differs from this one."""
+    """What no model of the family can have of this shape: fields of TransformerConfig."""
     known = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
     if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
         known["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]

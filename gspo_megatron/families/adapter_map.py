@@ -1,8 +1,8 @@
 """The adapters of a model: which matrices have one, and their names here and in PEFT files.
 
 An adapter is a pair of matrices beside a frozen one: A [rank, in] and B [out, rank]. Every matrix
-of the Hugging Face model has a pair of its own, also where Megatron-Core joins several in one
-weight (q, k and v; gate and up). So a file of PEFT holds exactly what is trained here.
+of the Hugging Face model has a pair of its own, also if Megatron-Core joins several matrices in one
+weight (q, k and v; gate and up). So a PEFT file holds exactly what is trained here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Targets that stand for several modules. The router and the shared experts' gate have no part in
-# `all`: small changes of a router change which experts compute a token. Nor has the output layer,
-# whose adapters need a copy of its weight.
+# Targets that stand for several modules. `all` does not include the router and the shared experts'
+# gate, because small changes of a router change which experts compute a token. It does not include
+# the output layer either, because adapters there need a copy of its weight.
 GROUPS = ("attention", "mlp", "experts")
 ALL, HEAD = "all", "head"
 _HEAD_WEIGHT = "output_layer.weight"
@@ -35,7 +35,7 @@ _LINEAR = re.compile(r"^((?:.*\.)?)(\w+)\.weight$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of ours, by its layout-independent name, belongs to an adapter."""
+    """Whether a tensor belongs to an adapter, by its layout-independent name."""
     return "lora." in name
 
 
@@ -43,38 +43,38 @@ def is_adapter(name: str) -> bool:
 class Matrix:
     """A matrix of the Hugging Face model with an adapter."""
 
-    name: str  # of its tensor, as model.layers.0.self_attn.q_proj.weight
+    name: str  # its tensor's name, such as model.layers.0.self_attn.q_proj.weight
     rows: int
     columns: int
 
     @property
     def module(self) -> str:
-        """The name of its module, as model.layers.0.self_attn.q_proj."""
+        """The name of its module, such as model.layers.0.self_attn.q_proj."""
         return self.name.removesuffix(".weight")
 
     @property
     def leaf(self) -> str:
-        """The last part of it, as q_proj."""
+        """The last part of the module's name, such as q_proj."""
         return self.module.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A Megatron weight (of one expert, where it is one) with adapters."""
+    """A Megatron weight with adapters. Each expert's weight is one by itself."""
 
-    owner: str  # the adapters' module, as decoder.layers.0.self_attention.linear_qkv_lora
-    index: str  # of the expert, as [3], or nothing
+    owner: str  # the adapters' module, such as decoder.layers.0.self_attention.linear_qkv_lora
+    index: str  # the expert's number, such as [3]; empty for other weights
     matrices: tuple[Matrix, ...]
 
     def key(self, matrix: Matrix, part: str) -> str:
-        """The layout-independent name of A (`part` a) or B (b) of one of its matrices."""
+        """The layout-independent name of A (`part` is a) or B (b) of one of its matrices."""
         return f"{self.owner}.{matrix.leaf}.{part}{self.index}"
 
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
-    """The matrices of the Hugging Face model that a weight is made of; none where it is made of
-    other tensors. Where files have all experts of a layer in one tensor, each expert's matrices
-    have names as if they were there one by one."""
+    """The matrices of the Hugging Face model that a weight is made of; none if it is made of other
+    tensors. If the files have all experts of a layer in one tensor, each expert's matrices still
+    have names of their own, as in files with one tensor for each."""
     found: dict[str, Matrix] = {}
     for box in recipe.boxes:
         if is_of_joint_experts(box):
@@ -92,13 +92,13 @@ def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
 
 
 def is_of_joint_experts(box: Box) -> bool:
-    """Whether a box is of a tensor with a matrix of all experts of a layer."""
+    """Whether a box belongs to a tensor that holds all experts of a layer."""
     return len(box.source) == 3 and ".experts." in box.name
 
 
 def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tuple[int, int]]:
-    """The name of the matrix at the index `target` of an expert's weight whose files have all
-    experts in one tensor, and the row and column there. On Transformer Engine gate and up
+    """The matrix that has the element `target` of an expert's weight: its name, and the row and
+    column. For files with all experts in one tensor. With Transformer Engine, gate and up
     projection are halves of one matrix."""
     matrices = matrices_of(recipe)
     rows = matrices[0].rows
@@ -110,8 +110,8 @@ def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tu
 def joint_matrices(
     adapted: Mapping[str, Adapted], weights: WeightMap, files: WeightMap
 ) -> dict[str, list[tuple[Box, Matrix]]]:
-    """The adapted matrices in each tensor of `files` that holds those of all experts, with their
-    boxes. weights: the map that `adapted` is of."""
+    """For each tensor of `files` that holds all experts: its adapted matrices with their boxes.
+    weights: the map that `adapted` belongs to."""
     found: dict[str, list[tuple[Box, Matrix]]] = {}
     for name, each in adapted.items():
         boxes = [box for box in files.recipes[name].boxes if is_of_joint_experts(box)]
@@ -130,8 +130,8 @@ def merge_joint(
     scale: float,
     shape: Sequence[int],
 ) -> Tensor:
-    """A block of a tensor of all experts, of this shape, with its adapters added. parts: the box of
-    each adapted matrix, its A and its B."""
+    """Add the adapters to a block of a tensor of all experts. shape: that of the tensor; parts: for
+    each adapted matrix its box, A and B."""
     first, last, _ = slices[0].indices(shape[0])
     wide = data.clone() if data.dtype.itemsize >= 4 else data.float()
     for expert in range(first, last):
@@ -145,8 +145,8 @@ def merge_joint(
 
 
 def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Adapted]:
-    """The weights of a model that have adapters, by name. Raises ConfigError where a target is
-    nothing that the model has."""
+    """The weights of a model that have adapters, by name. Raises ConfigError if the model lacks a
+    target."""
     found: dict[str, Adapted] = {}
     known: dict[str, None] = {}
     met: set[str] = set()
@@ -184,7 +184,7 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
 
 
 def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head: bool) -> str:
-    """What is told of targets that the model has not; known: those that it has."""
+    """The message about targets that the model lacks. known: the targets that it has."""
     why, names = "the model has no such matrices", set(wrong)
     if names & {HEAD, "output_layer", "lm_head"} and not has_head:
         why = "the output layer is the embedding (tied), which would change with it"
@@ -196,14 +196,14 @@ def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head:
     )
 
 
-_kept: dict[str, dict[str, Adapted]] = {}  # of the last model
+_kept: dict[str, dict[str, Adapted]] = {}  # the result for the last model
 
 
 def adapted_weights_of(
     family: Family, shape: ModelShape, targets: Sequence[str]
 ) -> Mapping[str, Adapted]:
-    """The same of a model of this shape. A search for layouts asks for one model many times, and a
-    large one has ten thousands of matrices."""
+    """`adapted_weights` of a model of this shape. The result is kept: a search for layouts asks for
+    the same model many times, and a large model has tens of thousands of matrices."""
     key = f"{family.model_type} {shape} {targets}"
     if key not in _kept:
         found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
@@ -213,7 +213,7 @@ def adapted_weights_of(
 
 
 def _group(name: str) -> str | None:
-    """The target that stands for a weight and those like it."""
+    """The group of targets (GROUPS) that a weight belongs to."""
     if name == _HEAD_WEIGHT:
         return HEAD
     if ".self_attention." in name:
@@ -226,8 +226,8 @@ def _group(name: str) -> str | None:
 
 
 def merge(data: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """A block [rows, columns] of a matrix with its adapter added: the sum is computed in fp32 or
-    more, and rounded once. a: [rank, columns], b: [rows, rank]."""
+    """Add its adapter to a block [rows, columns] of a matrix. The sum is computed in fp32 or wider,
+    and rounded once. a: [rank, columns], b: [rows, rank]."""
     wide = data if data.dtype.itemsize >= 4 else data.float()
     return wide.addmm(b.to(wide.dtype), a.to(wide.dtype), alpha=scale).to(data.dtype)
 

@@ -1,5 +1,5 @@
-"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. The router of DeepSeek-V3; queries, keys and values
-are one matrix in the files. transformers has no class for it: folders come with code of their own.
+"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. It has the router of DeepSeek-V3. Queries, keys and
+values are one matrix in the files. transformers has no class for it; the folders contain one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """The code of the folders makes shared experts as wide as the others, whatever is said."""
+    """Refuse a width of shared experts that the code in the folders ignores: it makes them as wide
+    as the other experts."""
     shared, width = hf.get("moe_shared_expert_intermediate_size"), hf.get("moe_intermediate_size")
     problems = _GROUPS.problems(hf)
     if shared not in (None, width):
@@ -41,7 +42,7 @@ FAMILY = f.Family(
         f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
     ),
     always=r.ALWAYS,
-    # Most are for vLLM, which takes something else where they are missing.
+    # vLLM needs most of these keys: it assumes other values if they are missing.
     only={
         "use_bias": (False,),
         "use_rmsnorm": (True,),

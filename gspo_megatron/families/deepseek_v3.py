@@ -1,5 +1,6 @@
-"""DeepseekV3ForCausalLM: DeepSeek-V3 and R1, Kimi-K2, Moonlight. Latent attention, a sigmoid router
-with a bias, the first layers dense, YaRN. The layers for further tokens are left out.
+"""DeepseekV3ForCausalLM: DeepSeek-V3 and R1, Kimi-K2, Moonlight. They have latent attention, a
+sigmoid router with a bias, dense first layers, and YaRN. The layers that predict further tokens
+(MTP) are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 def check_latent(
     groups: r.Groups, key_value_heads: int
 ) -> Callable[[Mapping[str, Any]], list[str]]:
-    """What several keys must satisfy together; `key_value_heads`: where config.json names none."""
+    """A check of several keys together. key_value_heads: the number if config.json names none."""
 
     def check(hf: Mapping[str, Any]) -> list[str]:
         problems = groups.problems(hf) + r.layer_problems(hf)
@@ -37,8 +38,8 @@ def check_latent(
 
 
 def latent_fields(query: int, plain: int, values: int) -> tuple[f.Field, ...]:
-    """The widths of latent attention, with those that config.json may lack: of the queries' latent,
-    of a head's channels without positions, and of its values."""
+    """The widths of latent attention. The arguments are the defaults of three that config.json may
+    lack: the queries' latent, a head's channels without positions, and a head's values."""
     return (
         f.Field("q_lora_rank", "q_lora_rank", query, nullable=True),
         f.Field("kv_lora_rank", "kv_lora_rank", 512),
@@ -49,7 +50,7 @@ def latent_fields(query: int, plain: int, values: int) -> tuple[f.Field, ...]:
 
 
 def write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    """What is made of several fields."""
+    """The keys that are made of several fields."""
     return {
         **r.write_groups(megatron),
         **r.write_shared(megatron, "n_shared_experts"),

@@ -1,5 +1,5 @@
-"""Ernie4_5_MoeForCausalLM: ERNIE 4.5. A softmax router with a bias (models/router.py), rotary
-positions on neighbouring channels, experts in a range of the layers.
+"""Ernie4_5_MoeForCausalLM: ERNIE 4.5. It has a softmax router with a bias (models/router.py),
+rotary positions on neighbouring channels, and experts in a range of the layers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
 _MLP = "model.layers.{layer}.mlp."
-# The first and the last layer that may have experts, and every how many of them do; with what
-# transformers takes for a missing key.
+# The first and the last layer that may have experts, and the distance between layers that do. The
+# values are transformers' defaults.
 _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Files of the models for images, too, have two numbers in the place of one."""
+    """Refuse keys with two numbers in place of one: those are the vision-language models."""
     return [
         f"{key} = {format_value(hf[key])}: not supported; allowed: an integer"
         for key in (*_RANGE, "moe_num_shared_experts")

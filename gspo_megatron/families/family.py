@@ -1,7 +1,7 @@
 """A family of published models: its config.json as TransformerConfig fields, and its tensors.
 
-The configuration takes a model's shape from this table before torch is imported, and hf
-the names of tensors.
+The configuration reads a model's shape from this table before torch is imported. The room hf reads
+the names of tensors from it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FP8, MXFP4 = "fp8", "mxfp4"  # quant_method in quantization_config
 
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json that corresponds to a field of TransformerConfig. `default` is what
-    transformers takes if the key is missing."""
+    """A key of config.json and the field of TransformerConfig that it corresponds to. `default` is
+    what transformers assumes if the key is missing."""
 
     hf: str
     ours: str
@@ -39,8 +39,8 @@ class Field:
     nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
 
 
-# Which layers have experts, in both directions: config.json -> one flag a layer, and flags -> keys
-# of config.json, or None if it cannot express them.
+# Which layers have experts: a function from config.json to one flag a layer, and one from the flags
+# to keys of config.json, or to None if config.json cannot express them.
 ReadPattern = Callable[[Mapping[str, Any]], list[bool]]
 WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
 
@@ -50,8 +50,8 @@ class Family:
     """Models that share an architecture of transformers.
 
     `always`: fields of TransformerConfig that all models of the family share. `only`: keys of
-    config.json of which we support some values only; the first one stands for a missing key.
-    `spellings`: other names of keys that transformers takes too, with the usual ones.
+    config.json with the values that are supported; the first value stands for a missing key.
+    `spellings`: other names of keys that transformers accepts, and the usual name of each.
     `names`: the template of each tensor's name, by its role (families/weight_map.py).
     """
 
@@ -59,7 +59,7 @@ class Family:
     architecture: str
     fields: tuple[Field, ...]
     names: Mapping[str, str]
-    other_model_types: tuple[str, ...] = ()  # of the same architecture
+    other_model_types: tuple[str, ...] = ()  # with the same architecture
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -72,25 +72,25 @@ class Family:
     quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
-    # What the table cannot express: problems of several keys together, fields made of several keys.
+    # What the table cannot express: a check of several keys together, and fields made of several.
     check: Callable[[Mapping[str, Any]], list[str]] = lambda hf: []
     read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
-    # The kinds of layers by which config.json may call them.
+    # The supported values in the list `layer_types` of config.json.
     layer_types: tuple[str, ...] = ("full_attention",)
     # model_type of a vision-language model with this language model.
     vision_model_type: str | None = None
-    # Tensors in published files that are ignored, by the end and by the start of their names.
+    # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
     unread_starts: tuple[str, ...] = ()  # the same, by the beginning of their names
-    # The key for the number of layers behind the last one that predict further tokens (MTP). They
-    # are left out; an export says that it has none.
+    # The key for the number of extra layers that predict further tokens (MTP). They are left out,
+    # and an export says that there are none.
     next_token_layers: str | None = None
     # Keys of config.json that vLLM needs and transformers does not read. Published files have them,
-    # a folder that transformers wrote has not; our exports add them.
+    # but files that transformers wrote do not. Our exports add them.
     vllm_keys: tuple[str, ...] = ()
-    # Why vLLM 0.30 cannot serve the family, or serves it wrongly, anywhere and on CPUs; empty: it
-    # serves it.
+    # Why vLLM 0.30 cannot serve the family, or serves it wrongly: anywhere, and on CPUs. Empty if
+    # it can.
     no_servers: str = ""
     no_cpu_servers: str = ""
 
@@ -162,7 +162,7 @@ class Family:
         }
 
     def is_left_out(self, name: str, hf: Mapping[str, Any]) -> bool:
-        """Whether a tensor of a published file is no part of the model that is trained."""
+        """Whether a tensor of a published file does not belong to the model that is trained."""
         if name.endswith(self.unread) or name.startswith(self.unread_starts):
             return True
         number = _LAYER_OF.match(name)
@@ -184,8 +184,8 @@ class Family:
         return [f"{self.next_token_layers} = {format_value(count)}: must be an integer from 0"]
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
-        """config.json of a model of this shape, as published checkpoints write it; None where the
-        family has no such models."""
+        """The config.json of a model of this shape, in the form of published checkpoints; None if
+        the family has no such models."""
         hf: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         hf |= self.score_keys() if shape.scores else {}
         for entry in self.fields:
@@ -249,9 +249,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-# What every family has: sizes, norms.
 def sizes(epsilon: float) -> tuple[Field, ...]:
-    """The fields; `epsilon` of the norms: where config.json names none."""
+    """The fields that every family has: sizes and norms. epsilon: the norms' default."""
     return (
         Field("num_hidden_layers", "num_layers"),
         Field("hidden_size", "hidden_size"),
@@ -266,11 +265,11 @@ SIZES = sizes(1e-6)
 
 
 def key_value_heads(default: int | None) -> Field:
-    """The number of key-value heads; `default` None stands for that of the attention heads."""
+    """The number of key-value heads. The default None stands for the number of attention heads."""
     return Field("num_key_value_heads", "num_query_groups", default)
 
 
-# What routers have in common.
+# Fields that most routers have in common.
 LINEAR_ROUTER: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "aux_loss",
@@ -298,8 +297,7 @@ EXPERTS = {
 
 
 def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
-    """The fields of TransformerConfig in which the function of a model differs from that of a
-    preset."""
+    """The fields of TransformerConfig by which a model computes something else than a preset."""
     own, its = dict(shape.megatron), dict(preset.megatron)
     # one pattern may be spelled in two ways
     for fields, model in ((own, shape), (its, preset)):
@@ -324,7 +322,7 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     ]
 
 
-# Fields that change only how a model is computed, sharded or trained, and not its function.
+# Fields that change how a model is computed, sharded or trained, but not what it computes.
 _NEUTRAL = """
     attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
     barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode
@@ -359,8 +357,8 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
 
 
 def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
-    """Weights of fewer bits in the files: FP8 with a scale for each block is read, and MXFP4
-    experts of the families that have them."""
+    """What is wrong with the quantization of the weights. FP8 with a scale for each block can be
+    read, and MXFP4 experts if the family has them."""
     given = hf.get("quantization_config")
     if given is None:
         return []
@@ -390,9 +388,9 @@ def _is_block(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value may be one of the sizes that config.json must have; 0 or null: of what the
-    model has none of, as a dense model of experts."""
+    """Whether a value may be a size in config.json. 0 and null are allowed for parts that the model
+    lacks, such as the experts of a dense model."""
     return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
 
 
-_LARGEST_SIZE = 10_000_000  # of a number of layers, a width, ...
+_LARGEST_SIZE = 10_000_000  # the largest number of layers, width, ...

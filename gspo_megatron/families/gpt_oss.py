@@ -1,5 +1,6 @@
-"""GptOssForCausalLM: gpt-oss-20b and 120b. Sliding windows in every second layer, sinks, biases
-everywhere, clamped experts with an offset, YaRN; experts in MXFP4 or, in other exports, bf16.
+"""GptOssForCausalLM: gpt-oss-20b and 120b. They have sliding windows in every second layer,
+attention sinks, biases everywhere, clamped experts with an offset, and YaRN. Published files have
+experts in MXFP4, other exports in bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_WINDOW = 128  # where config.json names none
+_WINDOW = 128  # the default of config.json
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
@@ -33,8 +34,9 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig. A query sees `sliding_window` keys, its own included;
-    Megatron-Core counts those before it. Without `layer_types` layers 2, 4, ... are full."""
+    """The fields of TransformerConfig for windows. A query sees `sliding_window` keys, its own
+    included; Megatron-Core counts only the keys before it. Without `layer_types`, the layers 2, 4,
+    ... have no window."""
     kinds = hf.get("layer_types")
     if _check(hf) or (kinds is not None and _SLIDING not in kinds):
         return {}
@@ -60,7 +62,7 @@ FAMILY = f.Family(
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(8),
-        # all layers have experts, of this width
+        # the width of the experts, which all layers have
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
         f.Field("head_dim", "kv_channels", 64),
@@ -70,7 +72,8 @@ FAMILY = f.Family(
     ),
     always={
         **f.LINEAR_ROUTER,
-        # Published is 0.9, and `output_router_logits` false: transformers adds no such loss.
+        # Published files say 0.9, but also `output_router_logits` = false, with which transformers
+        # adds no such loss.
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": False,
         "qk_layernorm": False,

@@ -1,4 +1,4 @@
-"""HYV3ForCausalLM: Hunyuan 3, a sigmoid router under names of its own."""
+"""HYV3ForCausalLM: Hunyuan 3. It has a sigmoid router, whose keys have names of their own."""
 
 from __future__ import annotations
 

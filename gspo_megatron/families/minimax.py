@@ -1,5 +1,5 @@
 """MiniMaxM2ForCausalLM: MiniMax-M2 to M2.7. Queries and keys are normalised over all heads
-together, rotary positions cover a part of a head, all layers have experts.
+together. Rotary positions cover a part of each head. All layers have experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The sizes of a model: what its preset and the configuration make together.
+"""The shape of a model, from its preset and the configuration.
 
-`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, in its own names; what
-belongs to the whole model (vocabulary, positions, tied embeddings) stands beside it.
+`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, under their own names. What
+belongs to the whole model (vocabulary, positions, tied embeddings) has separate fields.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from gspo_megatron.errors import ConfigError, problem
 from gspo_megatron.files import WRONG_VALUES, parse_json
 
-# What the section `model` has keys for, beside the fields of TransformerConfig.
+# Keys of the section `model` that are no fields of TransformerConfig.
 WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
-MODEL_FILE = "model.json"  # describes the model in a checkpoint of ours
+MODEL_FILE = "model.json"  # describes the model in a checkpoint of gspo-megatron
 
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A model to start from; `vocab_size` None: the tokenizer decides. `joint_qk_norm`: queries and
-    keys are normalised over all heads together instead of each head by itself."""
+    """A model to start from. vocab_size: None if the tokenizer decides; joint_qk_norm: queries and
+    keys are normalised over all heads together, not each head by itself."""
 
     vocab_size: int | None
     max_sequence_length: int
@@ -32,17 +32,17 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-    rotary_percent: float = 1.0  # of a head's channels, the first ones: the others are not rotated
-    rotary_llama3_factor: float | None = None  # llama3's extension of the context
+    rotary_percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
+    rotary_llama3_factor: float | None = None  # Llama 3's extension of the context
     # A preference model: its head gives one score for a sequence, not log-probs of tokens.
     scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(ModelPreset):
-    """What the model will be; every MoE size is None in a model without experts. `megatron` holds
-    all keyword arguments of TransformerConfig that preset and configuration give (without layout
-    and precision), with `activation_func` and `attention_backend` as strings."""
+    """The model that is built. In a model without experts every MoE size is None. `megatron` holds
+    all keyword arguments of TransformerConfig that preset and configuration set, except layout and
+    precision; `activation_func` and `attention_backend` are strings in it."""
 
     num_layers: int
     hidden_size: int
@@ -63,12 +63,12 @@ class ModelShape(ModelPreset):
 
     @property
     def has_latent_attention(self) -> bool:
-        """Multi-head latent attention, as in DeepSeek-V3."""
+        """Whether attention is multi-head latent attention, as in DeepSeek-V3."""
         return bool(self.megatron.get("multi_latent_attention"))
 
     @property
     def head_channels(self) -> tuple[int, int]:
-        """Channels of a query or key of one head, and those of a value."""
+        """The channels of one head: of a query or key, and of a value."""
         megatron = self.megatron
         if not self.has_latent_attention:
             return self.kv_channels, self.kv_channels
@@ -79,14 +79,15 @@ class ModelShape(ModelPreset):
 def shape_of(
     preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> ModelShape:
-    """The model of a preset, with `overrides` of its TransformerConfig and of its `own` fields, of
-    which None leaves the preset's."""
+    """The model of a preset with changes: `overrides` of its TransformerConfig, and `own` fields of
+    the preset, where None keeps the preset's value."""
     preset = replace(preset, **{name: value for name, value in own.items() if value is not None})
     megatron: dict[str, Any] = {**preset.megatron, **overrides}
     num_experts = megatron.get("num_moe_experts")
     if num_experts is None:
-        # `num_moe_experts: null` on an MoE preset asks for the dense model of the same shape, and
-        # TransformerConfig refuses expert sizes there. What the user wrote stays, to be refused.
+        # `num_moe_experts: null` on an MoE preset asks for the dense model of the same shape.
+        # TransformerConfig refuses expert sizes then, so the preset's are dropped. Sizes that the
+        # user set stay, and are refused later.
         megatron = {
             name: value
             for name, value in megatron.items()
@@ -121,8 +122,8 @@ def experts_in_layers(shape: ModelShape) -> list[bool]:
 
 
 def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """The same from fields of TransformerConfig: `moe_layer_freq` stands for every n-th layer from
-    the first on, or is a list of flags."""
+    """Whether each layer has experts, from fields of TransformerConfig: `moe_layer_freq` is a
+    number n (every n-th layer, beginning with the first), or a list of flags."""
     if megatron.get("num_moe_experts") is None:
         return [False] * num_layers
     frequency = megatron.get("moe_layer_freq", 1)
@@ -137,8 +138,8 @@ def delta_net_layers(shape: ModelShape) -> list[int]:
 
 
 def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) -> list[int]:
-    """The same from TransformerConfig's `linear_attention_freq`: every n-th layer has attention, or
-    a list of these flags."""
+    """The same from TransformerConfig's `linear_attention_freq`: a number n (every n-th layer has
+    attention), or a list of flags."""
     if frequency is None:
         return [0] * num_layers
     if isinstance(frequency, int):
@@ -161,8 +162,8 @@ _DELTA_NET_SIZES = {
 
 
 def windows_in_layers(megatron: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """How many keys a query of each layer sees, its own included; None: all before it.
-    `window_attn_skip_freq` stands for every n-th layer without a window, or is a list of flags."""
+    """For each layer, how many keys a query sees, its own included; None: all before it.
+    `window_attn_skip_freq` is a number n (every n-th layer has no window), or a list of flags."""
     window, frequency = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
     if window is None:
         return [None] * num_layers
@@ -176,8 +177,8 @@ def windows_in_layers(megatron: Mapping[str, Any], num_layers: int) -> list[int 
 
 
 def checkpoint_model_file(path: str) -> Path | None:
-    """model.json of a checkpoint, or of any checkpoint in a run folder or its checkpoints folder,
-    which all have the same model; None where there is none."""
+    """The model.json of a checkpoint; None if there is none. `path` may also be a run folder or its
+    checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
     found = [folder / MODEL_FILE]
     for pattern in ("checkpoints/[!.]*", "[!.]*"):  # names of unfinished ones begin with a dot
@@ -194,7 +195,7 @@ def no_checkpoint(path: str) -> str:
 
 
 def no_folder(path: str | Path) -> str:
-    """What is wrong with a path that should be a folder, and is none."""
+    """What is wrong with a path that should be a folder but is not."""
     return "is a file; allowed: its folder" if Path(path).is_file() else "no such folder"
 
 
@@ -211,8 +212,9 @@ def preset_of_checkpoint(path: str) -> ModelPreset:
 def read_model(
     key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
 ) -> ModelPreset:
-    """The model that a JSON file describes, which `key` names. It is read again only once it has
-    `_changed`: a model's shape is asked for many times in a run. Raises ConfigError."""
+    """The model that a JSON file describes. Raises ConfigError. A run asks for the model's shape
+    many times, so the result is kept until the file has `_changed`. key: the config key of the
+    path."""
     try:
         content = parse_json(file.read_bytes())
         if isinstance(content, dict):
@@ -226,7 +228,7 @@ def read_model(
 
 
 def config_of_weights(hf_path: str | None, checkpoint_path: str | None) -> dict[str, Any] | None:
-    """config.json of the Hugging Face model that weights come from, where that can be read here."""
+    """The config.json of the Hugging Face model that the weights come from, if it can be read."""
     if hf_path is not None:
         file = Path(hf_path) / "config.json"
         return parse_json(file.read_bytes()) if file.is_file() else None
@@ -241,15 +243,15 @@ def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
     return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
 
 
-# What model.json of earlier versions lacks.
+# Fields that model.json lacks if an earlier version wrote it.
 _ADDED_FIELDS = {
     field.name: field.default for field in fields(ModelPreset) if field.default is not MISSING
 }
 
 
 def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:
-    """Keys of the `model` section in which a model's tensors differ from those of `preset`, with
-    both values: weights of one cannot be loaded into the other."""
+    """The keys of the `model` section by which the tensors differ from those of `preset`, with both
+    values. If there is one, the weights of one model do not fit the other."""
     theirs = shape_of(preset)
     outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
     values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]

@@ -9,7 +9,7 @@ from gspo_megatron.families import family as f
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Heads are as wide as the hidden size over their number."""
+    """Refuse a head_dim other than hidden_size / num_attention_heads."""
     width, heads, given = (hf.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
     if given is None or given * heads == width:
         return []
@@ -22,7 +22,7 @@ FAMILY = f.Family(
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(None),
-        # all layers have experts, of this width
+        # the width of the experts, which all layers have
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
         f.Field("hidden_act", "activation_func", "silu"),

@@ -1,8 +1,8 @@
-"""Qwen3NextForCausalLM, and Qwen3_5MoeForCausalLM and Qwen3_5ForCausalLM, the language models of
-Qwen3.5: three layers of four have a gated delta net in the place of attention, which ends in an
-output gate.
+"""Qwen3NextForCausalLM, and the language models of Qwen3.5: Qwen3_5MoeForCausalLM and
+Qwen3_5ForCausalLM. Three of four layers have a gated delta net in place of attention. The attention
+of the fourth has an output gate.
 
-Qwen3.5 is published as a vision-language model. Its language model is what is trained; exports are
+Qwen3.5 is published as a vision-language model. Only its language model is trained, and exports are
 text models.
 """
 
@@ -44,7 +44,7 @@ _ROUTER: dict[str, Any] = {**f.LINEAR_ROUTER, "moe_shared_expert_gate": True}
 
 
 def _kinds(hf: Mapping[str, Any]) -> Any:
-    """The kind of each layer; transformers looks at the interval only where they are not named."""
+    """The kind of each layer. transformers reads the interval only if `layer_types` is missing."""
     if (kinds := hf.get("layer_types")) is not None:
         return kinds
     interval, count = hf.get("full_attention_interval", 4), hf["num_hidden_layers"]
@@ -72,7 +72,7 @@ def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(hf.get("num_hidden_layers"), int) or _check(hf):
         return {}
     flags = [int(kind == LINEAR) for kind in _kinds(hf)]
-    # an interval where it is one, so that a model may be cut to fewer layers
+    # an interval if the flags have one, so that a model may be cut to fewer layers
     intervals = (n for n in range(1, len(flags) + 1) if delta_net_pattern(n, len(flags)) == flags)
     return {"linear_attention_freq": next(intervals, flags)}
 
@@ -105,7 +105,7 @@ _EXPERT_NAMES = {
     **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
 }
 
-# vLLM inspects the class beside the vision model's, even where the language model is all there is.
+# vLLM imports the vision model, even if the folder has the language model alone.
 _NO_CPU_SERVERS = "need torchvision for this family, and were not tried with it"
 QWEN3_NEXT = f.Family(
     model_type="qwen3_next",
@@ -132,7 +132,7 @@ QWEN3_NEXT = f.Family(
         **_NAMES,
         **_EXPERT_NAMES,
         **f.DENSE,
-        # of each head of keys: q, k, v, z, and b, a
+        # for each head of keys, one tensor has q, k, v and z, and the other b and a
         "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
         "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
     },
@@ -163,7 +163,7 @@ QWEN3_5_MOE = f.Family(
         **_NAMES,
         **_EXPERT_NAMES,
         **_IN_NAMES,
-        # all experts of a layer as one tensor, in published files only
+        # published files have all experts of a layer in one tensor, transformers' files do not
         "experts_gate_up": f"{_LAYER}mlp.experts.gate_up_proj",
         "experts_down": f"{_LAYER}mlp.experts.down_proj",
     },

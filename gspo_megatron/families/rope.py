@@ -1,9 +1,9 @@
 """Rotary positions in config.json: the base, the part of a head that is rotated, and the scaling
 that extends the context.
 
-config.json of transformers 5 has all settings in `rope_parameters`; older ones have `rope_scaling`
-beside `rope_theta`. transformers reads whichever are there, and so does this. Two different values
-of one setting are an error.
+transformers 5 writes all settings to `rope_parameters`; older versions wrote `rope_scaling` and
+`rope_theta`. transformers reads all of them, and so does this file. Two different values of one
+setting are an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import ModelShape
 
 DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
-# MLATransformerConfig has fields for YaRN. GPTModel, for other attention, reads attributes of
-# TransformerConfig with this before the same names.
+# MLATransformerConfig has fields for YaRN. For other attention, GPTModel reads attributes of
+# TransformerConfig, whose names have this prefix.
 YARN_PREFIX = "yarn_"
 _ROUNDED = "correction_range_round_to_int"
 
@@ -38,7 +38,7 @@ _KEYS = (
     *("rope_theta", "rope_type", "type", "partial_rotary_factor", "attention_factor", "truncate"),
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", *_YARN_FIELDS),
 )
-_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also beside the mappings
+_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also allowed outside the mappings
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class Rope:
     """The rotary positions of a model."""
 
     base: float
-    percent: float = 1.0  # of a head's channels, the first ones
+    percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
     llama3_factor: float | None = None  # None: no scaling of this kind
     megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig: YaRN
 
 
 @dataclass(frozen=True)
 class RopeKinds:
-    """What a family's models may have."""
+    """The kinds of rotary positions that a family's models may have, with their defaults."""
 
     types: tuple[str, ...] = (DEFAULT,)
-    base: float = 10_000.0  # where config.json names none
-    percent: float | None = None  # where config.json names none; None: always 1
-    # The key with the number of rotated channels of a head, which may stand for the percentage.
+    base: float = 10_000.0  # the default if config.json has none
+    percent: float | None = None  # the same; None: it is always 1
+    # The key with the number of rotated channels of a head, which may replace the percentage.
     width_key: str | None = None
-    # where config.json has neither rope_parameters nor rope_scaling
+    # the settings if config.json has neither rope_parameters nor rope_scaling
     unnamed: Mapping[str, Any] = field(default_factory=dict)
     latent: bool = True  # the layers compute the angles, not GPTModel
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
-    """What a config.json says of rotary positions, and a line for each thing not supported."""
+    """The rotary positions of a config.json, and a line for each thing that is not supported."""
     settings, names, problems = _settings(hf)
     if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         settings = {**kinds.unnamed, **settings}
@@ -102,7 +102,7 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
 
 
 def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
-    """The keys of config.json for the rotary positions of a model, as published files have them."""
+    """The keys of config.json for a model's rotary positions, in the form of published files."""
     scaling: dict[str, Any] | None = None
     if shape.rotary_llama3_factor is not None:
         scaling = {"rope_type": LLAMA3, "factor": shape.rotary_llama3_factor, **_LLAMA3_CONSTANTS}
@@ -125,7 +125,7 @@ def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
 
 
 def two_values(key: str, value: Any, other: str, its: Any) -> str:
-    """The line about two spellings of one setting that differ."""
+    """The message about two spellings of one setting that have different values."""
     two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
     return f"{two}: two spellings of one setting; keep the right one"
 
@@ -133,7 +133,7 @@ def two_values(key: str, value: Any, other: str, its: Any) -> str:
 def in_one_spelling(
     hf: Mapping[str, Any], spellings: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a config.json under their usual names, and a line for each setting that two
+    """The keys of a config.json under their usual names, and a line for each setting to which two
     spellings give different values."""
     found, problems = dict(hf), []
     for other, usual in spellings.items():
@@ -147,7 +147,7 @@ def in_one_spelling(
 
 
 def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """All settings, the names under which config.json has them, and what is wrong."""
+    """All settings, the names that they have in config.json, and a line for each problem."""
     problems = []
     found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
     for where, values in found.items():
@@ -176,7 +176,7 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
 def _percent_of_width(
     hf: Mapping[str, Any], key: str, settings: dict[str, Any], names: dict[str, str]
 ) -> list[str]:
-    """Add the percentage of the rotated channels to the settings; what is wrong with their
+    """Add the percentage of rotated channels to the settings. Returns what is wrong with their
     number."""
     rotated, width = hf.get(key), hf.get("head_dim")
     if rotated is None:
@@ -191,7 +191,7 @@ def _percent_of_width(
 
 
 def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """The constants that a config.json has otherwise than Megatron-Core."""
+    """A line for each constant that differs between config.json and Megatron-Core."""
     different = [key for key, legal in _LLAMA3_CONSTANTS.items() if settings.get(key) != legal]
     return [
         f"{names.get(key, f'rope_scaling.{key}')} = {format_value(settings.get(key))}: "
@@ -203,8 +203,8 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
 def _yarn(
     settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of MLATransformerConfig for YaRN, or what GPTModel reads, and what is not
-    supported."""
+    """The fields for YaRN, of MLATransformerConfig or as GPTModel reads them, and a line for each
+    thing that is not supported."""
     megatron: dict[str, Any] = {"rope_type": YARN}
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
@@ -221,7 +221,7 @@ def _yarn(
     if all_dims and not scale:  # transformers then scales the two parts of attention differently
         where, value = names["mscale_all_dim"], format_value(all_dims)
         problems.append(f"{where} = {value}: not supported without mscale; allowed: both, or none")
-    # With one of the two alone, transformers takes mscale = 1 for the angles.
+    # If only one of the two is set, transformers takes mscale = 1 for the angles.
     megatron |= {
         "mscale": float(scale) if scale and all_dims else 1.0,
         "mscale_all_dim": float(all_dims),

@@ -1,5 +1,5 @@
-"""The router of DeepSeek-V3 and of what followed it: scores by a sigmoid, a bias that balances the
-load and only takes part in the choice, shared experts, the first layers dense."""
+"""The router of DeepSeek-V3 and of later models. Scores are sigmoids. A bias balances the load, and
+is used only for choosing experts. There are shared experts, and the first layers are dense."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALWAYS: dict[str, Any] = {
 
 
 def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
-    """The routed experts, with what config.json may lack."""
+    """The fields of routed experts. The arguments are the defaults of two keys."""
     return (
         f.Field("n_routed_experts", "num_moe_experts"),
         f.Field("num_experts_per_tok", "moe_router_topk", topk),
@@ -32,19 +32,19 @@ def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts are chosen among those of the best groups; here what a family takes for keys that
-    config.json lacks."""
+    """The groups of experts: a token's experts are chosen from the best groups only. The fields are
+    a family's defaults for keys that config.json lacks."""
 
     count: int = 1
     chosen: int = 1
     topk: int = 8
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        """Numbers for which Megatron-Core computes something else."""
+        """A line for numbers with which Megatron-Core computes something else."""
         count = hf.get("n_group", self.count)
         chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
-        # The score of a group is the sum of its best two experts; Megatron-Core takes its best
-        # topk // topk_group.
+        # The score of a group is the sum of the scores of its best two experts. Megatron-Core takes
+        # its best topk // topk_group.
         if count in (None, 1) or topk == 2 * chosen:
             return []
         wrong = f"not supported with topk_group = {chosen}; allowed: {2 * chosen}, or n_group = 1"
@@ -68,7 +68,8 @@ def write_groups(megatron: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_shared(hf: Mapping[str, Any], key: str, default: int = 1) -> dict[str, Any]:
-    """All shared experts as one; `key` has their number, or stands for `default` if missing."""
+    """The fields of the shared experts, which are computed as one. key: the key of their number;
+    default: the number if the key is missing."""
     width = (hf.get(key, default) or 0) * (hf.get("moe_intermediate_size") or 0)
     return {"moe_shared_expert_intermediate_size": width or None}
 
@@ -79,8 +80,9 @@ def write_shared(megatron: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def dense_first(default: int, *, has_types: bool = False) -> f.ReadPattern:
-    """The first layers are dense: `first_k_dense_replace` of them. has_types: config.json may name
-    the kind of each layer instead, in `mlp_layer_types`; other families ignore that key."""
+    """A reader of the layers with experts: the first `first_k_dense_replace` layers are dense.
+    has_types: config.json may instead name the kind of each layer in `mlp_layer_types`; other
+    families ignore that key."""
 
     def read(hf: Mapping[str, Any]) -> list[bool]:
         kinds = hf.get("mlp_layer_types") if has_types else None

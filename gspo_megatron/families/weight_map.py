@@ -1,9 +1,9 @@
 """How the tensors of a Hugging Face model make up those of Megatron-Core: the map for all families.
 
 A recipe describes one Megatron tensor as a set of boxes. A box is a block of one HF tensor and its
-place in the Megatron tensor. Boxes do not overlap; where there is none, the Megatron tensor is
-padding. Both directions use the same boxes: they are cut to what a shard needs, so only that is
-read or sent. A family (families) gives the names in its files.
+place in the Megatron tensor. Boxes do not overlap. What no box covers is padding. Import and export
+use the same boxes. These are cut to what a shard needs, so nothing else is read or sent. A family
+gives the tensors' names in its files.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    One of the two may have fewer dimensions: these are then the last ones of the other, whose size
-    along the others is 1. `axes` names, for each dimension of the HF tensor, which of those it is
-    in the Megatron tensor (None: all in the same order); `step` is the distance of elements along
-    its last one.
+    One of the two tensors may have fewer dimensions. They are the last ones of the other tensor,
+    and the box has size 1 along the rest. `axes` has, for each dimension of the HF tensor, its
+    number in the Megatron tensor (None: the same order). `step` is the distance between the box's
+    elements along the last dimension of the HF tensor.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Box:
         )
 
     def _in_source(self, values: Sequence[int], missing: int) -> tuple[int, ...]:
-        """Values of the Megatron tensor's dimensions, for those of the HF tensor."""
+        """Values for the dimensions of the Megatron tensor, in the order of the HF tensor's."""
         last = aligned(values, len(self.source), missing)
         return last if self.axes is None else tuple(last[axis] for axis in self.axes)
 
@@ -96,7 +96,8 @@ class Box:
         return math.prod(self.size)
 
     def cut(self, slices: Sequence[slice]) -> Box | None:
-        """The part within `slices` of the Megatron tensor; its target counts from their start."""
+        """The part of the box within `slices` of the Megatron tensor, or None. Its target is
+        counted from the start of the slices."""
         starts, sizes, shifts = [], [], []
         for at, n, part in zip(self.target, self.size, slices, strict=True):
             first, last = max(at, part.start), min(at + n, part.stop)
@@ -112,7 +113,7 @@ class Box:
 
 
 def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
-    """The last `count` values; what is missing of them is `fill`, in front."""
+    """The last `count` values. If there are fewer, `fill` is put in front."""
     return (fill,) * (count - len(values)) + tuple(values[max(0, len(values) - count) :])
 
 
@@ -143,7 +144,7 @@ def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRe
 
 
 def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
-    """Joined along the first dimension."""
+    """The tensors joined along the first dimension."""
     boxes: list[Box] = []
     total = 0
     for recipe in recipes:
@@ -156,8 +157,8 @@ def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
 
 
 def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
-    """Each is cut into `groups` along the first dimension; the result has the first group of all,
-    then the second group of all, and so on."""
+    """Cut each tensor into `groups` along the first dimension, and join them group by group: the
+    first group of every tensor, then the second of every tensor, and so on."""
     chunks = []
     for group, recipe in itertools.product(range(groups), recipes):
         count, rest = divmod(recipe.shape[0], groups)
@@ -167,14 +168,14 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
 
 
 def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
-    """A range of the first dimension."""
+    """The rows from `first` on, `count` of them."""
     rest = recipe.shape[1:]
     slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
     return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))
 
 
 def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
-    """Joined along a new first dimension."""
+    """The tensors joined along a new first dimension."""
     boxes: list[Box] = []
     for index, recipe in enumerate(recipes):
         assert recipe.shape == recipes[0].shape, "layers of different shapes"
@@ -185,7 +186,8 @@ def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
 
 
 def flatten(recipe: TensorRecipe) -> TensorRecipe:
-    """The first two dimensions joined into one; each box lies within one index of the first."""
+    """The tensor with its first two dimensions joined into one. Each box must lie within one index
+    of the first dimension."""
     outer, inner, *rest = recipe.shape
     boxes = []
     for box in recipe.boxes:
@@ -201,8 +203,8 @@ Read = Callable[[str, Slices], "Tensor"]
 def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read) -> None:
     """Fill `out` with a slice of a Megatron tensor; padding becomes zero.
 
-    read(name, slices) returns that part of an HF tensor, of any dtype and device. It is called for
-    the elements that the slice needs and for no others.
+    read(name, slices) returns that part of an HF tensor, of any dtype and device. It is called only
+    for elements that the slice needs.
     """
     boxes = list(recipe.cut(slices))
     if sum(box.numel for box in boxes) < out.numel():
@@ -227,9 +229,9 @@ def split(box: Box) -> Iterator[Box]:
         yield replace(found, target=tuple(each.start for each in part))
 
 
-# Transformer Engine fuses norms into the linear layers that follow them, and keeps gate and up
-# projection of an expert in one matrix. Checkpoints and this map use the names of the torch_native
-# backend, so that a run can continue without Transformer Engine.
+# The two backends have different names: Transformer Engine fuses norms into the linear layers after
+# them, and has gate and up projection of an expert in one matrix. Checkpoints and this map use the
+# names of torch_native, so that a run can continue without Transformer Engine.
 _ALIASES = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(\w+)"), r".input_layernorm.\1"),
     (
@@ -254,8 +256,8 @@ def native_name(name: str) -> str:
 
 
 def is_one_matrix(name: str) -> bool:
-    """Whether the tensor of this name holds gate and up projection of an expert as the halves of
-    one matrix [2 * ffn, hidden], or their biases; under its native name it is [2, ffn, hidden]."""
+    """Whether this tensor holds gate and up projection of an expert as the halves of one matrix
+    [2 * ffn, hidden], or their biases. Under its native name it is [2, ffn, hidden]."""
     known = native_name(name)
     return known != name and re.search(r"\.experts\.(weight|bias)1", known) is not None
 
@@ -278,8 +280,8 @@ class WeightMap:
     shapes: Mapping[str, tuple[int, ...]]
 
     def __getitem__(self, name: str) -> TensorRecipe:
-        """The recipe of a tensor by any of its names: that of a shard, Transformer Engine's, or the
-        key in a checkpoint, where all experts of a layer are one tensor. Raises KeyError.
+        """The recipe of a tensor by any of its names: a shard's name, Transformer Engine's, or the
+        key in a checkpoint, in which all experts of a layer are one tensor. Raises KeyError.
         """
         known, one_matrix = native_name(name), is_one_matrix(name)
         found = self.recipes.get(known)
@@ -337,8 +339,9 @@ def _recipes(
 
 
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """linear_qkv holds, for each query group, its queries, their output gates if they have some,
-    its key and its value. Files have the gate of a head behind its query."""
+    """The recipes of attention. linear_qkv holds, for each query group, its queries, their output
+    gates (if there are any), its key and its value. In files the gate of a head follows its
+    query."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
     heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
 
@@ -375,7 +378,8 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
 
 
 def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """Plain copies: both sides keep the parts of a head together and rotate channels in pairs."""
+    """The recipes of latent attention. They are plain copies: both sides keep the parts of a head
+    together and rotate channels in pairs."""
     megatron, hidden, heads = shape.megatron, shape.hidden_size, shape.num_attention_heads
     positional, latent = megatron["qk_pos_emb_head_dim"], megatron["kv_lora_rank"]
     plain, values = megatron["qk_head_dim"], megatron["v_head_dim"]
@@ -408,8 +412,9 @@ _IN_PROJECTIONS = {
 
 
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """in_proj and conv1d are several tensors in checkpoints, each with all heads in order. Files
-    have them in order too, or (qwen3_next) all that belongs to one head of keys together."""
+    """The recipes of a gated delta net. in_proj and conv1d are several tensors in checkpoints, each
+    with all heads in order. So they are in files, except for qwen3_next, whose files keep together
+    what belongs to one head of keys."""
     sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
@@ -444,7 +449,7 @@ def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
 def _gated_mlp(
     prefix: str, parts: Mapping[str, str], kind: str, hidden: int, width: int
 ) -> dict[str, TensorRecipe]:
-    """linear_fc1 is the gate matrix above the up matrix."""
+    """The recipes of a gated MLP. linear_fc1 is the gate matrix above the up matrix."""
     gate, up = (copy(parts[f"{kind}{part}"], width, hidden) for part in ("gate", "up"))
     return {
         f"{prefix}linear_fc1.weight": concatenate([gate, up]),
@@ -455,7 +460,7 @@ def _gated_mlp(
 def _mixture(
     parts: Mapping[str, str], shape: ModelShape, joint_experts: bool, *, row_bias: bool
 ) -> dict[str, TensorRecipe]:
-    """row_bias: see Family.router_bias_is_row."""
+    """The recipes of a layer with experts. row_bias: see Family.router_bias_is_row."""
     hidden, width, experts = shape.hidden_size, shape.moe_ffn_hidden_size, shape.num_moe_experts
     assert width is not None and experts is not None, "no sizes of experts"
     recipes = {"mlp.router.weight": copy(parts["router"], experts, hidden)}
@@ -481,7 +486,7 @@ def _mixture(
 def _expert(
     parts: Mapping[str, str], expert: int, hidden: int, width: int
 ) -> tuple[TensorRecipe, TensorRecipe]:
-    """[gate and up, width, hidden] and the projection down of one expert."""
+    """The recipes of one expert: gate and up projection [2, width, hidden], and down projection."""
     gate, up, down = (
         parts[f"expert_{part}"].replace("{expert}", str(expert)) for part in ("gate", "up", "down")
     )
@@ -505,9 +510,9 @@ def _joint_expert(
 def _interleaved_experts(
     parts: Mapping[str, str], hidden: int, width: int, experts: int
 ) -> dict[str, TensorRecipe]:
-    """All experts of a layer are a few tensors in gpt-oss's files: gate_up_proj [experts, hidden,
-    2 * width] with gate and up in turn on the last axis, down_proj [experts, width, hidden], and
-    their biases."""
+    """The recipes of gpt-oss's experts. Its files have a few tensors for all experts of a layer:
+    gate_up_proj [experts, hidden, 2 * width], in which gate and up alternate on the last axis,
+    down_proj [experts, width, hidden], and their biases."""
     recipes = {}
     for expert in range(experts):
         weight = partial(Box, parts["interleaved_gate_up"], size=(1, width, hidden), step=2)

@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The matrices have the names of the Hugging Face model's modules, those of experts one by one. One
-rank and one alpha hold for all: vLLM reads no other.
+The matrices have the names of the Hugging Face model's modules; each expert's matrices have their
+own. All have the same rank and alpha, because vLLM reads no other adapters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gspo_megatron.config.lora import LoraSection
@@ -22,17 +21,29 @@ from gspo_megatron.families.adapter_map import (
     PEFT_PREFIX,
     PEFT_TENSORS,
     Adapted,
-    Matrix,
+    adapter_map,
     joint_matrices,
     matrices_of,
 )
 from gspo_megatron.families.family import Family
 from gspo_megatron.families.model_shape import ModelShape
-from gspo_megatron.families.weight_map import Box, WeightMap, weight_map
+from gspo_megatron.families.weight_map import WeightMap, weight_map
 from gspo_megatron.hf.files import DTYPES, HfFolder, read_header, read_json
+from gspo_megatron.hf.joint_adapters import (
+    LEAVES,
+    Part,
+    is_joint,
+    joined,
+    joint_shapes,
+    joint_stem,
+    not_plain,
+    split_joint,
+    wrong_parameters,
+)
 from gspo_megatron.hf.writer import HfWriter
 
-# Fields of adapter_config.json with which other arithmetic is meant than B (A x) * alpha / r.
+# Fields of adapter_config.json that change the arithmetic B (A x) * alpha / r, unless they have one
+# of these values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -41,9 +52,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "rank_pattern",
-            "alpha_pattern",
-            "target_parameters",
             "megatron_config",
             "layer_replication",
             "trainable_token_indices",
@@ -56,7 +64,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class PeftFolder(HfFolder):
-    """An adapter's folder. Opening it reads the header of its file, no tensor; pickles are never
+    """An adapter's folder. Opening it reads the header of its file, no tensor. Pickles are never
     read. Raises DataError with all that is wrong with the folder, one line each."""
 
     def __init__(self, path: str | Path) -> None:
@@ -66,11 +74,8 @@ class PeftFolder(HfFolder):
         self.config: dict[str, Any] = read_json(file, problems) or {}
         for name, legal in _PLAIN.items() if self.config else ():
             value = self.config.get(name, legal[0])
-            if name == "target_parameters" and _are_modules(value):
-                continue
             if value not in legal:
-                wrong = f"{name} is {format_value(value)}: not plain LoRA with one rank"
-                problems.append(f"{file}: {wrong}")
+                problems.append(f"{file}: {not_plain(name, value)}")
         if self.config and not (type(self.rank) is int and self.rank > 0):
             problems.append(f"{file}: r is {format_value(self.rank)}; allowed: a rank from 1 on")
         tensors = self.path / PEFT_TENSORS
@@ -79,6 +84,9 @@ class PeftFolder(HfFolder):
             advice = f"; {', '.join(pickles)} may run code and is not read" if pickles else ""
             problems.append(f"{tensors}: no such file{advice}")
         self.tensors = (read_header(tensors, problems) or {}) if tensors.is_file() else {}
+        self._joint = {name for name in self.tensors if is_joint(name)}
+        self._parts: dict[str, Part] = {}
+        problems += [f"{file}: {line}" for line in wrong_parameters(self.config, bool(self._joint))]
         self._mapped: dict[Path, mmap.mmap] = {}
         self._read_bytes = 0
         if problems:
@@ -94,19 +102,71 @@ class PeftFolder(HfFolder):
         return str(self.config.get("base_model_name_or_path") or "a model that it does not name")
 
     def settings(self) -> LoraSection:
-        """What `model.lora` says of such adapters; `targets`: the names of their modules. Raises
-        DataError."""
+        """The section `model.lora` of such adapters. Its `targets` are the names of their modules.
+        Raises DataError."""
         alpha: Any = self.config.get("lora_alpha")
         if type(alpha) not in (int, float) or not alpha > 0:
             wrong = f"lora_alpha is {format_value(alpha)}; allowed: a number above 0"
             raise DataError(f"{self.path / PEFT_CONFIG}: {wrong}")
-        leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in self.tensors}
+        plain = self.tensors.keys() - self._joint
+        leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in plain}
+        for name in self.config.get("target_parameters") or ():
+            leaves |= set(LEAVES.get(name.rpartition(".")[2], ()))
         return LoraSection(
             rank=self.rank,
             alpha=float(alpha),
             use_rslora=self.config.get("use_rslora") is True,
             targets=sorted(leaves) or ["all"],
         )
+
+    def read(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """A part of a tensor, see `HfFolder.read`."""
+        if name not in self._parts:
+            return super().read(name, slices)
+        part = self._parts[name]
+        return self._whole(part.name)[part.slices][tuple(slices)]
+
+    def _whole(self, name: str) -> Tensor:
+        return super().read(name, [slice(0, size) for size in self.tensors[name].shape])
+
+    def open_joint(self, adapted: Mapping[str, Adapted], maps: tuple[WeightMap, WeightMap]) -> None:
+        """Show adapters of all experts of a layer as those of each matrix; maps: see `peft_maps`.
+        Raises DataError."""
+        weights, modules = maps
+        joint = joint_matrices(adapted, weights, modules) if self._joint else {}
+        problems = []
+        for name, found in joint.items():
+            stem, shape = joint_stem(name, joint), modules.shapes[name]
+            names = [f"{stem}.lora_{letter}.weight" for letter in "AB"]
+            if not set(names) <= self._joint:
+                continue  # `check` says that they are missing
+            count = len(found) // shape[0]
+            sizes = tuple(self.tensors[each].shape for each in names)
+            ranks = [
+                rank
+                for rank in (self.rank, self.rank * count)
+                if sizes == joint_shapes(found[0][0], rank, shape)
+            ]
+            parts = dict(split_joint(found, stem, (ranks[0], self.rank), shape)) if ranks else {}
+            if not parts:
+                wrong = f"of rank {self.rank} for the model's {list(shape)}"
+                problems.append(f"{stem}.lora_*: the shapes {sizes} are not {wrong}")
+            elif ranks[0] > self.rank and self._mixes(names[1], parts.values()):
+                wrong = f"of rank {ranks[0]} for gate and up projection together"
+                problems.append(f"{names[1]}: {wrong}; allowed: rank {self.rank} for each")
+            self._parts |= parts
+            self.tensors |= {
+                each: self.tensors[part.name]._replace(shape=part.shape)
+                for each, part in parts.items()
+            }
+        if problems:
+            raise DataError("\n".join(f"{self.path}: {line}" for line in some_of(problems)))
+
+    def _mixes(self, name: str, parts: Collection[Part]) -> bool:
+        """Whether a B of all experts has values between the matrices of an expert."""
+        whole = self._whole(name)
+        inside = sum(int(whole[p.slices].count_nonzero()) for p in parts if p.name == name)
+        return inside != int(whole.count_nonzero())
 
     def check(self, adapters: WeightMap) -> None:
         """Raise DataError unless its tensors are those of `adapters`, by name, shape and type."""
@@ -119,35 +179,37 @@ class PeftFolder(HfFolder):
                 wrong.append(f"{name} has the shape {list(entry.shape)}; the model {list(shape)}")
             elif entry.dtype not in DTYPES:
                 wrong.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
+        opened = {part.name for part in self._parts.values()}
         foreign = [
             f"{name} belongs to no adapter of the model"
             for name in self.tensors
-            if name not in adapters.shapes
+            if name not in adapters.shapes and name not in opened
         ]
         if lines := [*some_of(missing), *some_of(wrong), *some_of(foreign)]:
             made_for = f"adapters made for {self.base} do not fit the model and model.lora.targets"
             raise DataError("\n".join(f"{self.path}: {line}" for line in [*lines, made_for]))
 
 
-def _are_modules(parameters: Any) -> bool:
-    """Whether target_parameters are weights of modules alone, such as a router's, which PEFT does
-    not name in target_modules."""
-    return isinstance(parameters, list) and all(str(n).endswith(".weight") for n in parameters)
-
-
-def fitting_adapters(path: str | Path, section: LoraSection, adapters: WeightMap) -> PeftFolder:
-    """The PEFT folder. Raises DataError where its adapters are not those of `section` and of the
-    map `adapters`."""
+def fitting_adapters(
+    path: str | Path,
+    section: LoraSection,
+    adapted: Mapping[str, Adapted],
+    maps: tuple[WeightMap, WeightMap],
+) -> PeftFolder:
+    """The PEFT folder at `path`. maps: see `peft_maps`. Raises DataError if its adapters do not fit
+    `section` and the model."""
     folder = PeftFolder(path)
     if wrong := section.differences(folder.settings()):
         raise DataError("\n".join(f"{path}: {line}" for line in wrong))
-    folder.check(adapters)
+    folder.open_joint(adapted, maps)
+    folder.check(adapter_map(adapted, section.rank))
     return folder
 
 
 def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
-    """The map of a model, and that of its modules in transformers as PEFT finds them: of some
-    families it reads the names of single experts, of the others those of the files."""
+    """Two maps of a model: one with a tensor for each expert, and one with the modules of
+    transformers, which PEFT adapts. For some families these have all experts of a layer in one
+    tensor."""
     joint = "experts_gate_up" in family.names
     weights = weight_map(family, shape, vocab_size)
     return weights, weight_map(family, shape, vocab_size, joint_experts=joint)
@@ -160,9 +222,9 @@ def peft_layout(
     tensors: Mapping[str, Tensor],
     base: str | None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """adapter_config.json and the tensors of a PEFT folder. tensors: one pair of matrices for each
-    matrix, those of experts one by one; maps: see `peft_maps`; base: the folder or name of their
-    model. Raises DataError where PEFT has no form for them."""
+    """The adapter_config.json and the tensors of a PEFT folder. tensors: A and B of each matrix,
+    with a pair for each expert; maps: see `peft_maps`; base: the folder or name of their model.
+    Raises DataError if PEFT has no form for them."""
     weights, modules = maps
     joint = joint_matrices(adapted, weights, modules)
     inside = {matrix.name for found in joint.values() for _, matrix in found}
@@ -174,11 +236,8 @@ def peft_layout(
     patterns: dict[str, tuple[int, float]] = {}
     pairs = pairs_of(tensors)
     for name, found in joint.items():
-        module, _, leaf = name.rpartition(".")
-        # PEFT wraps one parameter around the other
-        inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
-        a, b = _joined(found, pairs, modules.shapes[name])
-        stem = f"{PEFT_PREFIX}{module}{inner}"
+        leaf, stem = name.rpartition(".")[2], joint_stem(name, joint)
+        a, b = joined(found, pairs, modules.shapes[name])
         kept |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
         if (count := len(found) // len({box.source[0] for box, _ in found})) > 1:
             grown = math.sqrt(count) if section.use_rslora else count
@@ -190,29 +249,6 @@ def peft_layout(
     return document, kept
 
 
-def _joined(
-    found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The adapters of the matrices in a tensor [experts, ...] as one pair: A [experts * rank, in],
-    and B [out, rank * experts], in which the experts alternate. Where gate and up projection are
-    one matrix there, its rank is that of both."""
-    by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
-    for box, matrix in found:
-        by_expert.setdefault(box.source[0], []).append((box, matrix))
-    assert sorted(by_expert) == list(range(shape[0])), "experts without adapters"
-    downs, ups = [], []
-    for _, parts in sorted(by_expert.items()):
-        downs.append(torch.cat([pairs[matrix.name][0] for _, matrix in parts]))
-        rank = len(pairs[parts[0][1].name][0])
-        axis = 1 if parts[0][0].axes is None else 2  # of its rows
-        up = downs[0].new_zeros(shape[axis], rank * len(parts))
-        for number, (box, matrix) in enumerate(parts):
-            rows = box.source_slices[axis]
-            up[rows, number * rank : (number + 1) * rank] = pairs[matrix.name][1]
-        ups.append(up)
-    return torch.cat(downs), torch.stack(ups).permute(1, 2, 0).flatten(1).contiguous()
-
-
 def _peft_config(
     section: LoraSection,
     adapted: Mapping[str, Adapted],
@@ -220,10 +256,11 @@ def _peft_config(
     weights: WeightMap,
     base: str | None,
 ) -> dict[str, Any]:
-    """adapter_config.json; inside: names of matrices that are in tensors of all experts."""
+    """The adapter_config.json. inside: the names of matrices that are part of a tensor of all
+    experts."""
     matrices = [m for each in adapted.values() for m in each.matrices if m.name not in inside]
     leaves = sorted({matrix.leaf for matrix in matrices})
-    # PEFT takes a last part of a name for all modules that have it.
+    # In PEFT the last part of a name stands for all modules whose names end in it.
     alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
     by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
@@ -275,12 +312,12 @@ def _whole(value: float) -> float:
 
 
 def peft_stem(name: str) -> str:
-    """The name of the matrix whose adapter a tensor of PEFT's layout is part of."""
+    """The name of the matrix to whose adapter a tensor in PEFT's layout belongs."""
     return f"{name.removeprefix(PEFT_PREFIX).split('.lora_')[0]}.weight"
 
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """A and B of `tensors` in PEFT's layout, by the name of their matrix."""
+    """The pairs (A, B) among `tensors` in PEFT's layout, by the name of their matrix."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(tensors):  # lora_A comes before lora_B
         found.setdefault(peft_stem(name), []).append(tensors[name])

@@ -1,4 +1,4 @@
-"""A running, sharded model as Hugging Face tensors, one after the other, and as a folder."""
+"""Export a running, sharded model: as Hugging Face tensors, one after the other, or as a folder."""
 
 from __future__ import annotations
 
@@ -50,15 +50,17 @@ def export_hf(
     """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
     it; the main rank writes, a tensor at a time. The folder appears when it is complete.
 
-    hf_config: config.json of the folder that the weights came from; it decides the family, and its
-    other keys are kept; tokenizer: a folder, of which the settings and tokenizer files are copied,
-    or one file; dtype: of the weights (default: the model's); durable: wait until everything is on
-    the disk, so that it outlives a crash of the machine; reuse: a folder of the same model, written
-    by the same arguments, that nobody needs any more: it is overwritten and becomes the new one,
-    where it is there; private: no other user may read it.
+    hf_config: the config.json that the weights came with. It decides the family, and its other keys
+    are kept.
+    tokenizer: a folder, whose settings and tokenizer files are copied, or one file.
+    dtype: that of the weights (default: the model's).
+    durable: wait until everything is on the disk, so that it outlives a crash of the machine.
+    reuse: a folder that was written by the same arguments and that nobody needs any more. If it
+    exists, it is overwritten and renamed, which is faster than a new one.
+    private: no other user may read the folder.
 
-    Raises, on every rank, ConfigError for a model that no family has and DataError for a
-    destination that cannot be written.
+    Every rank raises the same errors: ConfigError for a model that no family has, and DataError for
+    a destination that cannot be written.
     """
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
@@ -79,7 +81,8 @@ def export_hf(
                 stack.enter_context(writer)
         problem: DataError | None = None
         with raised_everywhere():
-            # All ranks are in step until the end of the stream, even when writing fails.
+            # If writing fails, the main rank still goes on to the end of the stream: the ranks
+            # exchange tensors in it.
             for name, tensor in stream_hf(policy, family=family, dtype=dtype):
                 if tensor is not None and problem is None:
                     try:
@@ -106,11 +109,11 @@ def export_adapter(
     durable: bool = True,
     private: bool = False,
 ) -> int:
-    """Write the policy's adapters as the new PEFT folder `path`, as `export_hf` writes a model.
-    Returns their bytes.
+    """Write the policy's adapters to the new PEFT folder `path`, in the same way as `export_hf`.
+    Returns their size in bytes.
 
-    section: model.lora; base: the folder or name of the model that they belong to. Raises
-    DataError, on every rank, for a destination that cannot be written."""
+    section: model.lora; base: the folder or name of the model that they belong to. Every rank
+    raises DataError for a destination that cannot be written."""
     assert policy.lora is not None, "a model without adapters"
     adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
     policy.finish_parameter_gather()
@@ -140,15 +143,15 @@ def stream_hf(
     dtype: torch.dtype | None = None,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks
-    iterate together, to the end; a tensor belongs to the caller.
+    """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks must
+    iterate together, to the end. The caller may keep or change a tensor.
 
-    The main rank gets each tensor whole, the others None; with `everywhere` all ranks get it. Only
-    one tensor exists at a time beside the model. The ranks of one copy of the model send their
-    shards to the main rank, each element once.
+    The main rank gets each tensor whole, the others get None; with `everywhere` all ranks get the
+    tensor. Only one tensor exists at a time beside the model. The ranks of one copy of the model
+    send their shards to the main rank, each element once.
 
-    family: whose names are used (default: the one that has models of this shape; ConfigError where
-    none has); dtype: of the tensors (default: the model's).
+    family: gives the names (default: the family that has models of this shape, or ConfigError);
+    dtype: that of the tensors (default: the model's).
     """
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
@@ -179,8 +182,8 @@ def stream_specs(
 
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type of every tensor of the stream, in order. Biases of routers and the decay of delta
-    nets stay fp32, as they are in the model."""
+    """The dtype of every tensor of the stream, in order. Router biases and the decay of delta nets
+    stay fp32, as they are in the model."""
     kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
         if name.endswith((".expert_bias", ".A_log", ".dt_bias")):
@@ -194,9 +197,9 @@ class _ModelCopy:
     def __init__(
         self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
     ) -> None:
-        """lora: adapters that are added to the weights on the way, if there are any."""
+        """lora: adapters to merge into the weights that are sent, if there are any."""
         self._shards, self._weights, self._lora = shards, weights, lora
-        # of each HF tensor, by rank: numbers of the rank's shards, and the box that each holds
+        # for each HF tensor and rank: the numbers of the rank's shards, and the box of each
         self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
         self._groups: dict[str, dist.ProcessGroup] = {}
         dense = parallel_state.get_model_parallel_group()
@@ -210,7 +213,8 @@ class _ModelCopy:
                 assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
 
     def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
-        """Exchange what each rank of a group holds; of replicas, the first rank sends."""
+        """Tell each other which boxes each rank of a group holds. If several ranks hold a box, the
+        first of them will send it."""
         mine = [
             (number, shard.name, shard.offset, tuple(shard.data.shape))
             for number, shard in enumerate(self._shards)
@@ -232,7 +236,7 @@ class _ModelCopy:
                     self._groups[box.name] = group
 
     def collect(self, name: str, dtype: torch.dtype, out: Tensor | None) -> None:
-        """Send this rank's parts of a tensor, as `dtype`; or, on the main rank, fill `out`."""
+        """Send this rank's parts of a tensor as `dtype`. The main rank fills `out` with them."""
         parts, group = self._parts[name], self._groups.get(name)
         mine = [(box, self._values(n, box)) for n, box in parts.get(dist.get_rank(), [])]
         if dist.get_rank() != MAIN_RANK:
@@ -255,7 +259,7 @@ class _ModelCopy:
                 out[box.source_slices].copy_(box.to_source(run))
 
     def _values(self, number: int, box: Box) -> Tensor:
-        """A box of a shard, with its adapter added."""
+        """The values of a box of a shard, with its adapter merged."""
         shard = self._shards[number]
         data = shard.data[box.target_slices]
         if self._lora is None:

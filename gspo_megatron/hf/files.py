@@ -53,19 +53,19 @@ SIDE_FILES = (
     "chat_template.json",
 )
 
-FP8 = "F8_E4M3"  # in blocks, each with a scale beside it; an import makes BF16 of it
-SCALES = "_scale_inv"  # behind the name of an FP8 tensor
+FP8 = "F8_E4M3"  # blocks with a scale each; an import converts them to BF16
+SCALES = "_scale_inv"  # the scales' name is the FP8 tensor's name and this
 BYTES = "U8"
-# Experts in MXFP4: two tensors of bytes for one, by the ends of their names. The blocks hold 32
-# values of four bits each, the scales a power of two for each block.
+# Experts in MXFP4 have two tensors of bytes instead of one, with these name endings. A block has 32
+# values of four bits, and its scale is a power of two.
 MXFP4 = "MXFP4"
 FP4_PARTS = ("_blocks", "_scales")
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a minus sign
 FP4_BLOCK = 32
 
 _PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 32 << 20  # read from mapped files before their pages are given back
+_MAPPED_BYTES = 32 << 20  # after reading so many bytes of mapped files, their pages are released
 
 
 class FileTensor(NamedTuple):
@@ -74,12 +74,12 @@ class FileTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     file: Path
-    offset: int  # of its first byte
+    offset: int  # of its first byte in the file
 
 
 class HfFolder:
-    """Config and tensors of a folder, of a vision-language model those of its language model.
-    Opening it reads the headers of the files, no tensor.
+    """The config and the tensors of a folder. For a vision-language model, those of its language
+    model. Opening it reads the headers of the files, no tensor.
 
     A config.json that names Python code of its own (`auto_map`) is refused unless
     `ignore_custom_code`; the code is never run.
@@ -105,7 +105,7 @@ class HfFolder:
                 " folder, which is never run; model.ignore_custom_code = true (of convert:"
                 " --ignore-custom-code) takes the folder for what its model_type says"
             )
-        # In vision-language models the language model is a part of the model.
+        # In a vision-language model, the language model's tensors have a common prefix.
         self.tensors: dict[str, FileTensor] = {
             name.replace("model.language_model.", "model.", 1): tensor
             for name, tensor in self._read_tensors(problems).items()
@@ -117,7 +117,7 @@ class HfFolder:
             raise DataError("\n".join(problems))
 
     def describe(self) -> ModelPreset:
-        """The model that config.json describes. Raises DataError where no family has such."""
+        """The model that config.json describes. Raises DataError if no family has such models."""
         try:
             return describe(self.config)
         except ConfigError as error:
@@ -129,19 +129,20 @@ class HfFolder:
         return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that holds the values of a tensor of a legal dtype."""
+        """The torch dtype for the values of a tensor whose dtype is supported."""
         stored = self.tensors[name].dtype
         return torch.bfloat16 if stored in (FP8, MXFP4) else DTYPES[stored]
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """Rows and columns of FP8 weights that share a scale."""
+        """The rows and columns of a block of FP8 weights, which has one scale."""
         rows, columns = self.config["quantization_config"]["weight_block_size"]
         return rows, columns
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of a tensor of a legal dtype: a view of its memory-mapped file, not to be written
-        to; of FP8 and MXFP4 weights, their values in fp32. Safe in any thread.
+        """A part of a tensor whose dtype is supported. It is a view of the memory-mapped file,
+        which must not be written to; for FP8 and MXFP4 weights, it is their values in fp32. Threads
+        may call it at the same time.
 
         Raises KeyError for a name that the folder lacks.
         """
@@ -150,7 +151,7 @@ class HfFolder:
         part = self._stored(name, slices)
         if self.tensors[name].dtype != FP8:
             return part
-        # Only the scales of the blocks that the part touches; the last blocks may be smaller.
+        # Only the scales of blocks that overlap the part are read. The last blocks may be smaller.
         pairs = list(zip(slices, self.block_size, strict=True))
         touched = [slice(s.start // size, -(-s.stop // size)) for s, size in pairs]
         scales = self._stored(name + SCALES, touched).float()
@@ -161,9 +162,9 @@ class HfFolder:
         return part.float() * scales
 
     def _add_mxfp4(self, problems: list[str]) -> None:
-        """Enter each tensor of MXFP4 experts under its own name, in the shape of a bf16 file:
-        [experts, in, out]. The blocks are [experts, out, in / 32, 16], the scales without the
-        last."""
+        """Add each tensor of MXFP4 experts under the name and shape that it has in a bf16 file:
+        [experts, in, out]. Its blocks are [experts, out, in / 32, 16], its scales
+        [experts, out, in / 32]."""
         quantized = self.config.get("quantization_config")
         if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "mxfp4":
             return
@@ -186,20 +187,20 @@ class HfFolder:
                 self.tensors[base] = FileTensor(MXFP4, shape, entry.file, entry.offset)
 
     def _mxfp4(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """Values of an MXFP4 tensor, of which only the touched blocks are read."""
+        """A part of an MXFP4 tensor, in fp32. Only the blocks that overlap it are read."""
         experts, columns, rows = slices
         first = columns.start // FP4_BLOCK
         touched = slice(first, -(-columns.stop // FP4_BLOCK))
         blocks, scales = (self._stored(name + part, (experts, rows, touched)) for part in FP4_PARTS)
         values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
-        # the low four bits of a byte come first
+        # the low four bits of a byte are the first value
         pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
         found = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
         start = columns.start - first * FP4_BLOCK
         return found.flatten(-2).narrow(-1, start, columns.stop - columns.start).mT
 
     def _stored(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """The same as it is in the file."""
+        """A part of a tensor, in the form that it has in the file."""
         entry = self.tensors[name]
         dtype = _PACKED.get(entry.dtype) or DTYPES[entry.dtype]
         count = math.prod(entry.shape)
@@ -214,7 +215,7 @@ class HfFolder:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset)
         part = flat.view(entry.shape)[tuple(slices)]
-        # Pages that were read count as this process's memory until they are given back.
+        # Pages that were read count as this process's memory until they are released.
         self._read_bytes += part.nbytes
         if self._read_bytes > _MAPPED_BYTES:
             self._read_bytes = 0
@@ -224,7 +225,7 @@ class HfFolder:
 
     def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
         single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
-        if single.exists():  # transformers, too, takes it before an index
+        if single.exists():  # it comes before an index, as in transformers
             return read_header(single, problems) or {}
         if index.exists():
             return _read_indexed(index, problems)
@@ -240,10 +241,10 @@ class HfFolder:
 
 
 def read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
-    """All tensors of one file; None where it is damaged, which goes to `problems`."""
+    """All tensors of one file. If the file is damaged, adds that to `problems` and returns None."""
     try:
-        # The library checks the file. Its own mapping of tensors for torch needs as much free
-        # memory as the file is large; its numpy side maps without that.
+        # The library checks the file. It is opened for numpy, because mapping it for torch needs as
+        # much free memory as the file is large.
         with safe_open(file, framework="np"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(start - 8))
@@ -295,7 +296,7 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
 
 
 def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none, which goes to `problems`."""
+    """The JSON object in a file. If there is none, adds that to `problems` and returns None."""
     try:
         content = parse_json(file.read_bytes())
     except OSError as error:
@@ -312,10 +313,10 @@ def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
 def checked_folder(
     path: str | Path, shape: ModelShape, vocab_size: int, *, ignore_custom_code: bool = False
 ) -> tuple[HfFolder, WeightMap]:
-    """The folder, see `HfFolder`, and the map of its model. No tensor is read.
+    """The folder (see `HfFolder`) and the map of its model. No tensor is read.
 
-    Raises DataError with all that is wrong: config.json describes another model than one of
-    `shape` and `vocab_size`; and what `checked_weights` raises.
+    Raises DataError with all that is wrong: where config.json differs from `shape` and
+    `vocab_size`, and what `checked_weights` finds.
     """
     folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
     theirs = folder.describe()
@@ -336,7 +337,7 @@ def checked_folder(
 
 
 def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> WeightMap:
-    """The map of the folder's model. Raises DataError where tensors are missing, unknown, or have
+    """The map of the folder's model. Raises DataError if tensors are missing, unknown, or have
     another shape or dtype. A preference model may begin with a language model, whose folder has no
     score head."""
     family = family_of(folder.config)
@@ -363,7 +364,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
             scales |= {name + part for part in FP4_PARTS}
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
-    # a tied embedding may be there twice
+    # files may have a tied embedding twice
     known = {*weights.shapes, *scales, family.names["head"]}
     unknown = [
         f"{name} is no part of the model that config.json describes"
@@ -390,7 +391,7 @@ def _scale_problems(folder: HfFolder, name: str) -> list[str]:
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
-    """Raise DataError where the two copies of a tied embedding differ within a box of it (default:
+    """Raise DataError if the file's two copies of a tied embedding differ within a box (default:
     anywhere)."""
     copy = family_of(folder.config).names["head"]
     if copy in weights.shapes or SCORE_HEAD in weights.shapes or copy not in folder.tensors:

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, and adapters of a PEFT folder, into a sharded model."""
+"""Load weights of a Hugging Face folder, or adapters of a PEFT folder, into a sharded model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.families.adapter_map import adapter_map, is_adapter
+from gspo_megatron.families.family import Family
 from gspo_megatron.families.weight_map import SCORE_HEAD, WeightMap, fill, is_vocabulary
-from gspo_megatron.hf.adapters import fitting_adapters
+from gspo_megatron.hf.adapters import fitting_adapters, peft_maps
 from gspo_megatron.hf.files import check_tied_copy, checked_folder
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.shards import Shard, parameter_shards
@@ -20,12 +21,12 @@ from gspo_megatron.models.shards import Shard, parameter_shards
 def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = False) -> None:
     """Fill this rank's parameters, and the biases of its routers, from the folder.
 
-    Each rank reads only what its own shards need; values are converted to the model's dtype,
-    padding of the vocabulary becomes zero. An optimizer that exists already keeps its fp32 copies
-    of the old weights: load before it is built, or call its reload_model_params.
+    Each rank reads only what its own shards need. Values are converted to the model's dtype, and
+    the vocabulary's padding becomes zero. An optimizer that exists already keeps its fp32 copies of
+    the old weights. So load before building it, or call its reload_model_params.
     ignore_custom_code: see `HfFolder`.
 
-    Raises DataError, with all that is wrong with the folder and before anything is changed.
+    Raises DataError with all that is wrong with the folder, before any parameter is changed.
     """
     folder, weights = checked_folder(
         path, policy.shape, policy.vocab_size, ignore_custom_code=ignore_custom_code
@@ -42,8 +43,8 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
 
 
 def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
-    """All of this rank's parameters but adapters, each element once, and the biases of its routers.
-    The shards may reach into the vocabulary's padding."""
+    """All of this rank's parameters except adapters, each element once, and the biases of its
+    routers. The shards may reach into the vocabulary's padding."""
     everything = [shard for model in policy.models for shard in parameter_shards(model)]
     found = [shard for shard in everything if not is_adapter(shard.name)]
     covered = sum(shard.data.numel() for shard in found)
@@ -51,7 +52,8 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
         for module in model.modules():
             bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
             if bias is not None:
-                # a buffer, so not among the parameters; every rank of the layer has all of it
+                # It is a buffer, so it is not among the parameters. Every rank of the layer has all
+                # of it.
                 name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
                 found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
     named = (pair for model in policy.models for pair in model.named_parameters())
@@ -67,17 +69,18 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
 
 
 @torch.no_grad()
-def load_adapters(path: str | Path, policy: Policy, section: LoraSection) -> None:
-    """Fill this rank's adapters from a PEFT folder. Raises DataError, before anything is changed,
-    where they are not those of `section` and the model."""
+def load_adapters(path: str | Path, policy: Policy, section: LoraSection, family: Family) -> None:
+    """Fill this rank's adapters from a PEFT folder. Raises DataError if they do not fit `section`
+    and the model, before any adapter is changed. family: names the model's tensors."""
     assert policy.lora is not None, "a model without adapters"
     adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
-    folder = fitting_adapters(path, section, adapters)
+    maps = peft_maps(family, policy.shape, policy.vocab_size)
+    folder = fitting_adapters(path, section, policy.lora.adapted, maps)
     for shard in adapter_shards(policy):
         fill(shard.data, adapters[shard.name], shard.slices, folder.read)
 
 
 def adapter_shards(policy: Policy) -> list[Shard]:
-    """This rank's pieces of all adapters."""
+    """This rank's shards of all adapters."""
     found = (shard for model in policy.models for shard in parameter_shards(model))
     return [shard for shard in found if is_adapter(shard.name)]

@@ -1,4 +1,4 @@
-"""What goes beside exported weights: config.json, generation_config.json and the tokenizer."""
+"""The files beside exported weights: config.json, generation_config.json and the tokenizer."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def export_config(
     dtype: torch.dtype,
     original: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json for weights of this shape and dtype. `original`: the config.json that the weights
-    were imported with; its other keys are kept, and all keys if it still describes the model. Those
-    that vLLM needs beside them are added.
+    """The config.json for weights of this shape and dtype. Keys that only vLLM needs are added.
 
-    Raises ConfigError for a model that the family (without an original: any family) cannot have.
+    original: the config.json that the weights were imported with. If it still describes the model,
+    all its keys are kept, otherwise only those that do not describe it. Raises ConfigError if
+    its family cannot have models of this shape (without an original: if no family can).
     """
     original = None if original is None else language_model(original)
     if original is not None and shape.scores and not is_score_model(original):
@@ -52,7 +52,7 @@ def export_config(
         config = {key: made[key] for key in family.vllm_keys if key in made} | dict(original)
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
-    # What an import leaves out: layers for further tokens, FP8, Python code.
+    # An import leaves out the layers for further tokens (MTP), FP8, and Python code.
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     config.pop("quantization_config", None)
     config.pop("auto_map", None)  # names code that an export does not have
@@ -74,7 +74,8 @@ def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, 
 
 
 def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
-    """The files to copy of a tokenizer, which is a folder or one file; not config.json."""
+    """The files of a tokenizer that are copied, without config.json. The tokenizer is a folder or
+    one file."""
     if tokenizer is None:
         return []
     path = Path(tokenizer)
@@ -85,7 +86,7 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
 
 
 def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
-    """Raise DataError where one of the files has a token beyond the vocabulary."""
+    """Raise DataError if one of the files has a token beyond the vocabulary."""
     for file in files:
         last = -1
         try:
@@ -105,9 +106,9 @@ def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
 
 
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """generation_config.json, by its name, for a model trained with a tokenizer of these `files`:
-    transformers' generate reads there which token ends an answer. Empty where it is among the
-    files, or where they name no such token. Raises DataError where one cannot be read.
+    """A generation_config.json, by its name, for a model trained with a tokenizer of these `files`.
+    transformers' `generate` reads from it which token ends a response. Empty if the file is among
+    `files`, or if these name no such token. Raises DataError if one cannot be read.
     """
     by_name = {file.name: file for file in files}
     if GENERATION in by_name:

@@ -1,4 +1,4 @@
-"""Writes a new folder, which gets its name when it is complete, and an HF model into one."""
+"""Write a new folder, which gets its name when it is complete, and write an HF model into one."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class NewFolder:
-    """A context manager: within it, `partial` is a hidden folder beside `path`; `publish` renames
-    it to `path`. Without that it is removed at the end. What a killed process left is replaced.
+    """A context manager that makes a folder. Files go to `partial`, a hidden folder beside `path`.
+    `publish` renames it to `path`. Without a call of `publish` it is removed at the end. The hidden
+    folder of a killed process is replaced.
 
     With owner=False it uses the folder that another process, the owner, makes and publishes. With
     durable=False nothing waits for the disk: a crash of the machine may lose or spoil the folder.
-    `reuse` is a folder that nobody reads any more: it becomes the new one, files and all, where it
-    is there.
+    `reuse` is a folder that nobody reads any more. If it exists, it becomes the new one, with all
+    its files.
 
-    Raises DataError where `path` has something in it already, cannot be written, is being written
-    by another process, or where the disk has less than `size` bytes free.
+    Raises DataError if `path` is not empty, cannot be written, or is being written by another
+    process, or if the disk has less than `size` bytes free.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class NewFolder:
         return self
 
     def publish(self) -> None:
-        """Make the names in it durable (files are synced already) and rename it."""
+        """Make the folder's list of names durable (files are synced already), and rename it."""
         with write_errors(self.path):
             if self.durable:
                 sync_folders(self.partial)
@@ -91,14 +92,14 @@ class NewFolder:
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)  # nothing is there when it is published
+            shutil.rmtree(self.partial, ignore_errors=True)  # after `publish` it does not exist
             os.close(self._lock)
             self._lock = None
 
 
 @dataclass(frozen=True)
 class _File:
-    """One planned file; `offsets` are the places of its tensors in it."""
+    """One planned file. `offsets` are the positions of its tensors."""
 
     name: str
     header: bytes
@@ -113,9 +114,9 @@ class HfWriter(NewFolder):
             writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
-    Tensors come in any order, whole or in blocks, from any thread, and are written at once
-    (safetensors' save_file needs all tensors of a file in memory). Until `finish` no reader accepts
-    the files. Several processes can write one folder, each the tensors of its own `files`.
+    Tensors may come in any order, whole or in blocks, from any thread. Each is written immediately
+    (safetensors' save_file would need all tensors of a file in memory). Until `finish` no reader
+    accepts the files. Several processes can write one folder, each the tensors of its own `files`.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class HfWriter(NewFolder):
         reuse: Path | None = None,
         private: bool = False,
     ) -> None:
-        """single_file: the file's name where one is enough; reuse: a folder of the same tensors, in
-        a file system in memory: overwriting is faster than new files, for which the system has to
-        find and clear memory."""
+        """single_file: the name of the file if one is enough; reuse: a folder of the same tensors,
+        in a file system in memory. Overwriting is faster there than new files, for which the system
+        has to find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         options = {"durable": durable, "reuse": reuse, "private": private}
@@ -142,17 +143,18 @@ class HfWriter(NewFolder):
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
         self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
-        # The kernel lets one thread at a time write to a file; others would spin.
+        # The kernel lets one thread at a time write to a file. Others would wait in a busy loop.
         self._writing = threading.Lock()
-        # parts of tensors in another order than their boxes, by name and first index, and how
-        # many elements each still lacks
+        # for tensors with another order of elements than their boxes, by name and first index: the
+        # part so far, and how many elements it still lacks
         self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def write_box(self, box: Box, part: Tensor) -> None:
-        """Write the elements of a box, as they stand in the HF tensor, in the planned dtype.
+        """Write the elements of a box, in the order of the HF tensor and in the planned dtype.
 
-        Where their order in the HF tensor is another one, that index of its first axis is
-        written when all of it is there: single elements would take a system call each.
+        If the box's elements are not in one run in the HF tensor, they are collected, and each
+        index of the first axis is written when it is complete. Single elements would need a system
+        call each.
         """
         planned = self.tensors[box.name]
         part = part.to(planned.dtype)
@@ -175,7 +177,7 @@ class HfWriter(NewFolder):
             self.write(box.name, whole, [first, *rest])
 
     def write(self, name: str, tensor: Tensor, slices: Sequence[slice] | None = None) -> None:
-        """Write a tensor, or the block of it that `slices` cut out; it has the planned dtype."""
+        """Write a tensor, or its block at `slices`. It must have the planned dtype."""
         dtype, shape = self.tensors[name].dtype, self.tensors[name].shape
         slices = [slice(0, extent) for extent in shape] if slices is None else slices
         assert tensor.dtype == dtype, f"{name}: {tensor.dtype}, planned {dtype}"
@@ -201,7 +203,7 @@ class HfWriter(NewFolder):
                 settle(self._descriptors[file.name])
 
     def finish(self, files: Iterable[_File] | None = None) -> None:
-        """Complete these files, by default all; if durable, wait until they are on the disk."""
+        """Complete these files (default: all). If durable, wait until they are on the disk."""
         for file in self.files if files is None else files:
             for name in file.offsets:
                 assert self._missing[name] == 0, f"never written, or only in part: {name}"
@@ -213,7 +215,7 @@ class HfWriter(NewFolder):
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
     ) -> None:
-        """Add JSON files and copies of other files, and rename the folder; the owner calls it when
+        """Add JSON files and copies of other files, and rename the folder. The owner calls it after
         all files are finished."""
         if len(self.files) > 1:
             names = {name: file.name for name, file in sorted(self._file_of.items())}
@@ -227,7 +229,7 @@ class HfWriter(NewFolder):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (self.partial / name).write_bytes(f"{text}\n".encode())
             for name in (*contents, *(file.name for file in copies)):
-                if self.private:  # the folder is, too
+                if self.private:  # so is the folder
                     (self.partial / name).chmod(0o600)
                 if self.durable:
                     sync(self.partial / name)
@@ -251,11 +253,11 @@ class HfWriter(NewFolder):
 
 
 def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]:
-    """The first element of each run of consecutive elements that a block of a tensor has."""
+    """The index of the first element of each run of consecutive elements in a block of a tensor."""
     whole = len(shape)
     while whole and slices[whole - 1] == slice(0, shape[whole - 1]):
         whole -= 1
-    # all dimensions from `whole` on are complete: a run goes over them and the one before
+    # The block has all of each dimension from `whole` on, so a run spans these and the one before.
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     starts = [part.start for part in slices]
     for index in itertools.product(*(range(s.start, s.stop) for s in slices[: max(0, whole - 1)])):
@@ -264,7 +266,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
 
 
 def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str) -> list[_File]:
-    """Tensors in their order, as many to a file as fit."""
+    """The files: tensors in their order, as many in a file as fit."""
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
     for name, planned in tensors.items():
@@ -282,10 +284,10 @@ def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str)
 
 
 def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
-    """A file is 8 bytes (length of the header, little endian), a JSON header (name -> dtype, shape,
-    data_offsets) and the bytes of the tensors.
+    """Plan a file: 8 bytes (length of the header, little endian), a JSON header (name -> dtype,
+    shape, data_offsets), and the bytes of the tensors.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     ends = list(itertools.accumulate((planned.nbytes for planned in tensors.values()), initial=0))
     for (name, planned), begin, end in zip(tensors.items(), ends, ends[1:]):
         dtype, shape = _DTYPE_NAMES[planned.dtype], list(planned.shape)
@@ -298,8 +300,8 @@ def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
 
 
 def _hidden_place(path: Path) -> Path:
-    """Where a folder is made."""
-    absolute = Path(os.path.abspath(path))  # a name such as "." has no place beside it
+    """The hidden folder beside `path`, in which the new folder is made."""
+    absolute = Path(os.path.abspath(path))  # a path such as "." has no parent in its text
     return absolute.parent / f".{absolute.name}.partial"
 
 
@@ -317,7 +319,7 @@ def check_destination(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Generator[None]:
-    """An OSError within it becomes a DataError about `path`."""
+    """While it lasts, turn an OSError into a DataError about `path`."""
     try:
         yield
     except OSError as error:
@@ -331,7 +333,8 @@ def copy_file(source: Path, folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that locks the folder until it is closed; None where another process does."""
+    """A descriptor that locks the folder until it is closed; None if another process has locked
+    it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,34 +17,38 @@ from torch import Tensor
 from gspo_megatron.models.core_attention import attend, attend_causally, window_of
 from gspo_megatron.platform.cpu import faster
 
-# Reading, writing and reading again, compared with reading once.
+# The cost of a key that is copied (read, written and read again), over that of one read in place.
 COPY_COST = 2
 
-# Of fewer keys torch's softmax takes longer on a CPU: it is vectorised along them.
+# torch's softmax on a CPU is vectorised along the keys. With fewer keys than this it is slower.
 FEWEST_KEYS = 16
 
-# Keys and values of prefilled prompts, by layer: [prompts, heads, length, dim] each; of delta nets
-# the inputs of the convolution and the state, which have one size whatever the length.
+# For each layer the keys and values of prefilled prompts, [prompts, heads, length, dim] each. A
+# delta net has the inputs of its convolution and its state instead. Their size is independent of
+# the length.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Spans:
-    """How many keys the rows of a decoding batch see. What rows compute that need more is void.
+    """How many keys the rows of a decoding batch see.
 
     A few long sequences among many short ones are common. If all rows saw as many keys as the
-    longest, most of what attention reads would be masked out. So the longest rows are computed
-    again, apart from the others.
+    longest, most of what attention reads would be masked out. So all rows are computed with
+    `others` keys, and the longest rows a second time with all of theirs. The second result counts.
     """
 
-    long_rows: int  # so many rows see `longest` keys
+    long_rows: int  # the number of rows that see `longest` keys
     longest: int
     others: int  # keys that all other rows see
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Spans:
-        """lengths: tokens of the sequence in each row, 0 where there is none. Finds the cut for
-        which attention reads the fewest keys; those of the long rows are copied, too."""
+        """Choose how many rows are long, so that attention reads the fewest keys. The keys of long
+        rows also have to be copied.
+
+        lengths: the tokens of the sequence in each row, 0 for a row without a sequence.
+        """
         ordered = [*sorted((max(length, 1) for length in lengths), reverse=True), 1]
         costs = [
             len(lengths) * others + COPY_COST * long_rows * ordered[0]
@@ -54,7 +58,7 @@ class Spans:
         return cls(long_rows, ordered[0], ordered[long_rows])
 
     def grow(self, limit: int) -> None:
-        """Each sequence has one more token, up to this limit."""
+        """Add one token to each sequence, up to `limit`."""
         self.longest, self.others = min(self.longest + 1, limit), min(self.others + 1, limit)
 
 
@@ -67,60 +71,62 @@ class KeyValueCache:
     there. Keys of padding and of an earlier sequence come after a row's position, and are
     overwritten when the row grows.
 
-    A layer with a window keeps as many keys as a query sees: that of position p is in place
-    p % window, where the next one overwrites the first that no later query sees.
+    A layer with a window keeps only `window` keys. The key of position p is in place p % window,
+    where it overwrites the key of position p - window, which no later query sees.
     """
 
     def __init__(
         self, frequencies: Tensor, rows: int, max_length: int, factor: float = 1.0
     ) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
-        factor: of their cos and sin, under YaRN;
+        factor: what YaRN multiplies their cos and sin by;
         rows, max_length: the numbers of sequences and positions to allocate."""
         self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos() * factor, frequencies.sin() * factor
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._recurrent: set[int] = set()  # layers whose states have one size
+        self._recurrent: set[int] = set()  # delta nets: layers whose states do not grow
         self._windows: dict[int, int | None] = {}  # by layer
         self._prompts: PromptStates | None = None
         self._lengths: Tensor | None = None  # of the prompts, [prompts]
         self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
-        # by number of heads and of places, [sequences * heads]
+        # the results of `_slots_of`, by the numbers of heads and places
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._parts: list[Part] = []
 
     def start_prefill(self, length: int, lengths: Tensor | None = None) -> PromptStates:
-        """The next forward pass computes the first `length` tokens of prompts, beside the batch.
-        lengths [prompts]: of those that are padded. Returns the dict that the pass fills with their
-        keys and values."""
+        """Let the next forward pass compute the first `length` tokens of prompts, apart from the
+        batch. Returns the dict that the pass fills with their keys and values.
+
+        lengths [prompts]: the prompts' own lengths, if they are padded to `length`.
+        """
         self._prompts, self._lengths = {}, lengths
         self.cos, self.sin = self._cos[:length], self._sin[:length]
         self.angles = self._frequencies[:length]
         return self._prompts
 
     def place(self, prompts: PromptStates, chosen: Tensor, rows: Tensor, lengths: Tensor) -> None:
-        """Let `rows` [n] begin with the prefilled prompts `chosen` [n], of `lengths` [n] tokens."""
+        """Copy the prefilled prompts `chosen` [n], of `lengths` [n] tokens, to `rows` [n]."""
         for layer, states in prompts.items():
             for cached, of_prompts in zip(self._of_layer(layer, *states), states):
                 places = cached.shape[2]
                 if of_prompts.shape[2] <= places:
                     cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
                     continue
-                # the last position before a prompt's end that belongs in each place
+                # for each place of the window, the last position of the prompt that belongs there
                 last = lengths[:, None] - 1
                 kept = last - (last - torch.arange(places, device=last.device)) % places
                 cached[rows] = of_prompts[chosen[:, None], :, kept.clamp(min=0)].transpose(1, 2)
 
     def _places(self, layer: int, states: Tensor) -> int:
-        """How many keys a row of a layer holds; the states of a delta net have one size."""
+        """How many keys a row of a layer holds. The size of a delta net's states is fixed."""
         if layer in self._recurrent:
             return states.shape[2]
         return min(self._windows[layer] or self._max_length, self._max_length)
 
     def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch's keys and values [rows, heads, positions, dim], allocated when first used, for
-        states like `key` and `value` [any, heads, any, dim]."""
+        """The layer's keys and values of the batch, [rows, heads, positions, dim]. The first call
+        allocates them, with the heads and dims of `key` and `value` [any, heads, any, dim]."""
         if layer not in self._layers:
             sizes = [
                 (self._num_rows, s.shape[1], self._places(layer, s), s.shape[3])
@@ -141,7 +147,7 @@ class KeyValueCache:
         return self._lengths
 
     def remember(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        """Keep what a delta net knows of the prompts."""
+        """Keep the states of a delta net after the prompts."""
         assert self._prompts is not None
         self._recurrent.add(layer)
         self._prompts[layer] = states
@@ -149,8 +155,8 @@ class KeyValueCache:
     def recurrent(
         self, layer: int, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
     ) -> tuple[Tensor, Tensor]:
-        """The batch's states of a delta net [rows, *size], to be changed in place. Rows without a
-        prompt have zeros."""
+        """The batch's states of a delta net, [rows, *size], which the caller changes in place. Rows
+        without a prompt have zeros."""
         if layer not in self._layers:
             self._recurrent.add(layer)
             first, second = (
@@ -161,8 +167,8 @@ class KeyValueCache:
         return self._layers[layer]
 
     def start_token(self, positions: Tensor, spans: Spans, long_rows: Tensor) -> None:
-        """The next forward pass adds one token per sequence, at `positions` [sequences].
-        `long_rows` [spans.long_rows] are those that see `spans.longest` keys."""
+        """Let the next forward pass add one token per sequence, at `positions` [sequences].
+        `long_rows` [spans.long_rows] are the rows that see `spans.longest` keys."""
         self._prompts = None
         self._positions = positions
         self._slots = {}
@@ -176,7 +182,7 @@ class KeyValueCache:
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
 
     def _slots_of(self, heads: int, places: int) -> Tensor:
-        """[sequences * heads]: where the new tokens' states are among all in a layer's cache."""
+        """[sequences * heads]: the index of each new token's states in a layer's flat cache."""
         if (heads, places) not in self._slots:
             rows = torch.arange(self._num_rows * heads, device=self._positions.device)
             slots = rows.view(-1, heads) * places + self._positions[:, None] % places
@@ -198,8 +204,9 @@ class KeyValueCache:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[length, sequences, heads, dim] each, where values may have another dim -> [length,
-        sequences, heads * dim of the values]. window, sinks: see `attend_causally`."""
+        """Attention of [length, sequences, heads, dim] queries, keys and values; values may have a
+        dim of their own. Returns [length, sequences, heads * dim of the values]. window, sinks: see
+        `attend_causally`."""
         self._windows[layer] = window
         if self._prompts is not None:
             query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
@@ -235,7 +242,7 @@ class KeyValueCache:
         # bf16 would round the scores
         by_products = faster.applies_to(query) and query.dtype.itemsize >= 4
         for part in self._parts:
-            # A window that is full is seen whole, in whatever order its keys are.
+            # A query sees all keys of a full window. Their order does not matter.
             mask, rows = part.mask[..., :places], part.rows
             seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])
             asked = query
@@ -274,8 +281,9 @@ class Part:
 def _attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """[rows, heads, queries, dim] each -> as the query. With a query or two of each head the loops
-    of torch's attention for CPUs take longer than the products. sinks: see `attend`."""
+    """Attention of [rows, heads, queries, dim] by matrix products; returns the shape of the query.
+    For one or two queries a head, torch's own attention for CPUs takes longer. sinks: see
+    `attend`."""
     rows, heads = query.shape[:2]
     query, key, value = (states.flatten(0, 1) for states in (query, key, value))
     scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scale)
@@ -316,15 +324,16 @@ class CachedSelfAttention(SelfAttention):
 
 
 def window_and_sinks(attention: SelfAttention) -> tuple[int | None, Tensor | None]:
-    """Both of a layer's attention, on either layer backend; see `attend_causally`."""
+    """The window and the sinks of a layer's attention, on either layer backend; see
+    `attend_causally`."""
     sinks = getattr(attention.core_attention, "softmax_offset", None)
     return window_of(attention.config, attention.layer_number), sinks
 
 
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
-    """The rotary angles of positions 0 to length - 1 [length, 1, 1, dim], under context parallelism
-    too."""
-    # the model's; with latent attention each layer has its own
+    """The rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. Context parallelism does
+    not cut them."""
+    # the model has the angles; with latent attention each layer has them
     owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
     rotary: Any = next(owners).rotary_pos_emb
     # packed_seq: the angles of all positions
@@ -333,15 +342,15 @@ def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
 
 
 def rotary_factor(config: TransformerConfig) -> float:
-    """What cos and sin of the rotary angles are multiplied by outside latent attention: under YaRN
-    more than 1."""
+    """The factor of cos and sin of the rotary angles outside latent attention: above 1 with YaRN,
+    else 1."""
     return _yarn_get_concentration_factor_from_config(config)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    """Rotary position embedding on the first `cos.shape[-1]` channels; the arithmetic of Megatron's
-    `_apply_rotary_pos_emb_bshd`. neighbours: channels 2i and 2i + 1 are a pair
-    (rotary_interleaved), not those of the two halves."""
+    """Rotary position embedding on the first `cos.shape[-1]` channels, with the arithmetic of
+    Megatron's `_apply_rotary_pos_emb_bshd`. neighbours (rotary_interleaved): channels 2i and 2i + 1
+    are a pair; otherwise channel i and channel i of the second half are."""
     channels = cos.shape[-1]
     turned, rest = states[..., :channels], states[..., channels:]
     if neighbours:

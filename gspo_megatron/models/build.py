@@ -52,11 +52,12 @@ class Policy:
         return [unwrap(chunk) for chunk in self.chunks]
 
     def set_padding_token(self, hf: Mapping[str, Any] | None) -> None:
-        """Let the look-up of the pad_token_id of `hf`, a Hugging Face config, give no gradient, as
-        nn.Embedding(padding_idx=...) does. A tied output layer still trains the row.
+        """Give the embedding of the padding token no gradient, as nn.Embedding(padding_idx=...)
+        does. The token is the pad_token_id of `hf`, a Hugging Face config; a negative one counts
+        from the end of the vocabulary. A tied output layer still trains the row.
 
         Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
-        gradients. As there, a negative number counts from the end of the vocabulary.
+        gradients.
         """
         token = language_model(hf or {}).get("pad_token_id")
         if isinstance(token, int):
@@ -202,10 +203,11 @@ def ddp_config(config: AnyConfig) -> DistributedDataParallelConfig:
 def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
     """Make the routers' aux and z losses a plain mean over micro-batches.
 
-    Under `calculate_per_token_loss` a router multiplies its aux loss by the tokens of its own TP
-    and CP shard, for a later division by all tokens that makes it TP x CP times too small. Here the
-    loss is scaled by the number of micro-batches instead (batching.micro_batches), so the router
-    must not multiply, and the aux gradient is the same on every layout.
+    Under `calculate_per_token_loss` a router multiplies its aux loss by the number of tokens of its
+    own TP and CP shard. Megatron-Core later divides by the number of all tokens, which makes the
+    loss TP x CP times too small. Here the loss is scaled by the number of micro-batches instead
+    (batching.micro_batches). So the router must not multiply, and the aux gradient is the same on
+    every layout.
     """
     for module in model.modules():
         if isinstance(module, Router):
@@ -213,11 +215,12 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
 
 
 def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerConfig) -> None:
-    """If EP or ETP differ from the dense layout, experts are replicated over other ranks than the
-    other weights; DDP reduces their gradients over the expert data-parallel group, by this mark.
+    """Mark the experts' parameters, so that DDP reduces their gradients over the right group.
 
-    Stock layers, and so Transformer Engine's, look at EP alone. At ep=1 with TP above ETP each TP
-    rank would keep the gradient of its own tokens.
+    Where EP or ETP differ from the dense layout, other ranks hold the copies of experts than those
+    of the other weights: DDP must use the expert data-parallel group. Stock layers, also
+    Transformer Engine's, look at EP alone. With EP = 1 and TP above ETP, each TP rank would then
+    keep the gradient of its own tokens.
     """
     tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
     replicated_alike = config.expert_model_parallel_size == 1 and etp == tp
@@ -227,10 +230,13 @@ def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerC
 
 
 def _count_copies_once(model: PolicyModel) -> None:
-    """Transformer Engine marks the weight of every linear layer as a shard over TP, also where all
-    TP ranks hold it whole: the down projections of latent attention. The gradient norm would count
-    it on each of them, and clip too much. Sinks of attention and biases of experts have no mark,
-    and each rank has those of its own heads and experts: they would count on one rank only."""
+    """Correct the marks by which the gradient norm counts each parameter once over TP.
+
+    Transformer Engine marks the weight of every linear layer as a shard, also the down projections
+    of latent attention, which all TP ranks hold whole. The norm would count these on each rank and
+    clip too much. Attention sinks and the experts' biases have no mark although each rank has its
+    own. The norm would count them on one rank only.
+    """
     for module in model.modules():
         if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):
             module.weight.tensor_model_parallel = False

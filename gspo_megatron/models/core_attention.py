@@ -3,9 +3,9 @@
 Megatron-Core's local DotProductAttention supports neither packed (THD) sequences nor context
 parallelism; this one does, in the layouts that Megatron-Core gives to Transformer Engine.
 
-A layer may have a window: a query sees only the last keys, its own included. And it may have sinks:
-each head has one more logit in its softmax, learned and without a value, so that the weights of the
-keys add up to less than one.
+A layer may have a window: a query sees only the last keys, its own included. It may also have
+sinks: the softmax of each head has one more logit, which is learned and has no value. So the
+weights of the keys add up to less than one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Largest mask [sequences, queries, keys], or scores [sequences, heads, queries, keys], of a tile.
+# The largest size of a tile's mask [sequences, queries, keys].
 MASK_ELEMENTS = 2**22
 
 
@@ -37,10 +37,9 @@ MASK_ELEMENTS = 2**22
 class Positions:
     """Positions of queries in their sequences, and how the queries are cut into tiles."""
 
-    # [sequences, queries], or [1, queries] if all sequences have the same. `of_queries` None: of
-    # a fused kernel, which needs no mask.
+    # Both [sequences, queries], or [1, queries] if all sequences have the same positions.
     on_host: Tensor
-    of_queries: Tensor | None
+    of_queries: Tensor | None  # on the device; None for a fused kernel, which needs no mask
     tiles: list[tuple[slice, slice]]  # queries, and the keys that they can see
     window: int | None = None  # keys that a query sees, its own included; None: all before it
 
@@ -49,8 +48,9 @@ class Positions:
 class Block:
     """Sequences of similar length, computed together.
 
-    Rows index the packed tokens. Shorter sequences are padded with the last row: no query of a
-    sequence sees a key behind it, and what queries of padding give is left out, gradients too.
+    Rows are indices of packed tokens. Shorter sequences are padded with the last row of the batch.
+    No query of a sequence sees a key after its end. The results and gradients of padding queries
+    are left out.
     """
 
     query_rows: Tensor  # [sequences, queries]
@@ -62,10 +62,10 @@ class Block:
 class AttentionPlan:
     """How one micro-batch of packed sequences is cut into blocks; the same in every layer.
 
-    One sequence, or several of the same length, are a block as they are and need no copies.
+    If all sequences have the same length, the packed tokens are one block without copies.
     """
 
-    whole: tuple[int, int] | None = None  # its sequences and their length; None: see `blocks`
+    whole: tuple[int, int] | None = None  # number and length of such sequences; None: see `blocks`
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None  # [tokens]: the index of each token in the blocks' joined output
 
@@ -198,11 +198,11 @@ def attend_causally(
     sinks: Tensor | None,
     positions: Positions | None = None,
 ) -> Tensor:
-    """[batch, heads, queries, dim] attention within a window and with `sinks` [heads], if there are
-    any. positions: of the queries, where they are not those of the keys."""
+    """Causal attention of [batch, heads, queries, dim] within a window and with `sinks` [heads], if
+    they are not None. positions: the queries' positions, if they differ from the keys'."""
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
-    if query.is_meta:  # where memory is estimated: what a GPU's fused kernel takes
+    if query.is_meta:  # memory is estimated: as much as a fused kernel on a GPU takes
         everything = (slice(0, length), slice(0, key.shape[2]))
         positions = Positions(of_queries, None, [everything], window)
     else:
@@ -212,11 +212,11 @@ def attend_causally(
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention of queries to keys at other positions or within a window, a tile of the queries at
-    a time.
+    """Attention that needs a mask (a window, or queries at other positions than the keys), one tile
+    of the queries at a time.
 
-    No mask of all queries and keys ever exists: those of the tiles are small, and the backward pass
-    computes each tile again. A tile leaves out the keys that none of its queries sees.
+    The mask of all queries and keys never exists, only the small ones of the tiles. The backward
+    pass computes each tile again. A tile leaves out the keys that none of its queries sees.
     """
 
     @staticmethod
@@ -270,7 +270,7 @@ def _tile(
 
 
 def _column(sinks: Tensor | None = None) -> Tensor | None:
-    """[heads] -> [heads, 1, 1], as `attend` takes them."""
+    """Sinks [heads] as [heads, 1, 1], the shape that `attend` takes."""
     return None if sinks is None else sinks[:, None, None]
 
 
@@ -292,9 +292,12 @@ def _mask(positions: Positions, queries: slice, keys: slice) -> Tensor | None:
 def cut_into_tiles(
     of_queries: Tensor, num_sequences: int, device: torch.device, window: int | None = None
 ) -> Positions:
-    """Tiles of at most MASK_ELEMENTS (or of one query); `of_queries` is on the host. Queries of the
-    two zig-zag chunks are in different tiles: the first chunk sees few keys. Within a window a
-    tile has at most as many queries as a query sees keys."""
+    """Cut queries at positions `of_queries` (on the host) into tiles, whose masks have at most
+    MASK_ELEMENTS, or one query.
+
+    Queries of the two zig-zag chunks are in different tiles, because the first chunk sees few keys.
+    With a window, a tile has at most `window` queries.
+    """
     count = of_queries.shape[1]
     half = max(-(-count // 2), 1)
     tiles = []
@@ -305,9 +308,9 @@ def cut_into_tiles(
         rows = max(min(MASK_ELEMENTS // (num_sequences * wide), window or count), 1)
         for start in range(first, last, rows):
             queries = slice(start, min(start + rows, last))
-            # On the meta device (`estimate`) all tiles have one shape: a new one takes long there.
+            # On the meta device (`estimate`) each new shape costs time, so all tiles have one.
             stop = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
-            # of padding queries, too, which are at the first key
+            # the minimum includes padding queries, whose position is 0
             least = 0 if window is None else int(of_queries[:, queries].min()) + 1 - window
             tiles.append((queries, slice(max(least, 0), stop)))
     return Positions(of_queries, of_queries.to(device, non_blocking=True), tiles, window)
@@ -321,7 +324,8 @@ def attend(
     mask: Tensor | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[batch, heads, queries, dim] attention with grouped key/value heads; causal without mask.
+    """Attention of [batch, heads, queries, dim] with grouped key/value heads. Without a mask it is
+    causal.
 
     sinks: [heads, queries or 1, 1], one more logit in the softmax of each query, without a value.
     """
@@ -351,15 +355,16 @@ def _attend_with_sinks(
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """states[rows], of which the gradient takes a third of the time on a CPU."""
+    """Same as states[rows], but its backward pass is three times as fast on a CPU."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Megatron's load-balanced cut of one sequence into 2 x CP chunks: rank r holds r and 2CP-1-r.
+    """Megatron's load-balanced cut of one sequence into 2 x CP chunks: rank r holds the chunks r
+    and 2 CP - 1 - r.
 
-    Returns `order` [length], the row of each position when the ranks' shards are joined, and the
-    positions [local_length] of this rank's tokens, both on the host.
+    Returns `order` [length], the row of each position in the ranks' joined shards, and the
+    positions [local_length] of this rank's tokens. Both are on the host.
     """
     size = cp_group.size()
     chunks = torch.arange(size * local_length).view(2 * size, -1)
@@ -413,8 +418,8 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
 def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows of the queries and of the keys, and the queries' positions, of some sequences. Padding
-    has the row after the last one."""
+    """The rows of queries and of keys of the sequences `members`, and the queries' positions (None:
+    those of the keys). For padding, the row is the number of all rows."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]

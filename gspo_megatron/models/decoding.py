@@ -45,8 +45,9 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # others: that 
 
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generator[None]:
-    """Let the attention layers of a policy's chunks use `cache`, and plain parts stand in for those
-    of training; without sequence parallelism (one token cannot be divided by TP) and FP8."""
+    """While it lasts, the attention layers of a policy's chunks use `cache`, and plain parts
+    replace those of training. FP8 is off, and so is sequence parallelism: TP ranks cannot share one
+    token."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
     changes: list[tuple[Any, str, Any]] = [
@@ -56,8 +57,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         if getattr(owner, name, False)
     ]
     changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
-    # The cache has the angles of each sequence's position. GPTModel cannot cut the angles of one
-    # token for context parallelism.
+    # The cache has the rotary angles of each sequence's position. GPTModel would cut the angles for
+    # context parallelism, which it cannot do for one token.
     changes += [(model, "position_embedding_type", "none") for model in models]
     changes += [
         (owner, name, plain(child))
@@ -66,8 +67,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         for is_replaceable, plain in _replacements()
         if is_replaceable(child)
     ]
-    # Without records for autograd all operations are cheaper. Parts of Megatron-Core may keep a
-    # tensor for the next training step, which cannot use one that was made so.
+    # In inference mode all operations are cheaper. But a stock part of Megatron-Core may keep a
+    # tensor for the next training step, which cannot use a tensor from inference mode.
     layers = [module for module in modules if isinstance(module, TransformerLayer)]
     all_plain = all(map(_is_plain_throughout, layers))
     mode = torch.inference_mode() if all_plain else torch.no_grad()
@@ -76,7 +77,7 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
 
 
 def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.nn.Module]]]:
-    """Which modules of training a plain part stands in for, and which part."""
+    """Pairs of a test for modules of training, and the plain part that replaces such a module."""
     return [
         (_has_all_of, LocalLinear),
         (_has_all_experts, LocalExperts),
@@ -86,13 +87,13 @@ def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.n
 
 
 def _has_all_of(module: Any) -> bool:
-    """A stock linear layer with its whole weight on this rank."""
+    """Whether it is a stock linear layer whose whole weight is on this rank."""
     is_stock = type(module) in (ColumnParallelLinear, RowParallelLinear)
     return is_stock and module.weight is not None and module.tp_group.size() == 1
 
 
 def _has_all_experts(module: Any) -> bool:
-    """A layer with all experts on this rank, whole, that sends no tokens to other ranks."""
+    """Whether it is an MoE layer whose experts are all on this rank, so that no token is sent."""
     return (
         isinstance(module, MoELayer)
         and isinstance(module.experts, GroupedExperts)
@@ -105,7 +106,8 @@ def _has_all_experts(module: Any) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """A stock layer of norms, self-attention, MLP or experts, and two residual connections."""
+    """Whether it is a stock layer of norms, self-attention, MLP or experts, and two residual
+    connections."""
     return (
         type(module) is TransformerLayer
         and isinstance(module.input_layernorm, TorchNorm)
@@ -116,8 +118,8 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_attention(module: Any) -> bool:
-    """Self-attention with its whole weights on this rank; norms of heads, if any, head by head; no
-    output gate."""
+    """Whether it is self-attention whose whole weights are on this rank, without an output gate,
+    and with norms of single heads or none."""
     if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
         return False
     if module.config.attention_output_gate:
@@ -129,7 +131,7 @@ def _is_plain_attention(module: Any) -> bool:
 
 
 def _is_plain_router(router: TopKRouter) -> bool:
-    """It takes the top k by softmax, and does nothing else."""
+    """Whether the router takes the top k of a softmax, and does nothing else."""
     config = router.config
     return (
         type(router) is TopKRouter
@@ -148,7 +150,7 @@ def _is_plain_router(router: TopKRouter) -> bool:
 
 
 def _is_plain_throughout(layer: TransformerLayer) -> bool:
-    """All of it is replaced by parts of this file."""
+    """Whether parts of this file replace the whole layer."""
     return (
         _is_plain(layer)
         and _is_plain_attention(layer.self_attention)
@@ -162,7 +164,7 @@ class LocalLayer(torch.nn.Module):
 
     def __init__(self, stock: TransformerLayer) -> None:
         super().__init__()
-        self.stock = stock  # its parts are replaced in it
+        self.stock = stock  # `decoding` also replaces the parts of this layer
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[length, sequences, hidden] -> the same shape, and no context for cross-attention."""
@@ -180,7 +182,7 @@ class LocalAttention(torch.nn.Module):
 
     def __init__(self, stock: CachedSelfAttention) -> None:
         super().__init__()
-        self.stock = stock  # its parts are replaced in it
+        self.stock = stock  # `decoding` also replaces its linear layers
         self.groups = stock.num_query_groups_per_partition
         self.queries = stock.num_attention_heads_per_partition // self.groups  # of a group
         self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
@@ -242,28 +244,28 @@ class LocalExperts(torch.nn.Module):
         tokens = states.flatten(0, 1)
         sources, weights, counts = self.choose(self.router, states)
         rows, _ = self.experts(tokens.index_select(0, sources), counts, weights)
-        # added up as Megatron-Core does, one expert after the other
+        # summed in Megatron-Core's order, one expert after the other
         output = torch.zeros_like(tokens).index_add_(0, sources, rows).view_as(states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(states)
         return output, None
 
 
-# The rows that experts compute, sorted by expert, and by token for each of them: the token of each
-# row [rows], its weight [rows], and the number of rows of each expert [experts].
+# The rows that experts compute, sorted by expert and then by token: the token of each row [rows],
+# its weight [rows], and the number of rows of each expert [experts].
 Dispatch = tuple[Tensor, Tensor, Tensor]
 
 
 def _choose_by_stock_router(router: TopKRouter, states: Tensor) -> Dispatch:
-    """states: [length, sequences, hidden]."""
+    """The dispatch that the stock router chooses for states [length, sequences, hidden]."""
     probs, routing_map = router(states)  # [tokens, experts] each
     chosen, sources = routing_map.t().nonzero().unbind(1)
     return sources, probs[sources, chosen], routing_map.sum(0)
 
 
 def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
-    """The same by a plain router, without tables of all tokens and experts. It asks the router's
-    hook, if there is one."""
+    """The same choice without tables of all tokens by all experts. It asks the router's hook, if
+    there is one."""
     hook, topk = router.router_replay, router.topk
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, states.dtype)
     bias = None if router.bias is None else router.bias.to(dtype)

@@ -15,17 +15,17 @@ from gspo_megatron.models.core_attention import plan_of
 from gspo_megatron.models.delta_rule import delta_rule, delta_step, normalized, widened
 from gspo_megatron.platform.megatron_fixes import has_delta_rule_kernels
 
-# Kept in fp32 where weights are bf16: small errors of the decay grow along a sequence.
+# Parameters that stay fp32 in a bf16 model: small errors of the decay grow along a sequence.
 _WIDE = ("A_log", "dt_bias")
 
 
 class CachedDeltaNet(GatedDeltaNet):
     """Megatron-Core's GatedDeltaNet, which decodes while a cache is attached.
 
-    Stock needs the package fla, has no packed sequences before 0.19, and keeps no states. Where it
-    can, it computes packed sequences itself. Elsewhere the projections see the tokens as they are
-    packed, and what lies between the projections sees sequences of similar lengths as rows.
-    Padding comes after a sequence, and no token sees what comes after it.
+    The stock module needs the package fla, has no packed sequences before 0.19, and keeps no
+    states. Where fla can compute packed sequences, it does. Elsewhere the projections get the
+    packed tokens as they are, and the computation between the projections gets sequences of similar
+    lengths as rows. Padding comes after a sequence, and no token sees what comes after it.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -37,12 +37,12 @@ class CachedDeltaNet(GatedDeltaNet):
             parameter.data = widened(parameter.data)
 
     def _setup_variant_attrs(self) -> None:
-        """0.19 asks for a kernel here, and has none without fla."""
+        """Skip the choice of a kernel: without fla, 0.19 has none and stops here."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = self.gated_delta_rule or delta_rule
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> CachedDeltaNet:
-        """Float16Module turns all parameters into bf16: the wide ones keep their values."""
+        """Restore the wide parameters after Float16Module has turned all parameters into bf16."""
         before = {name: getattr(self, name).data for name in _WIDE}
         super()._apply(fn, *args, **kwargs)
         for name, values in before.items():
@@ -83,7 +83,7 @@ class CachedDeltaNet(GatedDeltaNet):
 
     def _packed(self, mixed: Tensor, packed: PackedSeqParams) -> Tensor:
         """[tokens, channels] -> [tokens, values of all heads]."""
-        if mixed.is_meta:  # kernels for packed sequences need no rows
+        if mixed.is_meta:  # memory is estimated: kernels for packed sequences need no rows
             return self._mix(mixed.unsqueeze(0))[0][0]
         plan = plan_of(packed, self.pg_collection.cp, mixed.device)
         if plan.whole is not None:
@@ -93,9 +93,9 @@ class CachedDeltaNet(GatedDeltaNet):
         return _rows(torch.cat(outputs), plan.restore)
 
     def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
-        """What lies between the projections: [sequences, length, channels] -> [.., .., values of
-        all heads]. lengths [sequences]: of the sequences that are padded; then the states behind
-        their last tokens are returned too, as the cache keeps them."""
+        """Everything between the two projections: [sequences, length, channels] -> [sequences,
+        length, values of all heads]. lengths [sequences]: of padded sequences; with it, the states
+        after their last tokens are returned too, in the form that the cache keeps."""
         qkv, gate, decay, rate = self._cut(mixed)
         taps = self.conv_kernel_dim - 1
         qkv = F.pad(qkv, (0, 0, taps, 0))  # zeros before each sequence
@@ -113,7 +113,8 @@ class CachedDeltaNet(GatedDeltaNet):
         return self._gated(out, gate), states
 
     def _cut(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The inputs of the convolution; the output gate; of each head the decay and the rate."""
+        """The inputs of the convolution, the output gate, and the decay and the rate of each
+        head."""
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_v_heads_local_tp
         qkv, gate, rate, decay = mixed.split((2 * keys + values, values, heads, heads), dim=-1)
@@ -163,5 +164,5 @@ class CachedDeltaNet(GatedDeltaNet):
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """states[rows], of which the gradient takes a third of the time on a CPU."""
+    """Same as states[rows], but its backward pass is three times as fast on a CPU."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -1,4 +1,5 @@
-"""The gated delta rule in torch: a state per head that forgets, and corrects what it answers.
+"""The gated delta rule in torch: each head has a state that decays, and that moves towards giving
+the value v for the key k.
 
 For each token, with its query q, key k [keys], value v [values], decay g <= 0 and rate b:
 
@@ -23,24 +24,24 @@ CHUNK = 64
 
 
 def normalized(heads: Tensor) -> Tensor:
-    """Queries or keys [..., dim] of length 1."""
+    """Queries or keys [..., dim], scaled to length 1."""
     wide = widened(heads)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def widened(states: Tensor) -> Tensor:
-    """At least fp32: sums over a whole sequence need it."""
+    """The states in fp32 or wider, which sums over a whole sequence need."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Whole sequences from an empty state.
+    """Apply the rule to whole sequences, from a state of zeros.
 
     query, key [sequences, length, heads, keys] of length 1; value [.., .., .., values]; decay, rate
     [sequences, length, heads]. Returns the outputs [sequences, length, heads, values], and the
-    states behind the last token [sequences, heads, keys, values]. A token with decay and rate 0
+    states after the last token [sequences, heads, keys, values]. A token with decay and rate 0
     leaves the state as it is.
     """
     if query.is_meta:
@@ -52,8 +53,9 @@ def delta_rule(
     decay = decay.cumsum(dim=-2)  # [sequences, heads, chunks, CHUNK, 1], since the chunk began
     # decay from each token to each later one of its chunk, [..., later, earlier]
     between = (decay - decay.transpose(-1, -2)).tril().exp().tril()
-    # What the tokens of a chunk write depends on what the earlier ones wrote: a triangular system,
-    # solved for a part from the values, and a part to multiply the state before the chunk with.
+    # What a token writes depends on what earlier tokens of the chunk wrote. This is a triangular
+    # system. It is solved for two right-hand sides: the values, and the factor of the state before
+    # the chunk.
     system = (rate * key @ key.transpose(-1, -2) * between).tril(-1)
     sides = torch.cat((rate * value, rate * key * decay.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -83,7 +85,8 @@ def _chunks(states: Tensor) -> Tensor:
 def delta_step(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
 ) -> Tensor:
-    """One token of each sequence; changes `state` [sequences, heads, keys, values] in place.
+    """Apply the rule to one token of each sequence; changes `state` [sequences, heads, keys,
+    values] in place.
 
     query, key [sequences, heads, keys], value [.., .., values], decay, rate [sequences, heads].
     Returns the outputs [sequences, heads, values].
@@ -96,8 +99,8 @@ def delta_step(
 
 
 class _Kernels(torch.autograd.Function):
-    """What fla's kernels keep and need for a while, on the meta device, where memory is estimated:
-    the solved systems of all chunks, and in each pass the states between the chunks."""
+    """The memory of fla's kernels on the meta device, where memory is estimated. They keep the
+    solved systems of all chunks, and each pass has the states between the chunks for a while."""
 
     @staticmethod
     def forward(

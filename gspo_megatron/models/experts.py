@@ -70,7 +70,8 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[Tensor, None]:
         """tokens [rows, hidden] sorted by expert, probs [rows] -> ([rows, hidden], no bias)."""
         gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
-        # Counts on the host, where the alltoall dispatcher needs them too, cost no synchronisation.
+        # The alltoall dispatcher needs the counts on the host; copying them from there does not
+        # synchronise.
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
         states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
         probs = probs.unsqueeze(-1)
@@ -82,7 +83,7 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         states = self._activate(states)
-        # multiplied by the router's weight before the second projection, as in stock experts
+        # stock experts, too, multiply by the router's weight before the second projection
         states = (states * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
@@ -131,9 +132,10 @@ class GroupedExperts(MegatronModule):
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
-    """rows [rows, in] in runs of `counts` [experts] x weight [experts, out, in] -> [rows, out].
+    """Multiply each expert's rows with its matrix: rows [rows, in], of which the first `counts[0]`
+    belong to expert 0 and so on, and weight [experts, out, in] -> [rows, out].
 
-    ends: [experts] int32 on the device of `rows`, the row after each run."""
+    ends: [experts] int32 on the device of `rows`, the row after the last one of each expert."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):

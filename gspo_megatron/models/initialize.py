@@ -17,8 +17,8 @@ from gspo_megatron.families.adapter_map import is_adapter
 from gspo_megatron.families.weight_map import is_vocabulary, native_name
 from gspo_megatron.models.shards import Shard, parameter_shards
 
-# Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), since two per layer
-# are added to it (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
+# Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), because each layer
+# adds two of them (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
 _RESIDUAL_PROJECTIONS = (
     *("linear_proj.weight", "linear_fc2.weight", "experts.weight2"),
     "self_attention.out_proj.weight",
@@ -68,7 +68,8 @@ def initialize_weights(
 
 
 def _initialize_adapter(shard: Shard, shape: list[int], generator: torch.Generator) -> None:
-    """A as PEFT draws it, evenly up to 1 / sqrt(in); B is zero, so the adapter changes nothing."""
+    """Draw A uniformly from +-1 / sqrt(in), as PEFT does. B is zero, so the adapter changes
+    nothing."""
     shard.data.zero_()
     if re.search(r"\.a(\[\d+\])?$", shard.name):
         drawn = 2 * torch.rand(shape, generator=generator)[shard.slices] - 1

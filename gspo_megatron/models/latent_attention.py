@@ -43,8 +43,8 @@ class CachedLatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(getattr(self, name), self.config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """0.19 decides here which layers to build. It would add a norm to queries without a latent,
-        which no model has; the torch_native backend's spec is used unchanged."""
+        """Use the torch_native backend's spec unchanged. 0.19 decides here which layers to build,
+        and would add a norm to queries without a latent, which no model has."""
         if submodules.kv_layernorm is not LatentNorm:
             return super()._resolve_qk_norm_config(submodules)
         return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -104,8 +104,8 @@ class ReplicatedLinear(torch.nn.Module):
         sum_gradients_over_tp([self.weight], config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        # As one matrix: torch would multiply token by token where the weight is frozen, and round
-        # otherwise than where it is trained.
+        # One matrix, because torch multiplies token by token if the weight is frozen. The rounding
+        # would then differ from that of a trained weight.
         rows = F.linear(hidden.flatten(0, -2), self.weight)
         return rows.view(*hidden.shape[:-1], -1), None
 

@@ -1,8 +1,8 @@
 """Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
 
-One differentiable operation on one tile of the logits at a time (some rows by some columns of the
-vocabulary): the logits [rows, vocab/TP] never exist whole. The backward pass computes the logits of
-a tile again and needs only the saved log-sum-exp.
+It is one differentiable operation. It works on one tile of the logits at a time (some rows by some
+columns of the vocabulary), so the logits [rows, vocab/TP] never exist whole. The backward pass
+computes the logits of a tile again and needs only the saved log-sum-exp.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ GPU_TILE_BYTES = 256 * 2**20
 # small models then compute the logits once, and for large ones the memory does not matter.
 KEEP_EXPONENTIALS_BYTES = 16 * 2**20
 
-# Bytes of each matrix that are converted at a time on a device that cannot multiply bf16 into
-# float32: small enough for the caches, large enough to multiply about as fast as the whole matrix.
+# A device that cannot multiply bf16 into float32 converts this many bytes of a matrix at a time.
+# The strip is small enough for the caches, and large enough to be about as fast as the whole
+# matrix.
 STRIP_BYTES = 4 * 2**20
 
 # Logits are kept in units of log 2: exp2 is one or two vector instructions, and several times
@@ -60,12 +61,12 @@ def logprob_and_entropy(
         targets: [rows] int64, ids of the whole vocabulary. The log-probability of a target that is
             not in the vocabulary is NaN.
         temperature: the logits are divided by it before the softmax.
-        chunk_size: rows worked on at a time, TILE_ROWS unless given. As many columns of the
-            vocabulary go with them as make a tile of TILE_BYTES, which bounds the memory.
+        chunk_size: rows of a tile, by default TILE_ROWS. A tile has as many columns of the
+            vocabulary as fit into TILE_BYTES, which bounds the memory.
         process_group: the tensor-parallel group; None where `weight` is the whole vocabulary.
         vocab_start: id of the first row of `weight`.
-        vocab_size: true size of the whole vocabulary; rows of `weight` that pad it beyond are left
-            out of the softmax and get no gradient. None: there is no padding.
+        vocab_size: true size of the whole vocabulary. Rows of `weight` beyond it are padding: they
+            are left out of the softmax and get no gradient. None: there is no padding.
         entropy_gradient: let gradients flow through the entropy too.
 
     Returns:
@@ -115,7 +116,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         row_blocks, column_blocks = tiles_of(
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
         )
-        # of each block of columns: maximum, sum of exponentials, sum of logits times exponentials
+        # each block of columns: maximum, sum of exponentials, sum of logits times exponentials
         block_sums = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
         target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
         buffers = [tile_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
@@ -204,8 +205,9 @@ class VocabParallelLogProb(torch.autograd.Function):
 class GradientSums:
     """The gradients of hidden states and weight, each only if it is needed, summed over the tiles.
 
-    Products are summed in float32 or better: in low precision small ones would be lost. For the
-    weight one block of columns is summed at a time, so tiles come column block by column block.
+    Products are summed in float32 or better; in low precision small ones would be lost. The
+    weight's gradient is summed for one block of columns at a time. So all tiles of a block of
+    columns must come before the next block.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class GradientSums:
         wanted: Sequence[bool],
         factors: Tensor | None,
     ) -> None:
-        """factors: [rows], to multiply the gradients of the logits with."""
+        """factors: [rows], by which the gradients of the logits are multiplied."""
         self.weight, self.factors = weight, factors
         self.hidden = hidden if factors is None else (hidden * factors[:, None]).to(hidden.dtype)
         precise = torch.promote_types(hidden.dtype, torch.float32)
@@ -225,7 +227,7 @@ class GradientSums:
         self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """gradient: of the logits of this tile, in the dtype of the inputs."""
+        """Add a tile. gradient: that of the tile's logits, in the dtype of the inputs."""
         if self.hidden_grad is not None:
             _add_product(self.hidden_grad[rows], gradient, self.weight[columns])
         if self.weight_grad is None:
@@ -238,7 +240,7 @@ class GradientSums:
             target.copy_(self.block_sum)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """In the dtype of the inputs."""
+        """The two gradients in the dtype of the inputs."""
         hidden_grad = self.hidden_grad
         if hidden_grad is not None:
             if self.factors is not None:
@@ -248,8 +250,8 @@ class GradientSums:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be more precise. A GPU adds in the product's kernel,
-    which does not round the product before."""
+    """Add left @ right to `total`, which may be more precise. On a GPU one kernel multiplies and
+    adds, and does not round the product in between."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -288,23 +290,24 @@ def tile_buffer(
 
 
 def locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """The index of each target [rows] in a block of columns (a legal one if it is outside), and
-    whether it is inside."""
+    """The index of each target [rows] in a block of columns, and whether the target is inside. For
+    a target outside, the index is any valid one."""
     place = local_targets - columns.start
     index = place.clamp(0, columns.stop - columns.start - 1)
     return index, index == place
 
 
 def to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Hidden states and a factor: (hidden @ weight.t()) * factor are the logits divided by the
-    temperature, in units of log 2. Precise hidden states are multiplied by it at once, and the
-    factor is 1: they have fewer elements than the logits."""
+    """Hidden states and a factor, with which (hidden @ weight.t()) * factor are the logits divided
+    by the temperature, in units of log 2. Hidden states in float32 or better are multiplied by the
+    factor at once, because they have fewer elements than the logits. The returned factor is then
+    1."""
     factor = _LOG2_E / temperature
     return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
 
 
 def tile_logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -> Tensor:
-    """[rows, columns] in the memory and dtype of `buffer`."""
+    """The tile's logits [rows, columns], in the memory and dtype of `buffer`."""
     logits = multiply(hidden, weight, _tile(buffer, (hidden.shape[0], weight.shape[0])))
     return logits if factor == 1.0 else logits.mul_(factor)
 
@@ -312,9 +315,10 @@ def tile_logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """Write left [rows, width] @ right [columns, width].t() to `out` [rows, columns]; returns it.
 
-    `left` and `right` have one dtype. `out` has the same dtype, or float32 for low precision: then
-    the sums are not rounded to the dtype of the inputs, as torch.mm rounds them at its end. A GPU
-    needs no memory for that, a CPU two strips of STRIP_BYTES, or of one row if that is more.
+    `left` and `right` have one dtype. `out` has the same dtype, or float32 if that is a low
+    precision. In the second case the sums are not rounded to the dtype of the inputs (torch.mm
+    would round them). A GPU needs no memory for that, a CPU two strips of STRIP_BYTES, or of one
+    row if a row is larger.
     """
     if left.dtype == out.dtype:
         return torch.mm(left, right.t(), out=out)
@@ -334,9 +338,9 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _bf16_instructions() -> Generator[None]:
-    """Let oneDNN round the elements of float32 matrices to bf16 when it multiplies them: exact for
-    elements that come from bf16, and a multiple as fast on a CPU with such instructions. Sums and
-    results stay in float32."""
+    """Let oneDNN round the elements of float32 matrices to bf16 when it multiplies them. For
+    elements that come from bf16 this is exact, and on a CPU with bf16 instructions it is several
+    times as fast. Sums and results stay in float32."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
     if matmul is None:
         yield
@@ -384,7 +388,8 @@ def _merge(
 
 
 def row_maximum(maxima: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
-    """[rows], of `maxima` [blocks, rows] over all blocks of all ranks."""
+    """The maximum of each row [rows], from `maxima` [blocks, rows], over all blocks of all
+    ranks."""
     # a rank with only padding has no blocks
     lowest = maxima.new_full((1, maxima.shape[1]), -math.inf)
     maximum = (maxima if len(maxima) else lowest).amax(0)

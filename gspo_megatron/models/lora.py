@@ -1,9 +1,10 @@
 """LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
 
-A layer that computes W x gives W x + scale * B (A x). A and B are cut as the layer is: of a
-column-parallel layer B by rows, of a row-parallel one A by columns; the other matrix is whole on
-every tensor-parallel rank. Only [tokens, rank] travels between ranks. Layers are found by what kind
-of module they are, so a new kind of attention or MLP that is built of them has adapters, too.
+A layer that computes W x gives W x + scale * B (A x). A and B are cut as the layer is: a
+column-parallel layer cuts B by rows, a row-parallel layer cuts A by columns. The other matrix is
+whole on every tensor-parallel rank. Only [tokens, rank] travels between ranks. Layers are
+recognised by their kind of module. So a new kind of attention or MLP that is built of such layers
+has adapters, too.
 
 Adapters are modules beside their layer, which is unchanged: a forward hook adds what they compute.
 """
@@ -50,8 +51,8 @@ class Lora:
     rank: int
     scale: float
     adapted: Mapping[str, Adapted]
-    # Whether B was zero at the start: the policy without adapters is then the one that RL began
-    # with. With given adapters it is not.
+    # Whether B was zero at the start. Then the policy without adapters is the one that RL began
+    # with. After loading adapters it is not.
     starts_as_base: bool = True
     base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
@@ -59,7 +60,7 @@ class Lora:
 
     @contextlib.contextmanager
     def off(self) -> Generator[None]:
-        """Inside, the policy is its base, bit for bit."""
+        """While it lasts, the policy is its base, bit for bit."""
         self.enabled = False
         try:
             yield
@@ -68,8 +69,8 @@ class Lora:
 
     @torch.no_grad()
     def merged(self, data: Tensor, name: str, at: Sequence[int]) -> Tensor:
-        """A block [rows, columns] of the matrix `name`, from row and column `at` on, with its
-        adapter added. The base is not changed, so no rounding adds up over the versions."""
+        """Add its adapter to a block [rows, columns] of the matrix `name`, which begins at row and
+        column `at`. The base is not changed, so rounding does not accumulate over the versions."""
         pair = self.pairs.get(name)
         if pair is None:
             return data
@@ -80,7 +81,7 @@ class Lora:
 
 
 class AdapterPart(torch.nn.Module):
-    """A and B of one matrix, or of the same matrix of all local experts (with one axis more)."""
+    """A and B of one matrix, or of that matrix in all local experts (with one more axis)."""
 
     def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
         super().__init__()
@@ -93,11 +94,11 @@ class Pair:
 
     part: AdapterPart
     expert: int | None  # its number on this rank
-    row: int  # the first of the matrix's rows that B has here
-    column: int  # and the first column of A
+    row: int  # the number, in the whole matrix, of B's first row on this rank
+    column: int  # the same for A's first column
 
     def matrix(self, name: str) -> Tensor:
-        """a [rank, columns] or b [rows, rank]."""
+        """A [rank, columns] for `name` a, B [rows, rank] for b."""
         found: Tensor = getattr(self.part, name).detach()
         return found if self.expert is None else found[self.expert]
 
@@ -111,7 +112,8 @@ class Adapter(torch.nn.Module):
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
 
     def add_part(self, leaf: str, a: Tensor, b: Tensor, places: dict[str, Any]) -> AdapterPart:
-        """places: of a and b, the global shape, the offset in it, and the replica."""
+        """Add A and B of a matrix. places: for a and for b the global shape, the offset in it, and
+        the replica."""
         part = AdapterPart(torch.nn.Parameter(a), torch.nn.Parameter(b))
         self.add_module(leaf, part)
         self._places |= {f"{leaf}.{name}": place for name, place in places.items()}
@@ -139,15 +141,16 @@ class Adapter(torch.nn.Module):
 
 
 def _in_order(up: Tensor, order: Tensor | None) -> Tensor:
-    """Bs [..., rows, rank] in the order of the layer's rows; a row of zeros stands for those of
-    matrices without an adapter."""
+    """The rows of the Bs [..., rows, rank] in the order of the layer's rows. Rows of matrices
+    without an adapter are zeros."""
     if order is None:
         return up
     return F.pad(up, (0, 0, 0, 1)).index_select(-2, order)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Bs [..., out, rank] one below the other, each with the columns of its own A."""
+    """The Bs [..., out, rank] as one matrix: one below the other, and each with columns of its own
+    for the rank of its A."""
     count, rank = len(parts), parts[0].shape[-1]
     if count == 1:
         return parts[0]
@@ -167,11 +170,12 @@ class LinearAdapter(Adapter):
         vars(self)["layer"] = layer
         self.kind = kind
         self.parts: list[AdapterPart] = []
-        # [local rows]: for each row of the layer's weight the row of the Bs, one after the other
+        # [local rows]: for each row of the layer's weight, its row in the joined Bs
         self.register_buffer("order", None, persistent=False)
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
-        """states: the layer's input [..., in]; output: what the layer made of it, [..., out]."""
+        """The layer's output [..., out] with the adapters' added. states: the layer's input [...,
+        in]."""
         normed = _normed(self.layer, states)
         down = F.linear(normed, torch.cat([part.a for part in self.parts]).to(normed.dtype))
         up = _in_order(_side_by_side([part.b for part in self.parts]), self.order)
@@ -182,7 +186,7 @@ class LinearAdapter(Adapter):
         return sum_.view(output.shape)
 
     def _exchanged(self, down: Tensor) -> Tensor:
-        """[tokens, ..., rank] with what the other tensor-parallel ranks have of it."""
+        """[tokens, ..., rank] after the exchange with the other tensor-parallel ranks."""
         layer: Any = self.layer
         if self.kind == COPIED or getattr(layer, "explicit_expert_comm", False):
             return down
@@ -201,7 +205,8 @@ class LinearAdapter(Adapter):
 
 
 def _normed(layer: Any, states: Tensor) -> Tensor:
-    """The input of the layer's matrix: Transformer Engine fuses the norm before it."""
+    """The input of the layer's matrix. Transformer Engine's layers may contain the norm before it,
+    which is computed here again."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return states
@@ -214,8 +219,8 @@ def _normed(layer: Any, states: Tensor) -> Tensor:
 
 
 class HeadAdapter(Adapter):
-    """The adapter of the output layer. The log-prob head multiplies the hidden states by its
-    weight (models/policy.py), so it computes with the adapter, too."""
+    """The adapter of the output layer. The log-prob head, which multiplies the hidden states by
+    that layer's weight (models/policy.py), computes with the adapter, too."""
 
     layer: Any
 
@@ -237,15 +242,16 @@ class HeadAdapter(Adapter):
         lora.pairs[matrix.name] = Pair(self.part, None, first, 0)
 
     def extended(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [rows, in] and weight [vocabulary / TP, in] with columns of the adapter: their
-        product are all logits. B is not rounded with the weight."""
+        """Append the adapter's columns to hidden [rows, in] and weight [vocabulary / TP, in], so
+        that their product is the logits with the adapter. Nothing is added to the weight, so B
+        loses nothing by rounding."""
         return (
             torch.cat([hidden, self.down(hidden)], dim=1),
             torch.cat([weight, self.part.b.to(weight.dtype)], dim=1),
         )
 
     def down(self, hidden: Tensor) -> Tensor:
-        """[rows, rank]: what B is multiplied by."""
+        """A times hidden, [rows, rank], which B multiplies."""
         a: Tensor = self.part.a
         group = tensor_parallel_group(self.layer)
         if group.size() > 1:  # each rank has the gradient from its part of the vocabulary
@@ -254,8 +260,8 @@ class HeadAdapter(Adapter):
 
 
 class ExpertsAdapter(Adapter):
-    """The adapters of all experts of a rank. The dispatcher gives every expert-tensor-parallel rank
-    the tokens of all, and sums up what they return: the ranks exchange nothing here."""
+    """The adapters of all experts of a rank. The ranks exchange nothing here: the dispatcher gives
+    every expert-tensor-parallel rank the tokens of all of them, and sums what they return."""
 
     def __init__(self, lora: Lora) -> None:
         super().__init__(lora)
@@ -266,8 +272,8 @@ class ExpertsAdapter(Adapter):
     def add(
         self, number: str, output: Tensor, states: Tensor, counts: Tensor, ends: Tensor
     ) -> Tensor:
-        """output [rows, out] of the weight of this number for states [rows, in], whose rows belong
-        to `counts` [experts] experts; `ends` as in grouped_linear."""
+        """Add the adapters to `output` [rows, out], which the experts' weight of this number (1 or
+        2) made of `states` [rows, in]. counts, ends: as in grouped_linear."""
         parts = self.parts[number]
         if not parts or not self.lora.enabled:
             return output
@@ -283,8 +289,8 @@ def tensor_parallel_group(layer: Any) -> dist.ProcessGroup:
 
 
 def kind_of_layer(module: torch.nn.Module) -> str | None:
-    """How a linear layer is cut, by its kind of module; None for other modules. Transformer
-    Engine's layers say it in `parallel_mode`."""
+    """How a linear layer is cut over TP; None for other modules. The class of the module tells;
+    Transformer Engine's layers have `parallel_mode`."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "ColumnParallelLinear" in kinds:
         return COLUMN
@@ -348,8 +354,8 @@ def _attach(module: Any, adapter: LinearAdapter) -> None:
 
 
 def _start_graph(_module: Any, _inputs: Any, output: Tensor) -> None:
-    """Layers that are computed again in the backward pass, and pipeline stages, need an input with
-    a gradient; that of a frozen embedding has none."""
+    """Let the output of a frozen embedding ask for a gradient. Recomputed layers and pipeline
+    stages need an input with one."""
     if torch.is_grad_enabled() and output.is_leaf:
         output.requires_grad_()
 
@@ -395,22 +401,22 @@ def _linear_adapter(
         for tensor, axis in ((part.a, 1), (part.b, 0)):
             if kind == (COLUMN, ROW)[axis]:
                 set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=axis, stride=1)
-            else:  # under sequence parallelism each rank has the gradient of its own tokens
+            else:  # under sequence parallelism each rank has the gradient of its own tokens only
                 sum_gradients_over_tp([tensor], config)
     _set_order(adapter, "order", order, used)
     return adapter
 
 
 def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
-    """order: as LinearAdapter's, with -1 for rows without an adapter; used: the rows of the Bs.
-    Nothing is kept where the order is the Bs' own."""
+    """Keep `order` in the adapter, unless it is the order of the Bs themselves. order: as
+    LinearAdapter's, with -1 for rows without an adapter; used: the number of rows of the Bs."""
     order[order < 0] = used
     if not torch.equal(order, torch.arange(len(order))):
         setattr(adapter, name, order.to(torch.cuda.current_device()))
 
 
 def _replica(group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank among those that hold the same weight of the dense model: over TP, and over DP."""
+    """This rank's numbers among the ranks that hold the same dense weight: over TP, and over DP."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group.rank(), data.rank()
 
@@ -422,7 +428,7 @@ def _linear_part(
     columns: tuple[int, int],
     replica: tuple[int, int],
 ) -> AdapterPart:
-    """rows, columns: the first one, and how many this rank has."""
+    """Add the part of one matrix. rows, columns: the first one on this rank, and their number."""
     like: Tensor = adapter.layer.weight
     rank = adapter.lora.rank
     cut, whole = (0, 0, replica[1]), (0, *replica)
@@ -443,7 +449,7 @@ def _linear_part(
 def _attach_to_experts(
     experts: Any, lora: Lora, weights: WeightMap, shards: Mapping[int, list[Shard]]
 ) -> None:
-    """Attach adapters to all local experts at once, whichever backend's experts these are."""
+    """Attach adapters to all local experts at once, on either backend."""
     like, found = None, {}
     for parameter in experts.parameters():
         for shard in shards.get(id(parameter), ()):
@@ -460,7 +466,7 @@ def _attach_to_experts(
             names = [found[number, index] for index in indices]
             _add_expert_parts(adapter, number, indices[0], names, weights, like)
     experts.lora = adapter
-    if not isinstance(experts, GroupedExperts):  # Transformer Engine's
+    if not isinstance(experts, GroupedExperts):  # experts of Transformer Engine
         for number in adapter.parts:
             layer = getattr(experts, f"linear_fc{number}")
             layer.register_forward_hook(functools.partial(_add_to_grouped, adapter, number))
@@ -469,7 +475,8 @@ def _attach_to_experts(
 def _add_to_grouped(
     adapter: ExpertsAdapter, number: str, _: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """A forward hook of a grouped linear layer, which gets states and tokens of each expert."""
+    """A forward hook of a grouped linear layer, whose inputs are the states and the number of
+    tokens of each expert."""
     counts = torch.as_tensor(inputs[1])
     ends = counts.cumsum(0, dtype=torch.int32).to(inputs[0].device, non_blocking=True)
     return adapter.add(number, output[0], inputs[0], counts, ends), *output[1:]
@@ -483,13 +490,14 @@ def _add_expert_parts(
     weights: WeightMap,
     like: Any,
 ) -> None:
-    """Add the adapters of a weight of all local experts; `first`: the number of the first one."""
+    """Add the adapters of one weight (1 or 2) of all local experts; first: the number of the first
+    local expert in the model."""
     etp = parallel_state.get_expert_tensor_parallel_group()
     data = parallel_state.get_expert_data_parallel_group().rank()
     lora, rank, local = adapter.lora, adapter.lora.rank, len(names)
     total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
     chosen = {matrix.leaf: matrix for matrix in lora.adapted[names[0]].matrices}
-    is_first = number == "1"  # of it the rows are cut, of the second the columns
+    is_first = number == "1"  # the first weight is cut by rows, the second by columns
     order, used = [], 0
     for matrix in matrices_of(weights.recipes[names[0]]):
         rows, columns = matrix.rows, matrix.columns
@@ -518,11 +526,11 @@ def _add_expert_parts(
             },
         )
         for tensor, is_cut in ((part.a, not is_first), (part.b, is_first)):
-            # The norm of all gradients counts what is marked as a shard on every rank that has it.
+            # The gradient norm counts a parameter with this mark on every rank that has it.
             set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=2, stride=1)
             if not is_cut:
                 vars(tensor)["sum_over_expert_tp"] = True
-                if etp.rank() > 0:  # a copy, which the norm leaves out
+                if etp.rank() > 0:  # a copy, which the norm must not count
                     vars(tensor)["shared"] = True
         adapter.parts[number].append(part)
         for expert, name in enumerate(names):
@@ -533,8 +541,9 @@ def _add_expert_parts(
 
 
 def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sum the gradients of those matrices of experts' adapters that every expert-tensor-parallel
-    rank has whole, and applies to a shard of the rest. Data-parallel sums are made before."""
+    """Sum gradients of the experts' adapters over the expert-tensor-parallel ranks: those of the
+    matrices that every such rank has whole, because each rank has only its part of the gradient.
+    The data-parallel sums come before."""
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return

@@ -22,9 +22,10 @@ class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
 
     Megatron-Core's own torch norm refuses sequence parallelism, which experts with tensor
-    parallelism need. The attribute `sequence_parallel` of the weights is enough for it: a gradient
-    is a sum over one tensor-parallel rank's tokens, and `finalize_model_grads` adds these sums up
-    for parameters with the attribute. The norm is computed in fp32, as in Transformer Engine.
+    parallelism need. Under sequence parallelism a gradient is a sum over one tensor-parallel rank's
+    tokens. `finalize_model_grads` adds these sums up for parameters with the attribute
+    `sequence_parallel`, so setting it is enough. The norm is computed in fp32, as in Transformer
+    Engine.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -47,8 +48,9 @@ class TorchNorm(torch.nn.Module):
             shape = (hidden.shape[-1],)
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
-        # Passes with and without gradients agree bit for bit; decoding is neither.
-        # The meta device, where memory is estimated: a GPU's own keeps as much as this function.
+        # Passes with and without gradients use the same function, so that they agree bit for bit;
+        # decoding (inference mode) need not. On the meta device, where memory is estimated, the
+        # function stands for the norm of a GPU, which keeps as much.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
         if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)
@@ -56,7 +58,8 @@ class TorchNorm(torch.nn.Module):
 
 
 class PlainNorm(TorchNorm):
-    """A norm whose weight is no offset to 1, also in models where those of the others are."""
+    """A norm that multiplies by its weight, also in models whose other norms multiply by 1 +
+    weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(config, hidden_size, eps)
@@ -67,16 +70,16 @@ class PlainNorm(TorchNorm):
 def sum_gradients_over_tp(
     parameters: Sequence[torch.nn.Parameter | None], config: TransformerConfig
 ) -> None:
-    """Let `finalize_model_grads` sum the gradients of parameters that each tensor-parallel rank
-    has whole, and applies to its own tokens only."""
+    """Let `finalize_model_grads` sum the gradients of these parameters over the tensor-parallel
+    ranks. Each rank has the whole parameter, but applies it to its own tokens only."""
     for parameter in parameters:
         if parameter is not None:
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
 
 class CpuRmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension. On a CPU torch computes its own by single operations, and
-    the gradients of these take three times as long as the few that are needed."""
+    """RMSNorm over the last dimension, with a backward pass of a few operations. torch's own on a
+    CPU takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,7 +97,7 @@ class CpuRmsNorm(torch.autograd.Function):
         dim = normed.shape[-1]
         products = gradient * normed
         weight_grad = products.reshape(-1, dim).sum(0)
-        # A row of hidden states moves its own scale: what its gradient has of the row falls out.
+        # The scale depends on the row itself, so the part of the gradient along the row cancels.
         along = products @ weight.unsqueeze(-1)
         hidden_grad = (gradient * weight).addcmul_(normed, along, value=-1 / dim).mul_(scale)
         return hidden_grad, weight_grad, None

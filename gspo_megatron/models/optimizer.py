@@ -20,8 +20,8 @@ from gspo_megatron.platform.cpu import faster
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate curve over optimizer updates: `warmup` updates up to the peak, of which the
-    first has peak / warmup, then the decay to `floor` at update number `total` (from 0)."""
+    """A learning-rate curve over optimizer updates. It rises for `warmup` updates from peak /
+    warmup to the peak, then decays to `floor` at update number `total` (from 0)."""
 
     peak: float
     floor: float
@@ -33,7 +33,7 @@ class Schedule:
 
     @classmethod
     def of(cls, section: OptimizerSection, steps: int, updates_per_step: int = 1) -> Schedule:
-        """That of a run. The configuration counts steps, the schedule counts optimizer updates."""
+        """The schedule of a run. The configuration counts steps, the schedule optimizer updates."""
         return cls(
             peak=section.learning_rate,
             floor=section.min_learning_rate,
@@ -119,8 +119,8 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = _finalize_gradients
     if ddp.overlap_grad_reduce:
-        # DDP sends gradients during the last micro-batch's backward pass. Without this, it would
-        # count the passes of the first update, and updates differ in their number of passes.
+        # DDP sends gradients during the last micro-batch's backward pass. Without no_sync it would
+        # find that pass by counting those of the first update, but updates differ in their number.
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)
@@ -129,15 +129,15 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
 def _finalize_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
 ) -> None:
-    """Sum the gradients up over the ranks. All of them know the loss's denominators beforehand, so
-    none counts tokens, to exchange their number and to divide all gradients by it."""
+    """Sum the gradients over the ranks. All ranks know the loss's denominators beforehand, so there
+    is no number of tokens to exchange or to divide by."""
     finalize_model_grads(model, None, **options)
     sum_expert_gradients(model)
 
 
 def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Let torch's Adam update all parameters by one operation. Megatron-Core asks for none of its
-    implementations, and on a CPU the default goes through Python for each parameter."""
+    """Let torch's Adam update all parameters by one fused operation. On a CPU its default, which
+    Megatron-Core leaves on, loops over the parameters in Python."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:

@@ -20,16 +20,16 @@ from gspo_megatron.models.top_k_head import bucket_logprobs, most_probable
 
 @dataclass
 class HeadInputs:
-    """The work of the log-prob head: the rows of the hidden states that predict a response token,
+    """What the log-prob head needs: the rows of the hidden states that predict a response token,
     and these tokens. Megatron-Core passes it on as the `labels`."""
 
     rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
     targets: Tensor  # [rows] int64, global vocabulary ids
     temperature: float = 1.0
     entropy_gradient: bool = False
-    # [rows, k] int64: other tokens whose log-probs are wanted, with that of all the rest together
+    # [rows, k] int64: other tokens to compute log-probs for; that of all the rest is computed, too
     candidates: Tensor | None = None
-    top_k: int = 0  # above 0: the head itself writes so many of the most probable into `candidates`
+    top_k: int = 0  # above 0: the head itself sets `candidates` to the top_k most probable tokens
 
 
 class HiddenStates(ColumnParallelLinear):
@@ -41,7 +41,7 @@ class HiddenStates(ColumnParallelLinear):
     ) -> tuple[Tensor, None]:
         """[sequence / TP under sequence parallelism, batch, hidden] -> whole sequence."""
         if self.sequence_parallel:
-            # each TP rank has the gradient from its part of the vocabulary: reduce-scatter
+            # each TP rank has the gradient from its part of the vocabulary, hence a reduce-scatter
             return gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=True, group=self.tp_group
             ), None
@@ -51,9 +51,11 @@ class HiddenStates(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """Stock GPTModel; with `labels=HeadInputs` its last stage returns [2, rows]: the targets'
-    log-probs and the entropies. Candidates add a row of flags, 1 where the first one is the most
-    probable token, and k + 1 rows of log-probs: theirs, and that of all other tokens.
+    """Stock GPTModel with another last stage.
+
+    With `labels=HeadInputs` the last stage returns [2, rows]: the targets' log-probs and the
+    entropies. Candidates add a row of flags, 1 where the first candidate is the most probable
+    token, and k + 1 rows of log-probs: of the k candidates, and of all other tokens together.
     Without labels it returns hidden states [batch, sequence, hidden].
     """
 
@@ -64,7 +66,7 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             self.embedding.word_embeddings.register_forward_hook(self._freeze_padding_token)
         if self.post_process:
-            # the same parameters and checkpoint keys, another forward
+            # only `forward` changes; parameters and checkpoint keys stay the same
             assert type(self.output_layer) is ColumnParallelLinear
             self.output_layer.__class__ = HiddenStates
 
@@ -84,15 +86,16 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary / TP, hidden]; the embedding's weight if they are tied."""
+        """The output layer's weight, [padded vocabulary / TP, hidden]; the embedding's if they are
+        tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def head_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [rows, hidden] -> two matrices [rows, columns] and [padded vocabulary / TP,
-        columns], whose product are the logits of this rank: with the output layer's adapter, if it
-        has one that is on."""
+        """Two matrices whose product is this rank's logits of hidden [rows, hidden]: [rows,
+        columns] and [padded vocabulary / TP, columns]. They include the output layer's adapter, if
+        it has one and it is on."""
         weight, adapter = self.head_weight, self._head_adapter()
         hidden = hidden.to(weight.dtype)
         return (hidden, weight) if adapter is None else adapter.extended(hidden, weight)
@@ -102,7 +105,8 @@ class PolicyModel(GPTModel):
         return adapter if adapter is not None and adapter.lora.enabled else None
 
     def compute_language_model_loss(self, labels: HeadInputs, logits: Tensor) -> Tensor:
-        """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
+        """The outputs of the last stage. GPTModel calls it with what the output layer returned,
+        which here is hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
         hidden, weight = self.head_product(logits.flatten(0, 1).index_select(0, labels.rows))
         shard: Any = {
@@ -131,9 +135,9 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [sequences, hidden] -> logits [sequences, vocabulary] fp32, gathered over TP (few:
-        decoding needs one position per sequence). As in the log-prob head they are not rounded to
-        the dtype of the weight."""
+        """The logits [sequences, vocabulary] of hidden [sequences, hidden], in fp32 and gathered
+        over TP. They are few, because decoding needs one position per sequence. As in the log-prob
+        head, they are not rounded to the dtype of the weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))

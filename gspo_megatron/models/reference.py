@@ -14,11 +14,12 @@ from gspo_megatron.models.build import Policy
 class ReferencePolicy:
     """A copy of the policy's present weights, which replaces them for a forward pass.
 
-    There is no second model: Megatron-Core keeps parts of a model in process-wide lists (the
-    routers' replay). Weights are swapped one by one, so only one of them exists three times.
+    There is no second model, because Megatron-Core keeps parts of a model in process-wide lists
+    (the routers' replay). Weights are exchanged one by one, so there is a third copy of one at a
+    time.
 
-    With adapters there is no copy of the frozen weights. The reference is the policy without its
-    adapters, or, where RL began with given ones, with a copy of these.
+    With LoRA there is no copy of the frozen weights. The reference is the policy without its
+    adapters. If RL began with loaded adapters, it is the policy with a copy of these.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
@@ -41,7 +42,7 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
-        """Inside, the policy's modules compute with the reference's weights."""
+        """While it lasts, the policy's modules compute with the reference's weights."""
         if self._off is not None:
             with self._off.off():
                 yield
@@ -54,12 +55,12 @@ class ReferencePolicy:
             self.swap()
 
     def is_finite(self) -> bool:
-        """Whether all weights that are kept here are finite; for this rank's shards."""
+        """Whether all weights of the copy are finite, among this rank's shards."""
         return all(bool(weight.isfinite().all()) for weight in self._weights)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the weights here and those of the policy."""
+        """Exchange the weights of the copy and of the policy."""
         for tensor, weight in zip(self._tensors, self._weights, strict=True):
             kept = tensor.clone()
             tensor.copy_(weight)

@@ -8,15 +8,17 @@ from typing import Any
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-SMALLEST_SUM = 1e-12  # that the weights of a token's experts are divided by
+# A lower bound of the sum by which the weights of a token's experts are divided.
+SMALLEST_SUM = 1e-12
 
 
 class BiasedSoftmaxRouter(TopKRouter):
-    """Megatron-Core's router with another choice: the bias of the stock router needs a sigmoid.
+    """Megatron-Core's router with another choice of experts. The stock router has a bias only with
+    sigmoid scores.
 
-    The scores are a softmax over all experts. Those with the largest sum of score and bias are
-    chosen, and weighted by their scores over the sum of these. The choice enters where the stock
-    router asks for replayed experts; all else is stock.
+    The scores are a softmax over all experts. The experts with the largest sum of score and bias
+    are chosen. Their weights are their scores, divided by the sum of these. The choice is made
+    where the stock router asks for replayed experts; everything else is stock.
     """
 
     def routing(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -32,8 +34,8 @@ class BiasedSoftmaxRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class BiasedChoice:
-    """Stands where the stock router looks for a RouterReplay, in front of the hook that replays
-    experts (routing/hooks.py), if there is one."""
+    """Takes the place of the stock router's RouterReplay, and calls the hook that replays experts
+    (routing/hooks.py), if there is one."""
 
     bias: Tensor  # [experts]
     hook: Any

@@ -27,7 +27,7 @@ class Shard:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The shard's part of the global tensor; a shard may end in padding beyond it."""
+        """Where the shard lies in the global tensor. A shard may reach beyond it, into padding."""
         return tuple(
             slice(start, start + size)
             for start, size in zip(self.offset, self.data.shape, strict=True)
@@ -58,7 +58,7 @@ def parameter_shards(model: MegatronModule) -> Iterator[Shard]:
 
 
 def _shards(piece: ShardedTensor, parameter: torch.nn.Parameter) -> Iterator[Shard]:
-    """Axes that number layers or experts become part of the name."""
+    """The shards of one piece. Axes that number layers or experts become part of the name."""
     data = piece.data.detach()
     prepended = piece.prepend_axis_num
     name = piece.key + "".join(f"[{index}]" for index in piece.global_offset[:prepended])

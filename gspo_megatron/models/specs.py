@@ -67,8 +67,8 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def choose_backend(wanted: str, precision: str) -> str:
-    """`auto` is Transformer Engine if it is installed and there is a GPU, except in fp32 and fp64,
-    for which it has few kernels or none."""
+    """The layer backend to use. `auto` is Transformer Engine if it is installed and there is a GPU,
+    except in fp32 and fp64, for which it has few kernels or none."""
     import torch
 
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -94,8 +94,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (and virtual stage).
 
-    experts: whether each layer of the model is MoE; joint_qk_norm: queries and keys are normalised
-    over all heads together. Raises UserError if the layout does not fit the attention.
+    experts: for each layer of the model, whether it is MoE; joint_qk_norm: queries and keys are
+    normalised over all heads together. Raises UserError if the layout does not fit the attention.
     """
     _check_attention(config, joint_qk_norm, backend)
     delta_nets = delta_net_pattern(config.linear_attention_freq, config.num_layers)
@@ -118,7 +118,7 @@ def block_spec(
             attention = layer.submodules.self_attention
             if delta_nets[number]:
                 parts = attention.submodules
-                # its linear_qkv has the layer's input norm
+                # here linear_qkv contains the input norm of the layer
                 layer.submodules.self_attention = _delta_net(parts.linear_qkv, parts.linear_proj)
                 continue
             latent = config.multi_latent_attention

@@ -26,8 +26,8 @@ from gspo_megatron.models.logprob_head import (
 )
 
 NO_TOKEN = -1  # fills up the candidates of a row that has fewer than k
-# The probability of the rest is never taken smaller: sums of probabilities in float32 are not more
-# precise. So its logarithm stays finite if the candidates are the whole vocabulary.
+# A lower bound of the probability of the rest, about the precision of a sum of probabilities in
+# float32. It keeps the logarithm finite if the candidates are the whole vocabulary.
 SMALLEST_REST = 2.0**-24
 
 
@@ -42,9 +42,9 @@ def bucket_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities [rows, k + 1]: of the candidates, and in the last column of all
-    other tokens together. Also return whether the first candidate is the row's most probable token:
-    [rows] bool, without gradient.
+    """Compute log-probabilities [rows, k + 1]: those of the k candidates, and in the last column
+    that of all other tokens together. Also return whether the first candidate is the row's most
+    probable token: [rows] bool, without gradient.
 
     candidates: [rows, k] int64, no two in a row equal. Candidates that are not in the vocabulary,
     such as NO_TOKEN, have the log-probability -inf and no gradient. The other arguments, the dtypes
@@ -96,7 +96,8 @@ class _Buckets(torch.autograd.Function):
                 sums[place, rows] = exponentials.sum(-1)
         maximum = row_maximum(maxima, process_group)  # [rows]
         rest = (sums * (maxima - maximum).exp2()).sum(0)
-        # [rows, 2 k + 1]; the last k count the owners: without an owner, no probability
+        # [rows, 2 k + 1]; the last k count the ranks that own a candidate. Without an owner, its
+        # probability is 0.
         parts = torch.cat([rest[:, None], found, owned.to(dtype)], 1)
         if process_group is not None:
             dist.all_reduce(parts, group=process_group)
@@ -117,7 +118,7 @@ class _Buckets(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, logsumexp, logprobs = ctx.saved_tensors
         probabilities = logprobs.exp()  # [rows, k + 1]
-        # a constant gives no gradient: a candidate without a probability, the smallest rest
+        # constants have no gradient: a candidate without an owner, and a rest at its lower bound
         has_rest = probabilities[:, -1] > 1.5 * SMALLEST_REST
         gradient = (gradient / ctx.temperature).where(probabilities > 0, 0.0)
         gradient[:, -1] *= has_rest
@@ -142,8 +143,8 @@ class _Buckets(torch.autograd.Function):
 
 
 def _take_out(values: Tensor, index: Tensor, inside: Tensor) -> None:
-    """Set the values at the candidates inside this tile to exactly 0, as x - x. Candidates outside
-    it have an index too; nothing is subtracted there."""
+    """Set the values of the candidates inside this tile to exactly 0, by subtracting each from
+    itself. Candidates outside it have an index too, but nothing is subtracted there."""
     values.scatter_add_(1, index, -values.gather(1, index).where(inside, 0.0))
 
 

@@ -41,10 +41,10 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     recompute = config.training.recompute
     whole_layers = {"recompute_method": "uniform", "recompute_num_layers": 1}
     # The stages of an interleaved schedule send activations and gradients one by one, as in
-    # Megatron-LM. Batched at pp=2, both go between the same two ranks and are matched only by their
-    # order, which differs at the two ends. And if all micro-batches of the first stage are in the
-    # warm-up, the exchange of their lengths deadlocks over gloo, where a send ends only when it is
-    # received.
+    # Megatron-LM. Batched messages fail in two ways. At pp=2, activations and gradients go between
+    # the same two ranks and are matched by their order alone, which differs at the two ends. And if
+    # all micro-batches of the first stage are in the warm-up, the exchange of their lengths
+    # deadlocks over gloo, where a send ends only when it is received.
     one_by_one = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     values: dict[str, Any] = {
         **parallel.group_sizes(),
@@ -52,11 +52,12 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The loss callback returns a summand of the loss: neither the schedule nor DDP divides it.
+        # The loss callback returns a summand of the loss, which neither schedule nor DDP may
+        # divide.
         "calculate_per_token_loss": True,
-        # Weights come from models.initialize or a checkpoint. Not perform_initialization=False:
-        # Megatron-Core would then not mark the weights that are sharded over TP, and the gradient
-        # norm would count them on one rank only.
+        # Weights come from models.initialize or a checkpoint. perform_initialization=False would be
+        # wrong: Megatron-Core would then not mark the weights that are sharded over TP, and the
+        # gradient norm would count them on one rank only.
         "init_method": leave_as_it_is,
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
@@ -64,7 +65,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         # dispatcher needs equal lengths; for it they are padded.
         "variable_seq_lengths": shape.megatron.get("moe_token_dispatcher_type") != "allgather",
         "moe_token_dispatcher_type": "alltoall",
-        # Fusions that need apex, Transformer Engine or torch.compile; TE layers have their own.
+        # These fusions need apex, Transformer Engine or torch.compile. TE's layers have their own.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -75,7 +76,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
-        # the biases of a frozen model's routers stay still, too
+        # the routers' biases of a frozen model do not change either
         **({"moe_router_bias_update_rate": 0.0} if config.model.lora.rank else {}),
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }
@@ -85,7 +86,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     kind: type[TransformerConfig] = TransformerConfig
     if values.get("multi_latent_attention"):
         kind = MLATransformerConfig
-        values["rotary_base"] = shape.rotary_base  # its layers compute their own rotary angles
+        values["rotary_base"] = shape.rotary_base  # layers of latent attention compute the angles
     if values.get("window_size") is not None:
         values["window_size"] = tuple(values["window_size"])
     known = {field.name for field in dataclasses.fields(kind)}
@@ -139,7 +140,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
 
 @contextlib.contextmanager
 def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
-    """(owner, attribute, value): attributes that have other values inside."""
+    """While it lasts, the attributes (owner, attribute, value) have these values."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -151,7 +152,7 @@ def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
 
 
 def without_fp8(models: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Let a policy's chunks compute in bf16 inside.
+    """While it lasts, a policy's chunks compute in bf16.
 
     Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
     exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core

@@ -1,8 +1,8 @@
 """Advantages of responses, or of their turns, relative to the other responses to the same prompt.
 
-`build_advantages` gives the one estimator of a configuration. The functions below it take `rewards`
-and `group_index`, [num_sequences] with whole groups in any order; group numbers need not be
-consecutive. They compute in float64 and return float32 [num_sequences].
+`build_advantages` returns the estimator that a configuration asks for. The functions below it take
+`rewards` and `group_index`, both [num_sequences]. Groups must be whole; their order and their
+numbers are free. The functions compute in float64 and return float32 [num_sequences].
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gspo_megatron.errors import ConfigError, UserError, problem
 from gspo_megatron.objectives.parts import segment_sum
 from gspo_megatron.plugins import load_function
 
-# Rewards that differ by float32 rounding alone have no spread: divided by such a difference they
-# would have advantages of +-1.
+# Rewards that differ only by float32 rounding count as equal. Otherwise, dividing by this tiny
+# spread would give advantages of +-1.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -39,15 +39,16 @@ class AdvantageEstimator:
     ) -> Tensor:
         """Token advantages, [response tokens] float32, sequence after sequence.
 
-        Every turn is one observation of its group: its advantage is its reward relative to all
-        turns of all responses to the same prompt, and each of its tokens has it.
+        The advantage of a turn is its reward relative to all turns of all responses to the same
+        prompt. Each token of the turn has this advantage.
 
-        rewards [turns of all sequences] float64 and tokens, int64, how many response tokens each
-        turn has: sequence after sequence; turns [num_sequences] int64: how many each has;
-        group_index [num_sequences] int64: whole groups, in any order.
+        rewards, tokens: [turns of all sequences], sequence after sequence; the reward of each turn
+        (float64) and the number of its response tokens (int64). turns [num_sequences] int64: the
+        number of turns of each sequence. group_index [num_sequences] int64: whole groups, in any
+        order.
 
-        Raises ConfigError, with all its lines, where the objective cannot use rewards of turns. A
-        custom objective is taken to read `LossInputs.token_advantages`.
+        Raises ConfigError with all reasons if the objective cannot use rewards of turns. A custom
+        objective is assumed to read `LossInputs.token_advantages`.
         """
         problems = list(_turn_problems(self.section))
         if problems:
@@ -63,7 +64,7 @@ class AdvantageEstimator:
 def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
     """The estimator of the configuration.
 
-    Raises UserError where a custom function cannot be loaded. The estimator raises it where that
+    Raises UserError if a custom function cannot be loaded. The estimator raises UserError if the
     function does not return finite advantages.
     """
     if section.advantage_import_path is not None:
@@ -76,14 +77,14 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
             "group_mean": group_mean,
             "leave_one_out": leave_one_out,
             "max_rl": max_rl,
-            # rewards/shaping.py has normalised the parts of the reward, and added them up
+            # rewards/shaping.py has already normalised the parts of the reward and summed them
             "gdpo": lambda rewards, group_index: rewards.float(),
         }[resolve_objective(section).advantage],
     )
 
 
 def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The custom function of (rewards, group_index), whose results are checked."""
+    """The custom function of (rewards, group_index), with a check of its results."""
     name = f"objective.advantage_import_path = {import_path}"
     function = load_function("objective.advantage_import_path", import_path)
     try:
@@ -92,7 +93,7 @@ def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
         raise ConfigError(
             [f"{name}: it has to take two arguments, rewards and group_index"]
         ) from None
-    except ValueError:  # written in C: nothing to check against
+    except ValueError:  # a function in C has no signature to check
         pass
 
     def advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
@@ -159,10 +160,10 @@ def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
 def batch_std(
     rewards: Tensor, group_index: Tensor, std: Literal["sample", "population"] = "sample"
 ) -> Tensor:
-    """(reward - mean of the group) / standard deviation of all rewards of the step: groups that
-    are nearly all right or all wrong are not blown up (arXiv 2508.08221)."""
+    """(reward - mean of the group) / standard deviation of all rewards of the step. So groups with
+    nearly equal rewards do not get large advantages (arXiv 2508.08221)."""
     centred = _centred(rewards, *_groups(rewards, group_index))
-    if not centred.any():  # no group has a spread, and perhaps the batch has none either
+    if not centred.any():  # no group has a spread; the batch's may be 0, too
         return centred.float()
     return (centred / rewards.double().std(correction=1 if std == "sample" else 0)).float()
 
@@ -185,13 +186,15 @@ def max_rl(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """[2] float64: how many groups have no spread, and so no gradient; and how many there are."""
+    """[2] float64: the number of groups without spread, which have no gradient, and of all
+    groups."""
     _, sizes, has_spread = _groups(rewards, group_index)
     return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
 
 
 def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Consecutive group number of each sequence; size and whether there is a spread, by group."""
+    """For each sequence, a group number from 0 on; for each group, its size and whether its rewards
+    have a spread."""
     assert rewards.dim() == 1 and rewards.shape == group_index.shape, (
         f"rewards {tuple(rewards.shape)}, group_index {tuple(group_index.shape)}"
     )

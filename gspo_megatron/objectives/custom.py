@@ -1,4 +1,4 @@
-"""Objectives that are a function of the user, `objective.import_path`."""
+"""Objectives that the user writes as a function: `objective.import_path`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from gspo_megatron.types import LossInputs, LossOutputs
 def custom_objective(
     import_path: str, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Callable[[LossInputs], LossOutputs]]:
-    """The custom function itself, and the same with its options, whose results are checked."""
+    """The custom function itself, and an objective that calls it with its options and checks its
+    results."""
     key = "objective.import_path"
     function = load_function(key, import_path)
     problems = option_problems("objective", import_path, function, options)

@@ -39,7 +39,7 @@ def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A recipe with its numbers, and what the section adds to it. Minimising the loss maximises
+    """A recipe with its numbers, and the terms that the section adds. Minimising the loss maximises
 
         aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
         + entropy_coefficient * mean entropy.
@@ -70,7 +70,7 @@ class PolicyLoss:
         sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
         log_ratio_means = sums["log_ratio"] / inputs.sequence_lengths.clamp_min(1)
 
-        # A term for each ratio: [tokens] or [num_sequences].
+        # The terms, one for each ratio: [tokens] or [num_sequences].
         ratio = self._ratio(inputs, log_ratio, sums)
         advantages = inputs.advantages
         if of_tokens:
@@ -96,14 +96,14 @@ class PolicyLoss:
             terms = self._weighted(terms, kept.to(terms.dtype), "sequence", inputs)
             means["off_policy/dropped"] = metrics.share_of_sequences(~kept, inputs)
 
-        # One number.
+        # The loss as one number.
         if of_tokens:
             loss, means["loss"] = self._aggregate_tokens(terms, inputs)
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
         if section.kl != "none" and section.kl_in == "loss":
-            assert section.kl_coefficient is not None  # one of the rules of the configuration
-            # negative, because aggregation returns minus the mean of what is to grow
+            assert section.kl_coefficient is not None  # a rule of the configuration holds this
+            # Negative, because aggregation returns minus the mean.
             penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
             loss = loss + section.kl_coefficient * penalty
         if section.entropy_coefficient:
@@ -117,7 +117,8 @@ class PolicyLoss:
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
-        """A step's metrics from the reduced means: the whole loss, and effective sample sizes."""
+        """The metrics of a step, from means that were reduced over ranks. Adds the whole loss and
+        effective sample sizes."""
         completed = dict(reduced)
         if "kl/penalty" in completed:
             assert self.section.kl_coefficient is not None
@@ -134,7 +135,8 @@ class PolicyLoss:
         return {name: self.recipe.parameters[name] for name in names}
 
     def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
-        """w_it or s_it [tokens], s_i or the product of w_it [num_sequences]."""
+        """The recipe's ratio: w_it or s_it [tokens], or s_i or the product of w_it
+        [num_sequences]."""
         kind = self.recipe.ratio
         if kind == "token":
             return parts.exponentiate(log_ratio)
@@ -146,7 +148,7 @@ class PolicyLoss:
         return parts.exponentiate(whole)
 
     def _summed_for_corrections(self, log_k: Tensor) -> dict[str, Tensor]:
-        """What the corrections of sequences have to sum, [tokens] each, by its name."""
+        """The values [tokens] that corrections of whole sequences need summed, by name."""
         summed = {}
         for name, bounds in self.recipe.corrections.items():
             correction = CORRECTIONS[name]
@@ -159,8 +161,8 @@ class PolicyLoss:
     def _correction(
         self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Literal["token", "sequence"], Tensor, dict[str, Tensor]]:
-        """Level and product of all weights, [tokens] or [num_sequences]; and the metrics of each,
-        where there are several."""
+        """The level and the product of all weights, [tokens] or [num_sequences], and their metrics.
+        If there are several weights, each has metrics of its own."""
         weights: list[Tensor] = []
         means: dict[str, Tensor] = {}
         level = "token" if self.recipe.corrects_tokens else "sequence"
@@ -182,15 +184,16 @@ class PolicyLoss:
         return level, product, means
 
     def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
-        """Terms times weights; those of a sequence hold for each of its tokens. A term of weight 0
-        is left out, whatever it is."""
+        """Terms times weights. The weight of a sequence holds for each of its tokens. A term of
+        weight 0 is left out, even if it is NaN."""
         if level != self.recipe.terms:
             assert level == "sequence", "token weights of a sequence"
             weights = weights[inputs.sequence_index]
         return terms.where(weights != 0, 0.0) * weights
 
     def _divergence(self, inputs: LossInputs) -> Tensor:
-        """[tokens]; 0 outside the mask, where a NaN would otherwise reach the gradient."""
+        """The divergence from the reference policy, [tokens]. Outside the mask it is 0, because a
+        NaN there would reach the gradient."""
         assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
         masked = inputs.mask > 0
         reference = inputs.reference_logprobs.where(masked, 0.0)
@@ -205,15 +208,15 @@ class PolicyLoss:
 
 # --- From terms to one loss ----------------------------------------------------------------------
 #
-# The denominators are counts of the whole mini-batch. Each function returns the loss, to be
-# minimised, and the pair [numerator, denominator] of its mean: both summed over all ranks and
-# micro-batches of the mini-batch, their quotient is the loss to report.
+# The denominators are counts of the whole mini-batch. Each function returns the loss, which is
+# minimised, and the pair [numerator, denominator] of its mean. Both are summed over all ranks and
+# micro-batches of the mini-batch; then their quotient is the loss to report.
 
 
 def aggregate_sequences(
     terms: Tensor, inputs: LossInputs, aggregation: str
 ) -> tuple[Tensor, Tensor]:
-    """`terms` [num_sequences], the same on every shard.
+    """Aggregate `terms` [num_sequences], which are the same on every shard.
 
     sequence_mean: -(1/N) sum_i terms_i; token_sum: -(1/N) sum_i |y_i| terms_i (LUSPO). A sequence
     without masked tokens counts in N and adds nothing.
@@ -223,7 +226,7 @@ def aggregate_sequences(
     if aggregation == "token_sum":
         terms = terms * inputs.sequence_lengths
     total = terms.where(inputs.sequence_lengths > 0, 0.0).sum()
-    # all shards hold the same value: only one of them may report it
+    # all shards hold the same value, so only one of them may report it
     numerator = -total if inputs.is_primary_shard else total.new_zeros(())
     return -total / inputs.global_num_sequences, metrics.pair(numerator, _num_sequences(inputs))
 
@@ -231,11 +234,13 @@ def aggregate_sequences(
 def aggregate_tokens(
     terms: Tensor, inputs: LossInputs, aggregation: str, max_response_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """This shard's `terms` [tokens], with N sequences in the mini-batch and T tokens.
+    """Aggregate this shard's `terms` [tokens]; the mini-batch has N sequences and T tokens.
 
-    sequence_mean: -(1/N) sum_i (1/|y_i|) sum_t terms_it, with the length of the whole sequence, so
-    that the parts of its shards add up to its mean; token_mean: -(1/T) sum_it terms_it; token_sum:
-    -(1/N) sum_it terms_it; constant_length: that over max_response_tokens (Dr. GRPO).
+    sequence_mean: -(1/N) sum_i (1/|y_i|) sum_t terms_it. |y_i| is the length of the whole sequence,
+    so the parts of its shards add up to its mean.
+    token_mean: -(1/T) sum_it terms_it.
+    token_sum: -(1/N) sum_it terms_it.
+    constant_length: token_sum divided by max_response_tokens (Dr. GRPO).
     """
     assert terms.shape == inputs.mask.shape, f"terms {tuple(terms.shape)}"
     if aggregation == "sequence_mean":
@@ -262,17 +267,17 @@ def _num_sequences(inputs: LossInputs) -> int:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the trainer calls with each micro-batch, and what it has to provide for it."""
+    """The function that the trainer calls with each micro-batch, and the inputs that it needs."""
 
     name: str
     function: Callable[[LossInputs], LossOutputs]
     advantages: AdvantageEstimator
-    complete: Callable[[dict[str, float]], dict[str, float]]  # of a step's reduced metrics
+    complete: Callable[[dict[str, float]], dict[str, float]]  # called with a step's reduced metrics
     needs_reference: bool
     needs_entropy_gradient: bool
-    of_tokens: bool  # it may read an advantage for each token
-    # one number of terms of tokens, and the pair of its mean, as `aggregate_tokens`; a custom
-    # objective's additions are means over sequences
+    of_tokens: bool  # whether it may read an advantage for each token
+    # Makes one number of terms [tokens], and the pair of its mean, as `aggregate_tokens` does.
+    # Terms that are added to a custom objective are means over sequences.
     aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -294,7 +299,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             function=checked,
             advantages=advantages,
             complete=dict,
-            # a divergence in the reward needs one, whatever the function declares
+            # a divergence in the reward needs the reference, whatever the function declares
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
             of_tokens=True,

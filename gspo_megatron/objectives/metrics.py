@@ -1,7 +1,9 @@
-"""Metrics of a micro-batch as sums that add up over ranks: the same on every layout. All detached.
+"""Metrics of a micro-batch, as sums that add up over ranks to the same value on every layout. All
+are detached.
 
 A mean is a pair [numerator, denominator] in float64, in which counts stay exact. Metrics of whole
-sequences are zero except on the primary shard, metrics of tokens are those of the shard's own.
+sequences are zero except on the primary shard. Metrics of tokens are sums over the shard's own
+tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from gspo_megatron.types import LossInputs
 
 def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
     """[2] float64 on the device of `numerator`, detached."""
-    if not isinstance(denominator, Tensor):  # a copy of a number would make the host wait for a GPU
+    if not isinstance(denominator, Tensor):  # filling does not make the host wait for a GPU
         denominator = torch.full_like(numerator, denominator, dtype=torch.float64)
     return torch.stack([numerator.detach().double(), denominator.double()])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Means over the masked tokens: the entropy if given, and two estimates each of KL(old,
-    current) and, if there is a reference, of KL(current, reference).
+    """Means over the masked tokens: the entropy if given, two estimates of KL(old, current), and
+    two of KL(current, reference) if there is a reference.
 
     With D = log p - log q of a token sampled from q, k1 is -D and k3 is exp(D) - 1 - D.
     """
@@ -43,14 +45,15 @@ def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """[2] of the mean of `values` where `chosen`; both [tokens] or both [num_sequences]."""
+    """The pair of the mean of `values` over those that are `chosen`; both are [tokens] or both
+    [num_sequences]."""
     return pair(values.detach().double().where(chosen, 0.0).sum(), chosen.sum())
 
 
 def ratio_values(
     inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
 ) -> dict[str, Tensor]:
-    """The ratios themselves, of whatever level the objective works with.
+    """The ratios of sequences and of tokens, whichever of them the objective uses.
 
     "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
     primary shard and empty elsewhere; "ratio/token" is [masked tokens of this shard].
@@ -65,8 +68,8 @@ def ratio_values(
 def weight_metrics(
     prefix: str, level: Literal["token", "sequence"], weights: Tensor, inputs: LossInputs
 ) -> dict[str, Tensor]:
-    """Mean of `weights` and of their squares, over the masked tokens or over the sequences that
-    have any; and, for weights of a correction, the share that is 0."""
+    """The mean of `weights` and of their squares, over the masked tokens or over the sequences that
+    have any. For weights of a correction also the share that is 0."""
     chosen = inputs.mask > 0 if level == "token" else _present(inputs)
     weights = weights.detach().double()
     means = {
@@ -79,19 +82,21 @@ def weight_metrics(
 
 
 def share_of_sequences(flags: Tensor, inputs: LossInputs) -> Tensor:
-    """[2]: how many sequences have `flags` [num_sequences] and masked tokens, of all that have
-    masked tokens."""
+    """The pair of a share: among the sequences with masked tokens, those whose flag in `flags`
+    [num_sequences] is set."""
     return _mean(flags, _present(inputs))
 
 
 def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
-    """Clip fractions of an objective that clips whole sequences, fields of [num_sequences].
+    """Clip fractions of an objective that clips whole sequences; fields of `clipped` are
+    [num_sequences].
 
-    "clip/sequence/...": share of the sequences that have masked tokens. "clip/token/...": share of
-    the masked tokens that are in such sequences, as the GSPO paper counts. In both
-    binding: the clip changes the surrogate and cuts the gradient off, at the lower bound (low) or
-    the upper one (high); outside: the ratio is out of the range, whatever the sign of the
-    advantage. Sequences with an advantage of 0 are in the denominators and never binding.
+    "clip/sequence/...": the share of clipped sequences among those with masked tokens.
+    "clip/token/...": the share of masked tokens in clipped sequences, as the GSPO paper counts.
+    Both exist in two kinds. Binding: the clip changes the surrogate and cuts the gradient off, at
+    the lower bound (low) or the upper one (high). Outside: the ratio is out of the range, whatever
+    the sign of the advantage. Sequences with an advantage of 0 count in the denominators and are
+    never binding.
     """
     flags = torch.stack([clipped.outside, clipped.low, clipped.high])
     lengths = inputs.sequence_lengths.double() * inputs.is_primary_shard
@@ -101,15 +106,16 @@ def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Ten
 
 
 def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
-    """Clip fractions of an objective that clips tokens, fields of [tokens].
+    """Clip fractions of an objective that clips tokens; fields of `clipped` are [tokens].
 
-    "clip/token/...": share of the masked tokens. "clip/sequence/...": share of the sequences with
-    masked tokens in which that is so for one token at least, so that low and high may both count
-    for a sequence. The names mean what they mean in `sequence_clip_metrics`.
+    "clip/token/...": the share of clipped tokens among the masked ones. "clip/sequence/...": the
+    share of sequences with at least one clipped token, among those with masked tokens. So a
+    sequence may count in both low and high. Binding and outside are explained at
+    `sequence_clip_metrics`.
     """
     masked = inputs.mask > 0
     flags = torch.stack([clipped.outside, clipped.low, clipped.high]) & masked  # [3, tokens]
-    # how many of a sequence's tokens, on all shards: 12 bytes a sequence
+    # for each sequence, how many of its tokens on all shards have each flag: 12 bytes a sequence
     counts = segment_sum(flags.float(), inputs.sequence_index, len(inputs.advantages))
     anywhere = inputs.sum_over_shards(counts) > 0  # [3, num_sequences]
     return _fractions("clip/sequence", anywhere, _present(inputs)) | _fractions(
@@ -118,7 +124,7 @@ def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor
 
 
 def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """Shares of `flags` [3, n], outside, low and high, with the weights or flags `counted` [n]."""
+    """The shares of the flags outside, low and high ([3, n]), weighted by `counted` [n]."""
     outside, low, high = flags
     named = {"binding": low | high, "outside": outside, "low": low, "high": high}
     return {
@@ -128,5 +134,5 @@ def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]
 
 
 def _present(inputs: LossInputs) -> Tensor:
-    """[num_sequences] bool: has masked tokens, and is to be counted on this shard."""
+    """[num_sequences] bool: whether a sequence has masked tokens and is counted on this shard."""
     return (inputs.sequence_lengths > 0) & inputs.is_primary_shard

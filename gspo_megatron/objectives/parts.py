@@ -1,8 +1,8 @@
 """The parts of an objective: ratios, sums over sequences, rules, corrections, KL and entropy.
 
-losses.py puts them together. Ratios are kept as logarithms until the last moment. Log-ratios
-outside the mask are set to 0 first, so that whatever stands there, NaN included, reaches neither
-values nor gradients.
+losses.py puts them together. Ratios are kept as logarithms as long as possible. Log-ratios outside
+the mask are set to 0 first, so that nothing from there, not even a NaN, reaches values or
+gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-# exp() of this is finite in float32, with room for sums and squares. Without the limit one token
-# with an infinite ratio would turn the gradient of the whole batch into NaN.
+# exp() of this is finite in float32, and so are sums and squares of it. Without the limit, one
+# token with an infinite ratio would turn the gradient of the whole batch into NaN.
 MAX_LOG_RATIO = 40.0
 
 _PER_TOKEN = (
@@ -32,7 +32,8 @@ _PER_TOKEN = (
 
 
 def check_inputs(inputs: LossInputs, *, token_advantages: bool) -> None:
-    """Assert that no tensor would broadcast, and that `token_advantages` are read if given."""
+    """Assert that no tensor would broadcast, and that token advantages come only to an objective
+    that reads them (`token_advantages`)."""
     tokens, sequences = inputs.logprobs.shape, inputs.advantages.shape
     assert len(tokens) == 1, f"logprobs have shape {tuple(tokens)}, not [tokens]"
     assert len(sequences) == 1, f"advantages have shape {tuple(sequences)}, not [num_sequences]"
@@ -83,7 +84,7 @@ class _SegmentSum(torch.autograd.Function):
         counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # integers: exact
         in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
         rows = in_order.numel() // len(sequence_index)
-        # one vector, in which CUDA sums a segment by a thread block; in a matrix by one thread
+        # One vector: CUDA then sums a segment with a thread block. In a matrix it uses one thread.
         sums = torch.segment_reduce(  # ty: ignore[missing-attribute]  # torch hides it from checkers
             in_order.reshape(-1), "sum", lengths=counts.repeat(rows), unsafe=True, initial=0
         )
@@ -97,15 +98,16 @@ class _SegmentSum(torch.autograd.Function):
 
 
 def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
-    """Sums over whole sequences of `values` [tokens] each, [len(values), num_sequences].
+    """The sums over whole sequences of each of `values` ([tokens] each), [len(values),
+    num_sequences].
 
-    The value is the sum over all shards of a sequence, the same on each of them; the gradient is
-    that of this rank's own tokens. Gradients added up over the shards are therefore those of the
-    whole sequence, and the backward pass needs no collective. One collective in all.
+    The value is the sum over all shards of a sequence, the same on each of them. The gradient is
+    that of this rank's own tokens. Added up over the shards, the gradients are those of the whole
+    sequence. So the backward pass needs no collective, and the forward pass one.
     """
     local = segment_sum(torch.stack(values), inputs.sequence_index, len(inputs.advantages))
     total = inputs.sum_over_shards(local.detach().clone())  # may reduce in place
-    # exactly `total` in value: the bracket is zero, and carries the gradient
+    # The bracket is zero, so the value is exactly `total`. It carries the gradient.
     return total + (local - local.detach())
 
 
@@ -126,8 +128,8 @@ def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
 def sequence_token_log_ratio(
     inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
 ) -> Tensor:
-    """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): the value of the
-    whole sequence, a mean or a sum, with the gradient of the token alone."""
+    """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): the value is that
+    of the whole sequence (a mean or a sum), the gradient that of the token alone."""
     detached = sequence_log_ratio.detach()[inputs.sequence_index]
     return detached + (log_ratio - log_ratio.detach())
 
@@ -146,7 +148,8 @@ def exponentiate(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clipped:
-    """A surrogate, which carries the gradient, and what the rule did; all of the ratio's shape."""
+    """A surrogate, which carries the gradient, and what the rule did. All have the ratio's
+    shape."""
 
     surrogate: Tensor
     low: Tensor  # bool: the lower bound binds, that is, it cuts the gradient off
@@ -176,10 +179,11 @@ def dual_clip(
     clip_high: float,
     dual_clip: float,
 ) -> Clipped:
-    """`min_clip`, and for negative advantages never less than dual_clip * A (arXiv 1912.09729).
+    """`min_clip`, but for negative advantages never less than dual_clip * A (arXiv 1912.09729).
 
-    Without it one token with a negative advantage that the new policy likes far better outweighs
-    the batch. `high` counts where this bound binds too, and `outside` what is beyond it.
+    Without this bound, one token outweighs the batch if its advantage is negative and its
+    probability has grown much. `high` also counts where this bound binds, and `outside` what is
+    beyond it.
     """
     inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
     beyond = (advantages < 0) & (ratio.detach() > dual_clip)
@@ -190,8 +194,8 @@ def dual_clip(
 def cispo_cap(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
     """sg[min(ratio, 1 + clip_high)] A log pi (CISPO, arXiv 2506.13585, eqs. 4-5).
 
-    The weight is cut and the gradient is not: every token keeps learning. `high` says where the cut
-    changes the loss, which it does for advantages of both signs.
+    The weight is limited, but the gradient is not cut off: every token keeps learning. `high` tells
+    where the limit changes the loss, which happens for advantages of both signs.
     """
     above = ratio.detach() > 1.0 + clip_high
     weights = ratio.detach().clamp(max=1.0 + clip_high)
@@ -216,7 +220,7 @@ def policy_gradient_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Clipped:
     """M sg[pi / pi_rollout] A log pi with M = 0 where `min_clip` would bind (MiniRL, arXiv
-    2512.01374). The mask looks at the trainer's ratio pi / pi_old, the weight at what really
+    2512.01374). The mask uses the trainer's ratio pi / pi_old, the weight uses the policy that
     sampled."""
     assert inputs.rollout_logprobs is not None, "rule masked needs the rollout's log-probs"
     bounds = min_clip(inputs, ratio.detach(), advantages, clip_low, clip_high)
@@ -230,13 +234,14 @@ def policy_gradient_mask(
 def geometric_clip(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, log_clip: float
 ) -> Clipped:
-    """ratio A: `clip_log_ratio` has limited the tokens before their mean became the ratio."""
+    """ratio A. `clip_log_ratio` has limited the tokens' log-ratios before, and the ratio is made of
+    their mean."""
     return _unclipped(ratio * advantages)
 
 
 def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Clipped:
-    """Token log-ratios limited, on the side that the advantage rewards, to +-log_clip (GMPO, arXiv
-    2507.20673, eq. 4). `surrogate` are the limited log-ratios, for a geometric mean."""
+    """Token log-ratios limited to +-log_clip, on the side that the advantage rewards (GMPO, arXiv
+    2507.20673, eq. 4). `surrogate` has the limited log-ratios, for a geometric mean."""
     high = (log_ratio.detach() > log_clip) & (advantages > 0)
     low = (log_ratio.detach() < -log_clip) & (advantages < 0)
     limited = log_ratio.where(~high, log_clip).where(~low, -log_clip)
@@ -246,8 +251,8 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Cl
 def total_variation_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, max_divergence: float
 ) -> Clipped:
-    """ratio A, and 0 where the update goes on in the direction in which the token's probability has
-    moved by more than `max_divergence` (DPPO with binary total variation, arXiv 2602.04879)."""
+    """ratio A; but 0 for a token whose probability has moved by more than `max_divergence`, if the
+    update would move it further (DPPO with binary total variation, arXiv 2602.04879)."""
     moved = _moved(inputs)
     return _masked(ratio * advantages, advantages, moved, moved.abs() > max_divergence)
 
@@ -255,7 +260,8 @@ def total_variation_mask(
 def binary_kl_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, max_divergence: float
 ) -> Clipped:
-    """The same by the binary KL(old, new) of the token against all others (DPPO with binary KL)."""
+    """`total_variation_mask`, but the move is measured by KL(old, new) of two events, the token and
+    all others (DPPO with binary KL)."""
     masked = inputs.mask > 0
     old = inputs.old_logprobs.where(masked, 0.0)
     far = binary_kl(old, inputs.logprobs.detach().where(masked, 0.0)) > max_divergence
@@ -269,9 +275,9 @@ def two_sided_mask(
     max_divergence: float,
     log_ratio_penalty: float,
 ) -> Clipped:
-    """ratio A, and 0 where the token's probability has moved by more than `max_divergence` in
-    either direction; minus `log_ratio_penalty` times the squared log-ratio of every token (the
-    loss `ipo` of prime-rl)."""
+    """ratio A, but 0 for a token whose probability has moved by more than `max_divergence` in
+    either direction; minus `log_ratio_penalty` times the squared log-ratio of every token (the loss
+    `ipo` of prime-rl)."""
     moved = _moved(inputs)
     outside = moved.abs() > max_divergence
     surrogate = (ratio * advantages).where(~outside, 0.0)
@@ -305,14 +311,14 @@ def _moved(inputs: LossInputs) -> Tensor:
 
 
 def _masked(surrogate: Tensor, advantages: Tensor, moved: Tensor, outside: Tensor) -> Clipped:
-    """The surrogate without the terms that would move the policy on in its direction."""
+    """The surrogate without the terms `outside` that would move the policy further away."""
     high, low = outside & (moved > 0) & (advantages > 0), outside & (moved < 0) & (advantages < 0)
     return Clipped(surrogate.where(~(high | low), 0.0), low, high, outside)
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p, q) of two events, a token and all others: p log(p/q) + (1-p) log((1-p)/(1-q)), exact
-    near p = 0 and p = 1, infinite where q excludes what p does not."""
+    """KL(p, q) of two events, a token and all others: p log(p/q) + (1-p) log((1-p)/(1-q)). It is
+    exact near p = 0 and p = 1, and infinite where q is 0 for an event that p allows."""
     total = torch.zeros_like(log_p)
     for mine, other in ((log_p, log_q), (_log_complement(log_p), _log_complement(log_q))):
         share = mine.exp()
@@ -332,9 +338,9 @@ def _unclipped(surrogate: Tensor) -> Clipped:
 
 # --- Weights of terms, detached ------------------------------------------------------------------
 #
-# Corrections weigh responses that another engine sampled than the one that computes the gradient,
-# with k = pi_old / pi_rollout of a token. Weights of a sequence are those of the geometric mean of
-# k, like GSPO's ratio; a product over hundreds of tokens is another thing, and is called so.
+# Corrections weigh responses that were sampled by another engine than the trainer. For a token,
+# k = pi_old / pi_rollout. The weight of a sequence uses the geometric mean of k, like GSPO's ratio.
+# A product over hundreds of tokens is very different; functions that use it say `product`.
 
 
 def log_mismatch(inputs: LossInputs) -> Tensor:
@@ -348,7 +354,7 @@ def token_tis(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tens
     return exponentiate(log_k.detach()).clamp(max=correction_high)
 
 
-# Masks look at log k, before exp: what they drop may be infinite or NaN.
+# Masks compare log k, not k, because the k of a dropped token may be infinite or NaN.
 
 
 def icepop(
@@ -359,8 +365,8 @@ def icepop(
 
 
 def kpop(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
-    """k where the binary KL divergences of pi_old and pi_rollout, in both directions, are at most
-    high, else 0, [tokens] (KPop of the Ring team: https://ringtech.notion.site/kpop)."""
+    """k if the binary KL divergences of pi_old and pi_rollout are at most high in both directions,
+    else 0, [tokens] (KPop of the Ring team: https://ringtech.notion.site/kpop)."""
     assert inputs.rollout_logprobs is not None
     old, sampled = (
         log.where(inputs.mask > 0, 0.0) for log in (inputs.old_logprobs, inputs.rollout_logprobs)
@@ -374,7 +380,7 @@ def _kept_ratio(log_k: Tensor, kept: Tensor) -> Tensor:
 
 
 def _is_within(logs: Tensor, low: float, high: float) -> Tensor:
-    """False for NaN, too."""
+    """Whether each of `logs` is the logarithm of a number from low to high. False for NaN."""
     return (logs >= math.log(low)) & (logs <= math.log(high))
 
 
@@ -396,12 +402,12 @@ def token_k3_mask(inputs: LossInputs, log_k: Tensor, correction_high: float) -> 
 
 
 def is_outside(log_k: Tensor, correction_low: float, correction_high: float) -> Tensor:
-    """1 where k is out of [low, high], else 0, [tokens]: for `worst_token_mask`."""
+    """1 where k is out of [low, high], else 0, [tokens]. `worst_token_mask` gets the sums of it."""
     return (~_is_within(log_k.detach(), correction_low, correction_high)).to(log_k.dtype)
 
 
-# `sums` are those of log k over whole sequences, for k3_mask those of `k3(log k)`, for
-# worst_token_mask those of `is_outside(log k)`: [num_sequences].
+# `sums` [num_sequences] are sums over whole sequences: of log k; for k3_mask of `k3(log k)`; for
+# worst_token_mask of `is_outside(log k)`.
 
 
 def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
@@ -427,7 +433,7 @@ def k3_mask(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
 
 
 def worst_token_mask(sums: Tensor, lengths: Tensor) -> Tensor:
-    """1 where no token of a sequence is outside of its bounds, else 0."""
+    """1 for a sequence of which no token is outside the bounds, else 0."""
     return (sums.detach() == 0).to(sums.dtype)
 
 
@@ -436,8 +442,9 @@ def _mean(sums: Tensor, lengths: Tensor) -> Tensor:
 
 
 def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: float) -> Tensor:
-    """[num_sequences] bool: False where the advantage is negative and the policy has moved away, by
-    a mean of log(pi_old / pi) above `bound` (off-policy sequence masking, arXiv 2512.02556)."""
+    """[num_sequences] bool: False where the advantage is negative and the mean of log(pi_old / pi)
+    is above `bound`, that is, the policy has moved away (off-policy sequence masking, arXiv
+    2512.02556)."""
     return (advantages >= 0) | (-log_ratio_means.detach() <= bound)
 
 
@@ -447,9 +454,10 @@ def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: 
 def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Estimates of KL(pi, reference) from tokens sampled by pi, of any shape, with gradient.
 
-    With d = log reference - log pi: k1 = -d, unbiased and of both signs; k2 = d^2 / 2; k3 = e^d - 1
-    - d, unbiased and never negative (http://joschu.net/blog/kl-approx.html). As a term of the loss
-    the gradient of k2 is that of the divergence; that of k1 is zero in expectation.
+    With d = log reference - log pi: k1 = -d is unbiased and may be negative; k2 = d^2 / 2 is
+    biased; k3 = e^d - 1 - d is unbiased and never negative (http://joschu.net/blog/kl-approx.html).
+    As a term of the loss, k2 has the gradient of the divergence. The gradient of k1 is zero in
+    expectation.
     """
     difference = reference_logprobs - logprobs
     if estimator == "k1":
@@ -461,14 +469,15 @@ def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> 
 
 
 def k3_unbiased(inputs: LossInputs, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """k3 times pi / pi_old, [tokens], with the gradient of both: the divergence of the present
-    policy from samples of the old one, in value and gradient (arXiv 2512.02556)."""
+    """k3 times pi / pi_old, [tokens], with the gradient of both factors. From samples of the old
+    policy, it estimates the current policy's divergence without bias, in value and gradient (arXiv
+    2512.02556)."""
     ratio = exponentiate(token_log_ratio(inputs))
     return ratio * k3(reference_logprobs - logprobs)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """ratio - 1 - log ratio: for samples of q, an estimate of KL(q, p) with ratio = p / q."""
+    """ratio - 1 - log ratio. With ratio = p / q and samples of q, it is an estimate of KL(q, p)."""
     return torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
 
 

@@ -14,15 +14,16 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gspo_megatron.config.reward_model import PART
+from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.chat import ASSISTANT, USER
 from gspo_megatron.data.prompts import encode_text
-from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
 from gspo_megatron.rewards.values import Score, shorten
@@ -62,8 +63,7 @@ class ModelTexts:
     def tokenizer(self) -> Tokenizer:
         """The model's own tokenizer, loaded when it is first used. Raises DataError."""
         if self._tokenizer is None:
-            options = self.section.chat_template_options
-            self._tokenizer = load_tokenizer(self.section.tokenizer_folder, options)
+            self._tokenizer = tokenizer_of(self.section)
         return self._tokenizer
 
     def conversations(self, samples: Sequence[Sample]) -> Conversations:
@@ -107,6 +107,15 @@ class ModelTexts:
             *(tokenizer.encode(sample.response) if sample.prompt else ()),
             tokenizer.eos_id,
         ]
+
+
+def tokenizer_of(section: RewardModelSection) -> Tokenizer:
+    """Load a reward model's own tokenizer. Raises DataError."""
+    folder = Path(section.tokenizer_folder)
+    is_plain = any((folder / name).exists() for name in HUGGING_FACE_FILES)
+    inside = folder / "tokenizer.model"  # a folder may have sentencepiece's file alone
+    path = inside if inside.is_file() and not is_plain else folder
+    return load_tokenizer(path, section.chat_template_options)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Hosts with rehearsed devices, and the same ranks on CPUs to compare with."""
+"""Hosts with rehearsed devices, and the same ranks on CPUs for comparison."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ MakeConfig = Callable[..., Config]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip all of this folder where the device cannot be built."""
+    """Skip all tests of this folder if the device cannot be built."""
     folder = Path(__file__).parent
     ours = [item for item in items if item.path.is_relative_to(folder)]
     if ours and (reason := missing()):
         for item in ours:
-            item.add_marker(pytest.mark.skip(reason=reason))  # no compiler, or kernels of CUDA
+            # there is no compiler, or there are CUDA kernels
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="package")
@@ -55,8 +56,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_config(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
-    """make_config(key=value, ...) is the configuration of a run of two steps, in a new folder; `__`
-    stands for the dot."""
+    """make_config(key=value, ...) makes the configuration of a run of two steps in a new folder. In
+    a key, `__` stands for the dot."""
 
     def make(**overrides: Any) -> Config:
         path = write_config(toy, tmp_path_factory.mktemp("run"))
@@ -67,7 +68,8 @@ def make_config(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeConf
 
 @pytest.fixture(scope="session")
 def make_stage(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """make_stage("sft" or "pretrain", layout) is the configuration of two steps in a new folder."""
+    """make_stage("sft" or "pretrain", layout) makes the configuration of two steps in a new
+    folder."""
     write_corpus(toy / "tokenizer.model", toy / "corpus")
     data = {
         "sft": {"examples": str(toy / "train.jsonl"), "eval_examples": str(toy / "test.jsonl")},

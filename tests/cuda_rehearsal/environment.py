@@ -1,4 +1,4 @@
-"""The variables that put the rehearsed device under a program and all that it starts."""
+"""The environment variables that give the rehearsed device to a program and all its children."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.programs import ROOT
 
 
 def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str, str]:
-    """devices: of the host; None: as many as the launch has ranks there. engine: the version of
-    Transformer Engine that is stood in for; None: it is not installed."""
+    """devices: the number on the host; None: as many as the launch has ranks there. engine: the
+    version of Transformer Engine that the stand-in imitates; None: it is not installed."""
     paths = [str(build.FOLDER / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     if engine is not None:
         paths.insert(0, str(build.FOLDER / "engine" / "site"))
@@ -19,7 +19,8 @@ def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         runtime.LIBRARY: str(build.library()),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",  # the tests hide GPUs, and so these
+        # the tests hide GPUs, and these would be hidden, too
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
     }
     found |= {} if engine is None else {package.VERSION: engine}
     return found | ({} if devices is None else {runtime.DEVICES: str(devices)})

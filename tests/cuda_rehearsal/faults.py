@@ -1,4 +1,4 @@
-"""Faults that only a GPU has, planted into functions of the package and of Megatron-Core."""
+"""Faults that only a GPU shows, planted into functions of the package and of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` of a function's source is `new`."""
+    """In a function's source, `old` is replaced by `new`."""
 
-    function: str  # module:name, name.name of a method
+    function: str  # module:name, or module:name.name for a method
     old: str
     new: str
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """Inside, the function has the fault, wherever it was imported to."""
+        """While it lasts, the function has the fault, in every module that has imported it."""
         function = self._find()
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.old!r} is not one place of {self.function}"
@@ -42,10 +42,10 @@ class Fault:
 
 
 def _code_of(source: str, original: CodeType) -> CodeType:
-    """The code of the function in the source, with the original's place in its file."""
+    """The code of the function in the changed source, at the original's place in its file."""
     lines = "from __future__ import annotations\n" + source
     names = " ".join(f"{name} = None;" for name in original.co_freevars)
-    if names:  # what the function finds in the scope around it
+    if names:  # names from the scope around the function
         body = textwrap.indent(source, "    ")
         lines = f"from __future__ import annotations\ndef scope():\n    {names}\n{body}"
     code = compile(lines, original.co_filename, "exec")
@@ -60,6 +60,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def with_fault(fault: Fault, task: Callable[..., Any], **arguments: Any) -> Any:
-    """A task with the fault, for ranks."""
+    """A task with the fault, which ranks can run."""
     with fault.planted():
         return task(**arguments)

@@ -1,7 +1,7 @@
-"""A host with rehearsed devices: a process that keeps a pool of ranks, each on a device of its own.
+"""A host with rehearsed devices: a process with a pool of ranks, each of which has its own device.
 
-It is a program of its own because the device has to be there before torch is imported; pytest has
-imported torch without it.
+It is a separate program, because the device must exist before torch is imported, and pytest has
+already imported torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Host:
         timeout: float = TASK_TIMEOUT,
         **arguments: Any,
     ) -> list[Any]:
-        """See Pool.run; here too RankError tells which rank failed, and how."""
+        """See Pool.run. Here, too, RankError tells which rank failed, and how."""
         connection = self._start()
-        # plain pickle: tensors by value, not by handles of one process tree
+        # plain pickle, which sends tensors by value and not as handles of one process tree
         connection.send_bytes(pickle.dumps((world_size, function, timeout, arguments)))
         succeeded, value = pickle.loads(connection.recv_bytes())
         if not succeeded:
@@ -64,7 +64,8 @@ class Host:
 
             from tests.cuda_rehearsal.environment import rehearsal
 
-            variables = command_environment() | rehearsal(DEVICES, self._engine)  # may build it
+            # this may build the device
+            variables = command_environment() | rehearsal(DEVICES, self._engine)
             self._connection, theirs = Pipe()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.cuda_rehearsal.host", str(theirs.fileno())],
@@ -77,7 +78,7 @@ class Host:
 
 
 def take_device(rank: int) -> str:
-    """This process is on the device with its rank's number, and on no other."""
+    """Put this process on the device with its rank's number, and on no other."""
     import torch
 
     from tests.cuda_rehearsal import runtime
@@ -90,7 +91,7 @@ def take_device(rank: int) -> str:
 
 
 def main(descriptor: int) -> None:
-    """Serve until the other end is closed."""
+    """Serve until the other end of the connection is closed."""
     from tests.cuda_rehearsal import host  # the ranks know the function by this name
 
     connection, pool = Connection(descriptor), Pool(host.take_device)

@@ -1,5 +1,5 @@
-"""Collectives between rehearsed devices: gloo's, on the memory of the tensors, refused where NCCL
-would refuse them and ordered as NCCL's are, on a stream of the group's own."""
+"""Collectives between rehearsed devices. They use gloo on the tensors' memory, refuse what NCCL
+would refuse, and run on a stream of the group in NCCL's order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What NCCL can send, as torch's table of data types has it: no int16, for example.
+# The types that NCCL can send, from torch's table; int16, for example, is missing.
 _SENDABLE = {
     torch.int8,
     torch.uint8,
@@ -25,7 +25,7 @@ _SENDABLE = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-# The first argument is written, but of `send`; the other tensors are read.
+# The first argument is written, except by `send`. The other tensors are read.
 _METHODS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -54,7 +54,7 @@ _DEFAULT = datetime.timedelta(minutes=10)
 
 
 class _Options:
-    """Of a group; only the time-out counts."""
+    """The options of a group, of which only the time-out counts."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -63,7 +63,7 @@ class _Options:
 
 
 class _Work(torch._C._distributed_c10d.Work):
-    """`wait` makes the present stream wait, not the host."""
+    """`wait` makes the current stream wait, not the host."""
 
     def __init__(self, inner: Any, done: torch.Event, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Work(torch._C._distributed_c10d.Work):
 
 
 class Nccl(dist.ProcessGroup):
-    """Stands for torch.distributed.ProcessGroupNCCL."""
+    """Takes the place of torch.distributed.ProcessGroupNCCL."""
 
     Options = _Options
 
@@ -164,7 +164,7 @@ class Nccl(dist.ProcessGroup):
     abort = shutdown
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        torch.cuda.current_stream().synchronize()  # NCCL's barrier holds the host up
+        torch.cuda.current_stream().synchronize()  # NCCL's barrier makes the host wait
         return self._inner.barrier()
 
 
@@ -189,8 +189,8 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """A collective of a group that is not NCCL's. In builds for CUDA gloo takes some tensors of a
-    device, by way of the host; none of ours is meant to."""
+    """Refuse a collective of a group that is not NCCL's. In builds for CUDA gloo accepts some
+    tensors of a device and copies them through the host, but none of our groups should do so."""
     native = getattr(dist.ProcessGroup, name)
 
     def run(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""torch.cuda and NCCL over the device of device.cpp, for processes that `startup` loads it into.
+"""torch.cuda and NCCL for the device of device.cpp, in processes that `startup` loads it into.
 
-`load_device` comes before the first import of torch, `complete` after it.
+`load_device` must come before the first import of torch, and `complete` after it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the shared object
-DEVICES = "CUDA_REHEARSAL_DEVICES"  # of this host; else as many as it has ranks
-WAITS = "CUDA_REHEARSAL_WAITS"  # a folder: a file for each process, of what the host waited for
-MEMORY = 80 << 30  # bytes that a device claims to have
+DEVICES = "CUDA_REHEARSAL_DEVICES"  # on this host; by default as many as it has ranks
+# a folder with a file for each process, which lists what the host waited for
+WAITS = "CUDA_REHEARSAL_WAITS"
+MEMORY = 80 << 30  # the bytes that a device claims to have
 
 _device: Any = None
 _Tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 def load_device() -> None:
-    """Register the device. torch looks for CUDA while it is imported, so this comes before."""
+    """Register the device. torch looks for CUDA while it is imported, so this must come before."""
     global _device
     _device = ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
     for name in ("allocated", "peak", "stream", "doubles"):
@@ -35,13 +36,13 @@ def load_device() -> None:
 
 
 def begin(devices: int, own: int) -> None:
-    """How many devices the host has, and which of them is this rank's: memory on another one is an
-    error (-1: on none)."""
+    """Set how many devices the host has, and which of them belongs to this rank. Memory on another
+    device is an error. -1: no device belongs to it."""
     _device.rehearsal_begin(devices, own)
 
 
 def complete() -> None:
-    """Give torch.cuda what a build with CUDA has."""
+    """Give torch.cuda the functions of a build with CUDA."""
     import torch
 
     assert torch.version.cuda is None, "a build for CUDA has kernels of its own"
@@ -55,7 +56,7 @@ def complete() -> None:
 
 
 def _complete_bindings(torch: Any) -> None:
-    # What torch.cuda's own functions call.
+    # Functions that torch.cuda's own functions call.
     native = torch._C
     native._cuda_getDeviceCount = lambda: len(torch.cuda.default_generators)
     native._cuda_getDevice = lambda: _device.rehearsal_device()
@@ -121,7 +122,7 @@ def _complete_module(torch: Any) -> None:
 
 def _complete_streams(torch: Any) -> None:
     class Stream(torch.Stream):
-        """torch.cuda.Stream by torch's generic streams."""
+        """torch.cuda.Stream on top of torch's generic streams."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **place: int) -> Any:
             if place:
@@ -134,7 +135,7 @@ def _complete_streams(torch: Any) -> None:
             return self.stream_id
 
     class Event(torch.Event):
-        """torch.cuda.Event by torch's generic events."""
+        """torch.cuda.Event on top of torch's generic events."""
 
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -184,7 +185,7 @@ def _complete_collectives() -> None:
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Count what the host waits for inside, by the line of the package that waits."""
+    """While it lasts, count the waits of the host, by the line of the package that waits."""
     found: Counter[str] = Counter()
 
     def tell(what: bytes) -> None:
@@ -199,7 +200,7 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 
 def doubles() -> int:
-    """Elements of float64 that operations of this process have made on devices."""
+    """The number of float64 elements that operations of this process have made on devices."""
     return _device.rehearsal_doubles()
 
 

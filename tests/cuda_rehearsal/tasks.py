@@ -1,4 +1,4 @@
-"""What ranks do in these tests, on devices and on CPUs alike."""
+"""Functions that ranks run in these tests, on devices and on CPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(config: Config) -> list[dict[str, float]]:
 
 
 def train_stage(config: StageConfig) -> list[dict[str, float]]:
-    """The same of `gspo-megatron pretrain` and `sft`."""
+    """The same for `gspo-megatron pretrain` and `sft`."""
     from gspo_megatron.cli.check_inputs import check_all
     from gspo_megatron.supervised.run import run_stage
 
@@ -62,11 +62,12 @@ def is_timing(name: str) -> bool:
 
 @dataclass
 class Figures:
-    """Of a part of a run on a device."""
+    """The measurements of a part of a run on a device."""
 
-    size: int = 0  # tokens drawn in a row, sequences, micro-batches, or steps
+    size: int = 0  # sampled tokens of a row, sequences, micro-batches, or steps
     doubles: int = 0  # elements of float64 that operations have made
-    waits: Counter[str] = field(default_factory=Counter)  # of the host for the device, by place
+    # waits of the host for the device, by place
+    waits: Counter[str] = field(default_factory=Counter)
 
     def ours(self) -> float:
         """Waits per size in the package's own lines."""
@@ -82,7 +83,7 @@ class Figures:
 
 
 def measure(config: Config) -> dict[str, Figures]:
-    """The figures of a run, by its parts."""
+    """The measurements of a run, by its parts."""
     found: defaultdict[str, Figures] = defaultdict(Figures)
 
     def counted(owner: Any, name: str, part: str, size: Callable[..., int]) -> Any:
@@ -117,7 +118,8 @@ def _count_scored(updater: Any, mini_batches: Any) -> int:
 
 
 def save(config: Config) -> dict[str, float]:
-    """Save in the background, and wait for it at once. Returns the sums of what is read back."""
+    """Save in the background, and wait for the end immediately. Returns the sums of what is read
+    back."""
     from gspo_megatron.checkpoint.tensors import load_model, save_tensors
     from tests.parallel.checkpoints import start
 
@@ -130,13 +132,13 @@ def save(config: Config) -> dict[str, float]:
             for parameter in parameters.values():
                 parameter.zero_()
         load_model(Path(folder), policy)
-        all_gather_objects(None)  # rank 0 removes its folder when all have read it
+        all_gather_objects(None)  # rank 0 removes its folder after all have read it
     return {
         name: float(parameter.detach().double().sum()) for name, parameter in parameters.items()
     }
 
 
-# A server's worker without vLLM, on a device of its own where there are any: it prints what it has
+# A server's worker without vLLM, on its own device if there are devices. It prints what it has
 # loaded.
 _WORKER = """
 import json, sys, torch
@@ -157,8 +159,8 @@ for line in sys.stdin:
 
 
 def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
-    """Send two versions of the weights to the worker of a server. Returns what it has loaded:
-    dtype and sum, by name."""
+    """Send two versions of the weights to the worker of a server. Returns what it has loaded: dtype
+    and sum, by name."""
     from gspo_megatron.hf.export import stream_hf, stream_specs
     from tests.parallel.models import build_on_ranks
 

@@ -1,4 +1,4 @@
-"""The commands of a user with GPUs, as programs: each rank finds its own device."""
+"""The commands of a user with GPUs, run as programs: each rank finds its own device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.programs import ROOT, gspo, run_program
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Of all files of a Hugging Face folder."""
+    """The tensors in all files of a Hugging Face folder."""
     found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
@@ -51,14 +51,15 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     (waits := tmp_path / "waits").mkdir()
     words = ("--reference", "tp=2", "--reference-on-cpu", "--layouts", "tp=1")
     told = gspo("verify", config, *words, **environ, **{runtime.WAITS: str(waits)}).stdout
-    assert [file.name for file in waits.iterdir()] == ["rank_0.json"]  # none of the reference's
+    # nothing waited for the reference
+    assert [file.name for file in waits.iterdir()] == ["rank_0.json"]
     errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
     assert errors and max(errors) < 1e-4, told
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["steps"] == 3
 
 
 def test_tests_of_gpus_run() -> None:
-    """No other machine of the tests runs them; those that take seconds on host memory."""
+    """No other machine of the tests runs them. Here those that take seconds run on host memory."""
     chosen = "routes or not_rounded or fp32-torch_native"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")
     told = run_program(sys.executable, *words, environ=rehearsal(1), cwd=ROOT).stdout

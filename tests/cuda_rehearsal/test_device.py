@@ -1,4 +1,4 @@
-"""The rehearsed device refuses what a GPU refuses, and finds what a GPU does silently wrong."""
+"""The rehearsed device refuses what a GPU refuses, and detects what a GPU silently does wrong."""
 
 from __future__ import annotations
 

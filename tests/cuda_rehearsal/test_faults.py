@@ -1,4 +1,5 @@
-"""Faults of the GPU kind, planted one by one: the rehearsal catches each, and CPUs none."""
+"""Faults that only a GPU shows, planted one by one. The rehearsal catches each, and CPUs catch
+none."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from tests.cuda_rehearsal.test_training import assert_close
 from tests.parallel.checkpoints import run_config
 from tests.parallel.pool import Pool, RankError
 
-DEVICES = "same device"  # of the message
+DEVICES = "same device"  # a part of the message
 RACE = "no event orders the two"
-DIED = "the process died"  # the host touched memory that a copy is filling; it tells so on stderr
+# the host touched memory that a copy is filling, and reports so on stderr
+DIED = "the process died"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ SAVING = {"checkpoint__interval": 1}
 DP2 = {"parallel__layout": "dp=2"}
 OVERLAP = DP2 | {"parallel__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 
-# One pinned buffer for all tensors of a type: the devices wait for each other, the host does not.
+# One pinned buffer for all tensors of a type. The devices wait for each other, but the host does
+# not.
 _STAGED = """
     buffers, side = {}, torch.cuda.Stream()
     def staged(value):
@@ -248,7 +251,7 @@ def test_the_rehearsal_catches(host: Host, make_config: MakeConfig, case: Case) 
         host.on(config, with_fault, fault=case.fault, task=case.task)
 
 
-@pytest.mark.full  # says why there is a rehearsal, and finds no mistake of the package
+@pytest.mark.full  # the test shows why there is a rehearsal, but finds no mistake of the package
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
     expected = cpus.on(config_of(case, make_config), case.task)
@@ -259,7 +262,7 @@ def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
         assert_close(found, expected)
 
 
-# What every test of results passes, and what costs time: the part of a run, and the fault.
+# Faults that pass every test of results, but cost time: the part of a run, and the fault.
 COSTS = {
     "the host reads every token": (
         "generation",
@@ -308,7 +311,7 @@ def test_what_costs_time_is_over_the_budget(host: Host, make_config: MakeConfig,
     assert is_slow or figures.doubles > MOST_DOUBLES[part] * figures.size, figures
 
 
-@pytest.mark.full  # likewise
+@pytest.mark.full  # for the same reason
 @pytest.mark.parametrize("name", COSTS)
 def test_results_do_not_tell_what_it_costs(cpus: Pool, make_config: MakeConfig, name: str) -> None:
     _, fault = COSTS[name]

@@ -1,5 +1,5 @@
-"""Runs of the real code on rehearsed devices, on every kind of layout. In fp32 what they report is
-what the same run reports on CPUs."""
+"""Runs of the real code on rehearsed devices, with every kind of layout. In fp32 their metrics are
+those of the same run on CPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STAGES = {"sft": "dp=2,ep=2", "pretrain": "tp=2,pp=2"}
 
 
 def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    """Metrics of steps: sums in float32 whose order may differ."""
+    """Check that metrics of steps agree. Sums in float32 may have another order."""
     assert len(found) == len(expected) == 3  # an evaluation and two steps
     for step, reference in zip(found, expected, strict=True):
         assert step.keys() == reference.keys()
@@ -71,7 +71,7 @@ def test_other_stages_report_what_cpus_report(
 def test_a_server_loads_the_weights_that_cpus_send(
     host: Host, cpus: Pool, make_config: MakeConfig
 ) -> None:
-    """By the transport nccl: two versions, from rank 0 of a sharded model."""
+    """By the transport nccl, rank 0 of a sharded model sends two versions."""
     config = make_config(parallel__layout="tp=2,ep=2")
     expected = cpus.on(config, stream_weights, timeout=240)
     assert len(expected) == 2 and expected[0] != expected[1]

@@ -61,7 +61,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
+    """The blocks of a page, in their order."""
     return list(parse(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))))
 
 
@@ -83,7 +83,7 @@ def parse(content: str, name: str) -> Iterator[Block]:
 
 
 def run_blocks(blocks: Iterable[Block], folder: Path, timeout: float = 550) -> None:
-    """Runs a page's blocks in `folder`. A failure names the block, and shows what it said."""
+    """Run a page's blocks in `folder`. An error names the block and shows its output."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     python = str(Path(sys.executable).parent)

@@ -1,4 +1,4 @@
-"""The pins that docs/install.md names are those of requirements/, and pip can resolve them."""
+"""The versions in docs/install.md are those in requirements/, and pip can resolve them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHONS = {"3.10": "310", "3.11": "311", "3.12": "312", "3.13": "312"}
 
 
 def pins(file: str) -> dict[str, str]:
-    """Package -> version."""
+    """The mapping from package to version."""
     lines = (REQUIREMENTS / file).read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -59,8 +59,9 @@ def test_the_versions_by_torch() -> None:
 @pytest.mark.full  # needs a package index
 @pytest.mark.timeout(900)
 def test_pip_resolves_the_pins(tmp_path: Path) -> None:
-    """For the first release of this Python (3.11.0, say), from wheels alone, with the CUDA packages
-    as constraints. Transformer Engine's part for torch has no wheel: its version is looked up."""
+    """For the first release of this Python (such as 3.11.0), from wheels only, with the CUDA
+    packages as constraints. Transformer Engine's part for torch has no wheel, so only its version
+    is looked up."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     file = f"cpu-py{PYTHONS[python]}.txt"
     cpu = pins(file)

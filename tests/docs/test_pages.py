@@ -1,4 +1,5 @@
-"""Every command and program of the documentation runs, or says why not; no link is broken."""
+"""Every command and program of the documentation runs, or states why it does not. No link is
+broken."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from tests.docs.pages import LANGUAGES, PAGES, SHELLS, Block, blocks_of, parse, 
 from tests.programs import ROOT, run_program
 from tools.docs_site import relink
 
-FIRST_RUN = ROOT / "docs/first_run.md"  # test_first_run.py
+FIRST_RUN = ROOT / "docs/first_run.md"  # tested by test_first_run.py
 
 
 def faults(block: Block) -> str | None:
-    """What is wrong with the marks of a block."""
+    """The problems with the marks of a block."""
     if block.language not in (*SHELLS, "python", *LANGUAGES):
         return f"language {block.language!r}; allowed: {', '.join((*SHELLS, 'python', *LANGUAGES))}"
     if block.reason is not None and len(block.reason.split()) < 2:
@@ -34,7 +35,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert [f"{block.place}: {fault}" for block in blocks if (fault := faults(block))] == []
 
 
-@pytest.mark.timeout(900)  # for machines that run much else
+@pytest.mark.timeout(900)  # long, for machines with much other work
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page != FIRST_RUN and any(block.runs for block in blocks_of(page))],

@@ -18,7 +18,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist has all tests of a module that share a run."""
+    """Give all tests of a module that share a run to one process of pytest-xdist."""
     runs, folder = (
         {"base", "dumped_run", "finished", "published", "undisturbed"},
         Path(__file__).parent,
@@ -39,13 +39,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(toy: Path, tmp_path: Path) -> Path:
-    """The configuration of write_config in a folder of the test's own."""
+    """The configuration of write_config, in a folder of its own."""
     return write_config(toy, tmp_path)
 
 
 def write_config(toy: Path, folder: Path) -> Path:
-    """The smallest run worth the name: one rank, two steps. Plots would take as long as the rest
-    of it."""
+    """Write the smallest useful configuration: one rank, two steps, no plots (they would take as
+    long as the rest)."""
     config = {
         "data": {
             "prompts": str(toy / "train.jsonl"),

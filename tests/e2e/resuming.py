@@ -16,9 +16,10 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.programs import ROOT, command_environment, gspo
 from tests.unit.data.datasets import write_indexed
 
-# Rewards of all sizes, whatever an untrained model says. A letter in `calls` tells that a response
-# was sampled; `signal_at` tells in which call this process, a rank, is told to stop; `full_disk`,
-# between which calls of rank 1 it can write no file larger than 9 kB.
+# Rewards of all sizes, whatever an untrained model writes. Each call appends a letter to the file
+# `calls`. In the file `signal_at` is the number of the call in which a rank is told to stop. While
+# the file `full_disk` is there, rank 1 cannot write files larger than 9 kB, between the two calls
+# that it names.
 REWARD = """
 import os, resource, signal, zlib
 from pathlib import Path
@@ -49,19 +50,19 @@ TINY_MODEL = {
     "ffn_hidden_size": 64,
     "moe_ffn_hidden_size": 32,
     "num_moe_experts": 4,
-    # it depends on how tokens fall into micro-batches, which another layout changes
+    # these depend on how tokens fall into micro-batches, which another layout changes
     "moe_aux_loss_coeff": 0.0,
 }
 
 
 def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
-    """Change a configuration file: a smaller model, rewards of its own, a checkpoint every step."""
+    """Change a configuration file: a smaller model, other rewards, a checkpoint at every step."""
     config = yaml.safe_load(config_file.read_text())
     (config_file.parent / "resuming_reward.py").write_text(REWARD)
     config["model"] = {"megatron": dict(TINY_MODEL)}
     config["reward"] = {"import_path": "resuming_reward:reward"}
-    # large enough for steps that differ to show, and for a lost moment to change what follows
-    # and a schedule that a resumed run has to continue, not to begin again
+    # Large enough that different steps have visibly different results, that a lost moment of the
+    # optimizer shows, and that a schedule which begins again shows.
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
     for section, values in sections.items():
@@ -71,19 +72,19 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
 
 
 def environment(config_file: Path) -> dict[str, str]:
-    """Of a command that finds the rewards."""
+    """The environment variables for a command, with which it finds the rewards."""
     paths = [str(config_file.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def command(config_file: Path, *words: object, what: str = "train") -> list[str]:
-    """`gspo-megatron train`, or another command, with a configuration."""
+    """The words of `gspo-megatron train`, or of another command, with a configuration."""
     program = [sys.executable, "-m", "gspo_megatron", what]
     return [*program, str(config_file), *map(str, words)]
 
 
 def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
-    """Begin `train`; its output goes to files, so that a killed rank leaves no open pipe."""
+    """Begin `train`. Its output goes to files, because a killed rank would leave a pipe open."""
     with (config_file.parent / "stderr").open("w") as err:
         return subprocess.Popen(
             command(config_file, *words),
@@ -95,19 +96,19 @@ def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
 
 
 def train(config_file: Path, *words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run `train` to its end, with the exit code that is expected."""
+    """Run `train` to its end and check its exit code."""
     path = environment(config_file)["PYTHONPATH"]
     return gspo("train", config_file, *words, expect=expect, PYTHONPATH=path)
 
 
 def all_records(run: Path, phase: str | None = None) -> list[dict[str, Any]]:
-    """metrics.jsonl, or what it has of a phase."""
+    """The records of metrics.jsonl, or those of one phase."""
     found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [record for record in found if phase in (None, record["phase"])]
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the machine and the moment."""
+    """The records of metrics.jsonl without the values that depend on the machine and the time."""
     moment = ("perf/", "distill/teacher_seconds")
     return [
         {key: value for key, value in record.items() if not key.startswith(moment)}
@@ -116,21 +117,21 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_names(run: Path) -> list[str]:
-    """Of all that is in the folder, hidden files too."""
+    """The names of everything in the folder of checkpoints, with hidden files."""
     folder = run / "checkpoints"
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """The files with weights and the optimizer's state; their bytes are the layout's and theirs
-    alone."""
+    """The files with weights and optimizer state. Their bytes depend on the layout only."""
     found = {p.relative_to(checkpoint).as_posix(): p for p in checkpoint.rglob("*.distcp")}
     assert {name.split("/")[0] for name in found} == {"model", "optimizer"}
     return {name: path.read_bytes() for name, path in found.items()}
 
 
 def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
-    """Metrics, samples, figures of prompts, weights and optimizer are equal, bit for bit."""
+    """Check that metrics, samples, figures of prompts, weights and optimizer are equal, bit for
+    bit."""
     assert records(run) == records(undisturbed)
     for name in ("samples.jsonl", "draws.jsonl"):
         assert (run / name).read_text() == (undisturbed / name).read_text()
@@ -139,7 +140,7 @@ def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
 
 
 def write_corpus(tokenizer: Path, prefix: Path, count: int = 50) -> None:
-    """Documents of random tokens, each with the end-of-sequence token."""
+    """Write documents of random tokens, each with the end-of-sequence token."""
     loaded = load_tokenizer(tokenizer)
     source = np.random.default_rng(count)
     documents = [

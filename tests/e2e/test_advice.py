@@ -1,4 +1,5 @@
-"""Advice about a run that is there already is a command that works, word for word."""
+"""The advice about a run that exists already contains commands. Each of them works, word for
+word."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ ON_ITS_WEIGHTS = "start a new run on its weights: "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A name that has to be quoted, for the shell and for YAML."""
+    """A folder whose name must be quoted for the shell and for YAML."""
     path = tmp_path / "my runs: #1"
     path.mkdir()
     return path
 
 
 def small(toy: Path, folder: Path, model: dict[str, Any] | None = None, **optimizer: Any) -> Path:
-    """A configuration of one step, which is saved."""
+    """A configuration of one step that saves a checkpoint."""
     path = make_small(write_config(toy, folder), training={"steps": 1}, data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
     config["model"], config["reward"] = model or config["model"], {"name": "per_character"}
@@ -38,7 +39,7 @@ def small(toy: Path, folder: Path, model: dict[str, Any] | None = None, **optimi
 
 
 def follow(text: str, before: str) -> Path:
-    """Run the command that stands after some words; returns the run's folder."""
+    """Run the command that the output prints after these words. Returns the run's folder."""
     (command,) = re.findall(f"{re.escape(before)}(.*)", text)
     program, *words = shlex.split(command)
     assert program == "gspo-megatron"
@@ -54,7 +55,7 @@ def starting_weights(run: Path) -> str:
 def test_a_refused_change_leads_to_a_new_run_and_from_there_to_another(
     toy: Path, folder: Path
 ) -> None:
-    """The second run began with model.checkpoint_path."""
+    """The advice for the second run repeats model.checkpoint_path."""
     hf = write_model(folder / "hf", "qwen3_moe", seed=9, vocab_size=53)
     config, first = small(toy, folder, {"hf_path": str(hf)}), folder / "run"
     train(config)
@@ -72,7 +73,7 @@ def test_a_refused_change_leads_to_a_new_run_and_from_there_to_another(
 
 
 def test_a_finished_run_can_go_on_also_with_another_model(toy: Path, folder: Path) -> None:
-    """Its weights do not fit the other model, which begins without them."""
+    """The weights do not fit the other model, which therefore begins without them."""
     config, run = small(toy, folder, decay="constant"), folder / "run"
     train(config)
     said = train(config).stdout
@@ -87,7 +88,7 @@ def test_a_finished_run_can_go_on_also_with_another_model(toy: Path, folder: Pat
 
 
 def test_a_finished_stage_with_its_export_can_go_on(toy: Path, folder: Path) -> None:
-    """By epochs, of which there have to be more too."""
+    """The run counts epochs, so their number must grow, too."""
     config = yaml.safe_load(small(toy, folder, decay="constant").read_text())
     stage = {name: config[name] for name in ("model", "optimizer", "checkpoint")}
     stage |= {

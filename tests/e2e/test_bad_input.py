@@ -1,4 +1,5 @@
-"""What a user does wrong ends in exit code 2 and a line that says what, and in no traceback."""
+"""A user's mistake ends with exit code 2 and one line that says what is wrong, without a
+traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def nan(sample):
 
 
 def refused(config_file: Path, *words: str, **environ: str) -> str:
-    """Standard error of `train`, which must fail as a user's mistake."""
+    """Run `train`, which must refuse its input. Returns its standard error."""
     path = str(config_file.parent)
     return gspo("train", config_file, *words, expect=2, PYTHONPATH=path, **environ).stderr
 
@@ -24,13 +25,13 @@ def refused(config_file: Path, *words: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        # all at once, with the nearest names
+        # all mistakes at once, each with the nearest right name
         (
             ("objective.clip_lo=0.1", "rollout.group_size=eight", "model.megatron.hiden_size=64"),
             ("objective.clip_lo .*clip_low", "rollout.group_size .*eight", "hiden_size .*hidden_"),
         ),
         (("data.prompts={folder}/prompts.jsonl",), ("{folder}/prompts.jsonl:2.*answer",)),
-        # which ends all ranks
+        # a rank that refuses ends all ranks
         (("parallel.layout=tp=2", "reward.import_path=rewards:nan"), ("nan", "prompt")),
     ],
 )

@@ -1,7 +1,8 @@
-"""A policy that collapses: the run warns, stops, or goes back, and a kill in the middle of going
-back leaves it before or after that; a run branches at a kept step.
+"""A policy that collapses: the run warns, stops, or rolls back. A kill during a rollback leaves the
+run either before or after it. A run can branch at a kept step.
 
-The collapse is planted: from the 129th response on the reward is 0, until the run has gone back."""
+The collapse is planted: from the 129th response on the reward is 0, until the run has rolled back.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from tests.programs import ROOT, gspo
 
 STEPS, LAST_GOOD = 13, 8
 LAST = f"rl_{STEPS:08d}"
-# `kill_before` and `kill_after`: the process is killed when it would record its rollback, and when
-# it has.
+# `kill_before` and `kill_after`: the process is killed just before or just after it records its
+# rollback.
 REWARD = """
 import os, signal, zlib
 from pathlib import Path
@@ -54,7 +55,8 @@ def reward(sample):
 
 
 def planted(toy: Path, folder: Path, does: str) -> Path:
-    """A configuration whose run collapses; one checkpoint is kept beside what the watch keeps."""
+    """A configuration whose run collapses. One checkpoint is kept in addition to those of the
+    watch."""
     folder.mkdir(exist_ok=True)
     path = make_small(
         write_config(toy, folder),
@@ -69,7 +71,7 @@ def planted(toy: Path, folder: Path, does: str) -> Path:
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run that went back, and ended."""
+    """The configuration of a finished run that rolled back once."""
     path = planted(toy, tmp_path_factory.mktemp("collapse"), "rollback")
     train(path)
     return path
@@ -86,10 +88,11 @@ def test_a_collapse_stops_a_run_that_is_saved(toy: Path, tmp_path: Path) -> None
     assert LAST_GOOD < done <= LAST_GOOD + 5
     assert f"the run ends, and is saved after step {done}" in said
     assert "the last healthy checkpoint is that of step 2" in said
-    # the newest, that of the last healthy stretch, and the one that would have taken its place
+    # the newest checkpoint, that of the last healthy stretch, and the one that would have replaced
+    # it
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     assert kept == ["rl_00000002", "rl_00000006", f"rl_{done:08d}"]
-    # nothing is trained by a second try, until that is asked for
+    # a second start trains nothing, until that is asked for
     assert f"saved after step {done}" in train(config, expect=2).stderr
     assert len(all_records(run)) == done
     said = train(config, "training.on_collapse=warn").stderr
@@ -108,7 +111,7 @@ def test_a_run_that_goes_back_draws_other_samples(base: Path) -> None:
     assert min(each["reward/mean"] for each in found) > 0.5
     before = (run / "metrics.rollback_1.jsonl").read_text().splitlines()
     assert len(before) == told["from_step"] and json.loads(before[-1])["reward/mean"] == 0
-    # the prompts are those after the collapse
+    # the prompts are those after the collapse, not the same again
     at = f"checkpoints/{LAST}/run.json"
     drawn = json.loads((run / at).read_text())["loader"]
     steps = told["from_step"] + STEPS - told["to_step"]
@@ -133,7 +136,7 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
 
 @pytest.mark.slow
 def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
-    """The main rank alone sees the collapse."""
+    """Only the main rank sees the collapse."""
     train(planted(toy, tmp_path, "rollback"), "--nproc", 2)
     (told,) = record_of(tmp_path / "run")["rollbacks"]
     assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
@@ -142,7 +145,7 @@ def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
     assert min(each["reward/mean"] for each in found) > 0.5
 
 
-# The update of step 8 leaves no finite gradient norm, until the run has gone back.
+# The update of step 8 leaves a gradient norm that is not finite, until the run has rolled back.
 LOST = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer
@@ -173,7 +176,7 @@ def test_a_run_goes_back_from_weights_that_are_lost(toy: Path, tmp_path: Path) -
 
 
 def test_a_branch_is_the_run_that_it_left(base: Path, tmp_path: Path) -> None:
-    """The old run is removed before the branch begins."""
+    """The branch does not need the old run, which is removed before it begins."""
     for name in ("run", "planted.py"):
         copy = shutil.copytree if name == "run" else shutil.copyfile
         copy(base.parent / name, tmp_path / name)
@@ -200,7 +203,7 @@ def test_a_branch_may_change_what_a_phase_may_change(base: Path) -> None:
     (change,) = map(json.loads, (branch / "changes.jsonl").read_text().splitlines())
     assert change["step"] == 6 and change["changed"] == ["rollout.max_response_tokens: 6 -> 5"]
     assert [each["step"] for each in all_records(branch)] == [*range(1, 9)]
-    # the same command finds it
+    # the same command finds the branch and continues it
     said = train(run, *words, "rollout.max_response_tokens=5").stdout
     assert "finished, with 8 of 8 steps" in said
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -220,8 +223,8 @@ def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
 
 # A learning rate that is too large
 
-# The task: write 121212. It is learnt in 36 steps. From then on the learning rate is ten times as
-# large: planted, until the run has gone back (`until_back`), or by a phase.
+# The task is to write 121212, which is learnt in 36 steps. Then the learning rate becomes ten times
+# as large. A test plants this until the run has rolled back (`until_back`), or does it by a phase.
 RATE = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer
@@ -284,7 +287,7 @@ def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
 def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
     toy: Path, tmp_path: Path
 ) -> None:
-    """The rate of a phase is still there after a rollback, so this run needs other values."""
+    """After a rollback the phase still has its rate, so this run needs other values to succeed."""
     phases = [{"until_step": 36}, {"optimizer": {"learning_rate": 0.1}}]
     config = learning(toy, tmp_path, on_collapse="stop", phases=phases)
     said = train(config, expect=2).stderr

@@ -1,4 +1,4 @@
-"""The convert command: models of transformers and runs of ours there and back, and mistakes."""
+"""The convert command: models of transformers and our runs, in both directions, and mistakes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> list[str]:
-    """A command line that runs another with a file system of 2 MB at tmp_path/disk."""
+    """The beginning of a command line that runs a command with a file system of 2 MB at
+    tmp_path/disk."""
     (tmp_path / "disk").mkdir()
     script = 'mount -t tmpfs -o "$0" none "$1" && shift && exec "$@"'
     start = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
@@ -144,7 +145,7 @@ def test_a_disk_that_is_too_small_and_one_that_is_read_only(
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
-    """What is free was enough at the start: here no file may grow beyond 256 KB."""
+    """The free space was enough at the start. During the command no file may grow beyond 256 KB."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=3, vocab_size=9001)
     if direction == "megatron-to-hf":
         hf_to_megatron(source, tmp_path / "ours")
@@ -152,7 +153,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
     limit = 256 * 1024
 
     def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write returns EFBIG
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # without the signal, write returns EFBIG
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     result = subprocess.run(
@@ -170,7 +171,8 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
 
 
 def when_made(folder: Path) -> tuple[int, int] | None:
-    """Which folder this is: another one of the same name was made, or emptied, at another time."""
+    """A mark of this folder. Another folder of the same name, or the same one after it was emptied,
+    has another mark."""
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -179,8 +181,8 @@ def when_made(folder: Path) -> tuple[int, int] | None:
 
 
 def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> bool:
-    """Whether the kill came when the command had begun to write, and had not ended."""
-    left = when_made(partial)  # by the one killed before
+    """Kill the command. Returns whether it had begun to write and had not ended."""
+    left = when_made(partial)  # the folder of the process that was killed before
     process = subprocess.Popen(
         command, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -198,7 +200,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     gspo: Command, tmp_path: Path, kills: int
 ) -> None:
     drawn = random.Random(kills)
-    # some 20 MB, a tenth of a second or two to write and to compare
+    # about 20 MB, which take a tenth of a second or two to write and to compare
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, vocab_size=60_001)
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words, result in (
@@ -210,10 +212,10 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
         hit, longest = 0, 0.15
         while hit < kills:
             hit += kill_while_it_writes(command, partial, drawn.random() * longest)
-            if result.exists():  # killed after its end, or just before
+            if result.exists():  # killed after its end, or just before it
                 assert_whole(result, source)
                 shutil.rmtree(result)
-                longest *= 0.9  # this machine is faster than the kills
+                longest *= 0.9  # the kills come too late on this machine: try earlier
                 assert longest > 0.001, "no kill comes while something is being written"
         converted(gspo, *words)
         assert_whole(result, source)
@@ -228,7 +230,8 @@ def assert_whole(result: Path, source: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Two tensors of 211 MB; what the process has before it converts anything is not counted."""
+    """The model has two tensors of 211 MB. Memory of the process from before the conversion is not
+    counted."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1
     )
@@ -237,6 +240,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
         peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))
-        # up to four threads, each with two blocks of 16 MiB, and 32 MiB of mapped files
+        # up to four threads with two blocks of 16 MiB each, and 32 MiB of mapped files
         assert peak - start < 200e6, words
         assert peak < 600e6, words

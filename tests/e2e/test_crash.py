@@ -1,4 +1,4 @@
-"""Killed at any moment, a run resumes, and ends as if it had never been killed."""
+"""A run that is killed at any moment resumes, and ends as if it had never been killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.programs import wait_until
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
 KILLS = 3
-MANY_KILLS = 50  # of either layout
-EARLY = 3  # every so many kills one comes while the run is still starting, whatever it is doing
+MANY_KILLS = 50  # of each layout
+EARLY = 3  # one of so many kills comes while the run is still starting
 
 
 def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
-    """SIGKILL a rank, or all at once by way of their launcher, which they do not outlive."""
+    """Kill a rank, or all ranks by killing their launcher. SIGKILL."""
     ranks = psutil.Process(process.pid).children()
     if ranks and chance.random() < 0.5:
         chance.choice(ranks).kill()
@@ -42,7 +42,7 @@ class Killer:
     run: Path
     words: tuple[str, ...]
     chance: random.Random
-    launch_seconds: float = 0.0  # the longest of a start so far, until it wrote figures down
+    launch_seconds: float = 0.0  # the longest start so far, until the first metrics were written
 
     def start(self, run: Path) -> subprocess.Popen[str]:
         return start(self.config, f"logging.dir={run}", *self.words)
@@ -51,23 +51,23 @@ class Killer:
         assert process.returncode == 0, (self.config.parent / "stderr").read_text()[-3000:]
 
     def let_run(self, run: Path) -> None:
-        """To its end, undisturbed."""
+        """Let the run go on to its end."""
         process = self.start(run)
         self.await_figures(run, process)
         process.wait(timeout=240)
         self.assert_well(process)
 
     def await_figures(self, run: Path, process: subprocess.Popen[str]) -> None:
-        """Of a process that has just been started; or its end."""
+        """Wait until a process that was just started has written metrics, or has ended."""
         begin, file = time.monotonic(), run / "metrics.jsonl"
         seen = file.read_bytes() if file.exists() else b""
         if wait_until(lambda: file.exists() and file.read_bytes() not in (seen, b""), process):
             self.launch_seconds = max(self.launch_seconds, time.monotonic() - begin)
 
     def kill(self, *, early: bool) -> bool:
-        """Start the run, or go on with it, and kill it at some moment: `early`, while the processes
-        come up, look for the checkpoint to go on from and read it; otherwise later, for a run that
-        gets further. Returns whether it was killed; otherwise it has ended."""
+        """Start or continue the run, and kill it at some moment. With `early`, the moment lies in
+        the start: processes come up, look for a checkpoint and read it. Otherwise it is later, so
+        that the run gets further. Returns whether the run was killed; otherwise it has ended."""
         process = self.start(self.run)
         if early:
             until = time.monotonic() + self.chance.uniform(0, self.launch_seconds)
@@ -87,15 +87,17 @@ class Killer:
             return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
         self.await_figures(self.run, process)
-        enough = lines() + chance.randrange(4)  # or else no run would come far
+        # let it get some steps further, or no run would come far
+        enough = lines() + chance.randrange(4)
         wait_until(lambda: lines() >= enough, process)
         time.sleep(chance.uniform(0, 0.3))
-        if chance.random() < 0.5:  # inside a save
+        if chance.random() < 0.5:  # during a save
             wait_until(lambda: any(folder.glob(".partial-*")), process)
             time.sleep(chance.uniform(0, 0.03))
 
     def remove_moved(self) -> None:
-        """What was killed before its first checkpoint, and is moved aside where it begins anew."""
+        """Remove folders of runs that were killed before their first checkpoint. A new start moves
+        them aside."""
         for moved in self.run.parent.glob(f"{self.run.name}.*"):
             assert not any(moved.glob("checkpoints/.partial-*")), "no one would ever remove it"
             shutil.rmtree(moved)
@@ -110,7 +112,7 @@ def kill_again_and_again(config: Path, kills: int, *words: str) -> None:
         killed = killer.kill(early=done % EARLY == 1)
         done += killed
         killer.remove_moved()
-        if not killed:  # it came to its end: the next one begins
+        if not killed:  # the run has ended, so the next one begins
             assert_same_run(run, undisturbed, LAST)
             shutil.rmtree(run)
     train(config, f"logging.dir={run}", *words)
@@ -125,7 +127,7 @@ def crashing(config_file: Path, **checkpoint: object) -> Path:
         config_file,
         training={"steps": STEPS},
         checkpoint={"interval": 1, "keep_last": 2, **checkpoint},
-        # a reference policy too: the weights that RL started from have to outlive every kill
+        # with a reference policy: the weights that RL started from must survive every kill
         objective={"kl": "k3", "kl_coefficient": 0.05},
     )
 

@@ -17,14 +17,14 @@ from tests.unit.hf.published import write_model
 
 
 def a_folder(path: Path, toy: Path, seed: int, **changes: Any) -> Path:
-    """A published model with the toy task's tokenizer."""
+    """A published model with the tokenizer of the toy task."""
     write_model(path, "qwen3_moe", seed=seed, vocab_size=53, **changes)
     shutil.copy(toy / "tokenizer.model", path)
     return path
 
 
 def distilling(toy: Path, folder: Path, teacher: Path, **objective: Any) -> Path:
-    """A run without rewards, of a student that begins elsewhere than its teacher."""
+    """A run without rewards. The student begins with other weights than its teacher."""
     student = a_folder(folder / "student", toy, seed=9)
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
@@ -54,9 +54,10 @@ def test_a_teacher_with_the_students_weights_teaches_nothing(
     toy: Path, tmp_path: Path, form: str
 ) -> None:
     config = distilling(toy, tmp_path, tmp_path / "student")
-    # the router's own loss has a gradient, too; the rollout's log-probs differ by rounding
+    # the router's own loss has a gradient, too, and the rollout's log-probs differ by rounding
     exact = ["model.megatron.moe_aux_loss_coeff=0.0", "objective.old_logprobs=recompute"]
-    exact += ["optimizer.weight_decay=0.0"]  # it moves the student before the second update
+    # weight decay would move the student before the second update
+    exact += ["optimizer.weight_decay=0.0"]
     train(config, "training.steps=1", f"objective.distillation.form={form}", *exact)
     [record] = records(tmp_path / "run")
     assert record.get("distill/loss", 0) == 0 and record.get("distill/greedy_agreement", 1) == 1
@@ -91,7 +92,7 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
 
 
 def specialists(toy: Path, folder: Path) -> Path:
-    """A run with rewards whose prompts name one of two teachers, or none."""
+    """A run with rewards. Each prompt names one of two teachers, or none."""
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
     config["model"] = {"hf_path": str(a_folder(folder / "student", toy, seed=9))}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """All that the page shows, in its order; but fewer prompts, and fewer steps."""
+    """Run all commands of the page in their order, with fewer prompts and fewer steps."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     write_toy_dataset(tmp_path / "runs" / "distillation" / "data", "mixed", 400, 40, seed=1)
     [block] = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:1]
@@ -30,7 +30,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         if words[0] == "gspo-megatron":
             program = (sys.executable, "-m", "gspo_megatron")
             run_program(*program, *words[1:], *FEW.get(words[1], []), cwd=tmp_path)
-        elif words[1] != "-m":  # the data are there
+        elif words[1] != "-m":  # the data exist already
             run_program(sys.executable, *words[1:], cwd=tmp_path)
         seen.append(words[1])
     assert seen == ["-m", "sft", f"{FOLDER}/spoil.py", "train", "evaluate"]

@@ -1,4 +1,4 @@
-"""Runs whose policy acts in turns: the example with a calculator, and an agent of its own."""
+"""Runs whose policy acts in turns: the example with a calculator, and a separate agent program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ post("/reward", {"reward": len(message["content"]) / 9})
 
 
 def example(folder: Path, *words: str, **environ: str) -> None:
-    """run.sh, in this folder."""
+    """Run run.sh in this folder."""
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
 
@@ -45,7 +45,8 @@ def test_the_example_with_a_calculator(tmp_path: Path) -> None:
     for record in records[1:]:
         assert 1 <= record["environment/turns"] <= 3
         assert 0 < record["environment/sampled_share"] <= 1
-        assert record["mismatch/abs_mean"] <= 1e-5  # the turns' log-probs are the trainer's
+        # the log-probs of the turns are those of the trainer
+        assert record["mismatch/abs_mean"] <= 1e-5
     lines = (tmp_path / "runs" / "tool_use" / "rl" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert all(sample["transcript"] for sample in samples)

@@ -1,4 +1,4 @@
-"""The configurations of examples/objectives: all are sound, and each learns when it is run."""
+"""The configurations of examples/objectives: all are valid, and each learns when it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EACH = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples' paths, and the module of custom_objective.yaml, are relative to its root."""
+    """Run in the root of the repository: paths and modules of the examples are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -34,7 +34,7 @@ def test_there_is_one_for_each_preset_and_one_for_custom_functions() -> None:
 
 @EACH
 def test_an_example_is_sound(path: Path) -> None:
-    """What `gspo-megatron check` looks at, but for the prompt files, which run.sh makes."""
+    """Check what `gspo-megatron check` does, except for the prompt files, which run.sh makes."""
     config = load_config(path)
     check_config(config, config.world_size_hint(), for_training=True)
     get_reward(config.reward.name, config.reward.import_path, config.reward.options)
@@ -60,7 +60,7 @@ def test_the_examples_differ_in_their_objective_alone(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What run.sh makes."""
+    """The data that run.sh makes."""
     folder = tmp_path_factory.mktemp("data")
     write_toy_dataset(folder, "mixed", train=4000, test=400, seed=1)
     gspo(
@@ -76,13 +76,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @EACH
 def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
-    """Twenty steps run through, every metric is finite, and the policy gets no worse.
+    """Twenty steps run through, every metric is finite, and the policy does not get worse.
 
-    A step's mean reward depends on which 16 prompts it draws. Responses to one prompt are alike,
-    so a step counts as 16 observations, and five of them as 80: the means of the first and the last
-    five steps differ by chance with a deviation of std * sqrt(2 / 80), about 0.05. The end may lie
-    two of them below the start. That finds a gradient of the wrong sign by far (with negated
-    advantages GSPO ends at 0.07 instead of 0.65) and is no proof of learning.
+    The mean reward of a step depends on its 16 prompts. Responses to one prompt are alike, so a
+    step counts as 16 observations and five steps as 80. The means of the first and of the last five
+    steps differ by chance, with a standard deviation of std * sqrt(2 / 80), about 0.05. The end may
+    lie two standard deviations below the start. This finds a gradient with the wrong sign by far
+    (with negated advantages GSPO ends at 0.07 instead of 0.65). It does not prove learning.
     """
     run = tmp_path / "run"
     gspo(
@@ -104,5 +104,5 @@ def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
     start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     deviation = max(record["reward/std"] for record in steps)
     assert end >= start - 2 * deviation * math.sqrt(2 / 80)
-    # the update did something: the policy of the last mini-batches is not the one that sampled
+    # the update had an effect: the policy of the last mini-batches is not the one that sampled
     assert all(record["kl/k3"] > 0 and record["grad_norm"] > 0 for record in steps)

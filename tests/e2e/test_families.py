@@ -1,5 +1,5 @@
-"""Families by the real commands: fine-tuning, then RL with replayed experts from what it exported,
-from a published folder to a published folder."""
+"""Families by the real commands: fine-tuning of a published folder, then RL with replayed experts
+from its export, then an export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.hf.published import read_folder, write_model
 from tests.unit.hf.test_hf_models import YARN
 
 VOCABULARY = 53  # the tokenizer has fewer pieces
-# Two fp32 computations of one log-prob: token by token with a cache, and all tokens at once.
+# Two fp32 computations of the same log-prob: token by token with a cache, and all tokens at once.
 SAME_LOGPROBS = 1e-5
 
 
@@ -36,7 +36,7 @@ class Case:
         return f"{self.family} {self.layout} {self.replay}"
 
 
-LATENT = Case(  # beyond the window of 8 tokens; 3 layers and 1
+LATENT = Case(  # longer than the window of 8 tokens; stages of 3 layers and 1
     *("deepseek_v3", "pp=2,ep=2"),
     changes={"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
 )

@@ -1,4 +1,4 @@
-"""RL on published weights by the real command: read from their folder, or converted before."""
+"""RL on published weights by the real command, read from their folder or converted before."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from tests.unit.hf.policies import logits_of
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 from tests.unit.models.one_rank import one_rank_groups
 
-VOCABULARY = 53  # of the published model: the tokenizer has fewer pieces
+VOCABULARY = 53  # of the published model; the tokenizer has fewer pieces
 LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
-# fp32 logits of size 1 from four layers, summed in another order
+# fp32 logits of size 1 from four layers, with sums in another order
 TOLERANCE = 1e-5
 
 
 @dataclass
 class Published:
-    """A published model, and a run of two RL steps that began at its conversion."""
+    """A published model, its conversion, and a run of two RL steps that began with the
+    conversion."""
 
     source: Path
     config: Path
@@ -57,7 +58,7 @@ def published(
 
 
 def sizes(checkpoint: Path) -> dict[str, Any]:
-    """The keys of `model` that say what a checkpoint of ours holds."""
+    """The keys of `model` that describe the model in a checkpoint."""
     shape = json.loads((checkpoint / "model.json").read_text())["shape"]
     names = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings", "megatron")
     return {name: shape[name] for name in names}
@@ -74,14 +75,15 @@ def rl_config(toy: Path, folder: Path, model: dict[str, Any]) -> Path:
 def test_read_from_the_folder_the_run_is_the_same(
     toy: Path, tmp_path: Path, published: Published
 ) -> None:
-    """Bit for bit: metrics, samples, weights and moments."""
+    """The runs are equal bit for bit: metrics, samples, weights and moments."""
     config = rl_config(toy, tmp_path, {"hf_path": str(published.source)})
     train(config)
     assert_same_run(tmp_path / "run", published.run, LAST)
 
 
 def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: Published) -> None:
-    """Converted by two processes and by one; and it is what Megatron-Core computes with."""
+    """The trained model is converted by two processes and by one. transformers then computes the
+    same as Megatron-Core."""
     pytest.importorskip("transformers")
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")
@@ -104,7 +106,7 @@ def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: 
 def logits_of_checkpoint(
     checkpoints: Path, config_file: Path, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """[length, vocabulary] by Megatron-Core on one rank."""
+    """The logits [length, vocabulary] by Megatron-Core on one rank."""
     source = open_checkpoint(checkpoints)
     config = load_config(str(config_file), [])
     with one_rank_groups():
@@ -114,7 +116,7 @@ def logits_of_checkpoint(
 
 
 def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
-    """Windows, sinks and biases through a whole run: two RL steps, a checkpoint, an export that
+    """Windows, sinks and biases in a whole run: two RL steps, a checkpoint, and an export that
     transformers reads. Every tensor is trained."""
     pytest.importorskip("transformers")
     source = write_model(tmp_path / "source", "gpt_oss", seed=9, vocab_size=VOCABULARY)

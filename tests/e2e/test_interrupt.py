@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: the first saves the run, the second ends it at once."""
+"""Ctrl-C, as a terminal sends it: the first saves the run, the second ends it immediately."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ STEPS = 3
 SAVING = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
 ONE, TWO = (), ("parallel.layout=dp=2",)
 
-# While the file `hold` is there, rank 0 waits in the first call of the second step; while
-# `hold_start` is, at the start of each rank.
+# While the file `hold` exists, rank 0 waits in the first call of the second step. While
+# `hold_start` exists, each rank waits at its start.
 REWARD = """
 import os, time, zlib
 from pathlib import Path
@@ -55,14 +55,15 @@ def reward(sample):
 
 
 class Terminal:
-    """A terminal of its own in which one command runs."""
+    """A terminal in which one command runs."""
 
     def __init__(self, words: list[str], environ: dict[str, str]) -> None:
         self._keys, screen = pty.openpty()
 
         def take_terminal() -> None:
             fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest is a shell's job
+            # pytest may be a background job of a shell, in which SIGINT is ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
             words,
@@ -95,7 +96,8 @@ class Terminal:
         assert wait_until(lambda: self.shows(text), self.process), self.output.decode()
 
     def end(self, expect: int) -> list[str]:
-        """The lines on the screen, once the command has ended, with no child left."""
+        """Wait until the command has ended without leaving a child. Returns the lines on the
+        screen."""
         code = self.process.wait(timeout=120)
         self._reader.join(timeout=60)
         text = self.output.decode(errors="replace")
@@ -108,7 +110,8 @@ Start = Callable[..., Terminal]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `train` in a terminal; after the test none of its processes is there."""
+    """A function that starts `train` in a terminal. After the test none of its processes may
+    exist."""
     terminals: list[Terminal] = []
 
     def begin(words: list[str], path: Path, kind: str = "dumb") -> Terminal:
@@ -139,7 +142,7 @@ def config(toy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def held(config: Path, start: Start) -> Callable[..., Terminal]:
-    """Starts a run that waits in the rollouts of its second step."""
+    """A function that starts a run which waits in the rollouts of its second step."""
 
     def begin(*words: str, kind: str = "dumb", what: str = "train") -> Terminal:
         (config.parent / "hold").touch()
@@ -172,7 +175,7 @@ def test_the_second_ends_the_run_at_once(
     terminal = held(*words)
     terminal.press_ctrl_c()
     terminal.await_text(SAVING)
-    terminal.press_ctrl_c()  # it still waits, so no step has ended
+    terminal.press_ctrl_c()  # the run still waits, so no step has ended
     last = terminal.end(130)[-1]
     assert last == "interrupted: the same command resumes the run from rl_00000001"
     assert checkpoint_names(config.parent / "run") == ["latest", "rl_00000001"]
@@ -226,7 +229,7 @@ def test_a_stage_is_saved_too(toy: Path, tmp_path: Path, start: Start) -> None:
 
 
 def test_an_ablation_ends_its_run_at_once(config: Path, held: Callable[..., Terminal]) -> None:
-    """Though its runs could save themselves."""
+    """It ends the run immediately, although the run could save itself."""
     terminal = held("--variants=gspo", "--seeds=1", what="ablate")
     terminal.press_ctrl_c()
     lines = terminal.end(130)

@@ -1,6 +1,6 @@
-"""Deaths and troubles of ranks that no test of a single function reaches: the run ends with its
-cause, or goes on, and at the end every step is there once, as in a run without trouble. test_crash
-has the kills at random moments."""
+"""Deaths and faults of ranks that tests of single functions do not reach. The run ends with the
+cause, or goes on. In the end every step is there once, as in a run without faults. test_crash has
+kills at random moments."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
 _END_SECONDS = 300
-# In a mount namespace of its own a program sees another /dev/shm: a folder of the test, or a file
-# system of a few bytes.
+# In a mount namespace a program sees another /dev/shm: a folder of the test, or a file system of a
+# few bytes.
 _IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")
 _OWN_MEMORY = 'mount --bind "$0" /dev/shm; exec "$@"'
 _FULL_MEMORY = 'mount -t tmpfs -o size=16k tmpfs /dev/shm; exec "$@"'
-# In every process of a run: once the file `set_back` is there, the clock is an hour behind.
+# For every process of a run: once the file `set_back` exists, the clock is an hour behind.
 _CLOCK = """
 import os, time
 _folder, _time, _time_ns = os.path.dirname(__file__), time.time, time.time_ns
@@ -59,7 +59,7 @@ needs_mounts = pytest.mark.skipif(not may_mount(), reason="no file system may be
 
 
 class Runs:
-    """Starts runs of a configuration, and knows their processes."""
+    """Starts runs of a configuration, and finds their processes."""
 
     def __init__(self, config: Path) -> None:
         self.config, self.folder = config, config.parent
@@ -70,7 +70,7 @@ class Runs:
     def start(
         self, *words: str, run: Path | None = None, inside: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """inside: a command that runs another one."""
+        """Start the run. inside: a command that runs another command."""
         whole = command(self.config, f"logging.dir={run or self.run}", *words)
         with (self.folder / "stderr").open("w") as err:
             return subprocess.Popen(
@@ -85,7 +85,8 @@ class Runs:
         return (self.folder / "stderr").read_text()[-3000:]
 
     def end(self, process: subprocess.Popen[str], expect: int | None = 0) -> int:
-        """Its exit code; expect: None: any but that of a success."""
+        """Wait for its end and return the exit code. expect: the right exit code; None: any but
+        that of a success."""
         code = process.wait(timeout=_END_SECONDS)
         assert code != 0 if expect is None else code == expect, f"{code}: {self.said()}"
         self.assert_nothing_is_left()
@@ -95,7 +96,7 @@ class Runs:
         self.end(self.start(*words, run=run))
 
     def processes(self) -> list[psutil.Process]:
-        """All that belong to runs of this configuration, whoever started them."""
+        """All processes of runs of this configuration, whoever started them."""
         mine = []
         for process in psutil.process_iter():
             try:
@@ -107,7 +108,7 @@ class Runs:
         return mine
 
     def ranks(self, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-        """In the order of their numbers, once all are there."""
+        """Wait for all ranks, and return them in the order of their numbers."""
         found: dict[int, psutil.Process] = {}
 
         def are_all_there() -> bool:
@@ -135,7 +136,7 @@ class Runs:
     def assert_as_undisturbed(self) -> None:
         assert_same_run(self.run, self.undisturbed, LAST)
         steps = [record["step"] for record in all_records(self.run)]
-        assert steps == list(range(STEPS + 1))  # 0: the evaluation before the first step
+        assert steps == list(range(STEPS + 1))  # 0 is the evaluation before the first step
         assert not [name for name in checkpoint_names(self.run) if name.startswith(".")]
 
 
@@ -150,14 +151,16 @@ def runs(config_file: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def own_memory(runs: Runs) -> list[str]:
-    """Words before a command, for which the folder `runs.memory` is the memory of its machine."""
+    """The beginning of a command line, with which the folder `runs.memory` takes the place of
+    /dev/shm."""
     return [*_IN_A_NAMESPACE, _OWN_MEMORY, str(runs.memory)] if may_mount() else []
 
 
 def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     runs: Runs, own_memory: list[str]
 ) -> None:
-    """As one whose machine pauses. The others wait for it."""
+    """A paused rank only delays the run, because the others wait for it. A machine may pause in
+    this way."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     process = runs.start(TWO, inside=own_memory)
     _, second = runs.ranks(process, 2)
@@ -172,15 +175,15 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
 
 @needs_mounts
 def test_without_room_in_shared_memory_a_run_goes_its_way(runs: Runs) -> None:
-    """The ranks exchange over sockets instead. Of two numbers every order of a sum is the same."""
+    """The ranks use sockets instead. With two summands the order of a sum does not matter."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     process = runs.start(TWO, inside=[*_IN_A_NAMESPACE, _FULL_MEMORY, "sh"])
     runs.end(process)
     runs.assert_as_undisturbed()
 
 
-# Trains on a file system of a given size, then gives it more room and trains again; afterwards what
-# the file system holds is copied.
+# Train on a file system of a given size, then give it more room and train again. In the end copy
+# its files.
 _SMALL_DISK = """
 mount -t tmpfs -o size={size}k tmpfs {disk}
 code=0; {train} >{folder}/full_stdout 2>{folder}/full_stderr || code=$?
@@ -196,8 +199,8 @@ cp -a {disk}/run {copy}
 def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_more_room(
     runs: Runs, checkpoints: float
 ) -> None:
-    """checkpoints: how many find room. Three are on the disk while the oldest is being removed, and
-    there the metrics and samples are what finds no room, if anything does."""
+    """checkpoints: how many fit on the disk. Three exist while the oldest is being removed. In that
+    case only metrics and samples may find no room."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     saved = runs.undisturbed / "checkpoints" / LAST
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
@@ -227,8 +230,8 @@ def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_mor
 
 
 def test_a_clock_that_is_set_back_changes_nothing(runs: Runs, own_memory: list[str]) -> None:
-    """By an hour, between two steps, and again at a resumption: figures of time are no times of
-    day, and the newest checkpoint is the one of the latest step."""
+    """The clock is set back by an hour, once between two steps and once before the run resumes.
+    Measured times do not depend on it, and the newest checkpoint is that of the latest step."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     (runs.folder / "sitecustomize.py").write_text(_CLOCK)
     process = runs.start(TWO, inside=own_memory)
@@ -247,7 +250,7 @@ def test_a_clock_that_is_set_back_changes_nothing(runs: Runs, own_memory: list[s
 
 
 def test_the_clock_of_a_run_is_the_one_that_is_set_back(runs: Runs) -> None:
-    """Otherwise the test above would test nothing."""
+    """This checks that the clock of the test above is really set back."""
     (runs.folder / "sitecustomize.py").write_text(_CLOCK)
     (runs.folder / "set_back").touch()
     program = "import time, os; print(os.environ['PYTHONPATH'] and time.time())"

@@ -1,4 +1,4 @@
-"""The launcher on real processes: every rank ends with the first that fails, and none is left."""
+"""The launcher with real processes: every rank ends with the first that fails, and none is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-PATIENCE = 30.0  # seconds until a test gives up, on a machine that is busy with others
+PATIENCE = 30.0  # seconds until a test gives up; long, for a machine with much other work
 
 LAUNCHER = """
 import sys
@@ -33,7 +33,7 @@ except Exception as error:
     sys.exit(tell_failure(error))
 """
 
-# What the ranks' scripts begin with. `say` lets the test wait for a rank; `block` never returns.
+# The beginning of the ranks' scripts. `say` lets the test wait for a rank; `block` never returns.
 PREAMBLE = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -53,7 +53,7 @@ def await_word(word, of):
 
 @dataclass
 class Launch:
-    """A running launcher whose ranks can be found by the folder that is their argument."""
+    """A running launcher. Its ranks have the folder as an argument, by which they are found."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -65,19 +65,20 @@ class Launch:
         (self.folder / f"{word}-{rank}").touch()
 
     def ask(self, signum: signal.Signals) -> None:
-        """Send the launcher of two ranks a signal, and wait until they have it."""
+        """Send the launcher of two ranks a signal, and wait until the ranks have it."""
         self.await_word("ready", 0, 1)
         self.process.send_signal(signum)
         self.await_word("asked", 0, 1)
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr, once it has ended; and no rank is left then."""
+        """Wait for its end, and check that no rank is left. Returns exit code, stdout and
+        stderr."""
         out, err = self.process.communicate(timeout=PATIENCE)
         assert self.survivors() == []
         return self.process.returncode, out, err
 
     def survivors(self) -> list[str]:
-        """The command lines of processes that have the folder for an argument."""
+        """The command lines of processes that have the folder as an argument."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
@@ -91,7 +92,7 @@ Start = Callable[..., Launch]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the launcher on a script, which it writes to a file after PREAMBLE."""
+    """A function that starts the launcher on a script, which it writes to a file after PREAMBLE."""
     launched: list[Launch] = []
 
     def begin(
@@ -119,10 +120,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for launch in launched:
-        launch.process.send_signal(signal.SIGTERM)  # harmless where it has ended
+        launch.process.send_signal(signal.SIGTERM)  # harmless if it has ended
         try:
             launch.process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:  # its ranks were to save themselves, and do not
+        except subprocess.TimeoutExpired:  # its ranks should have saved themselves, and do not
             launch.process.kill()
             launch.process.communicate()
 
@@ -259,7 +260,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
         except ValueError as error:
             sys.exit(tell_failure(error))
         """,
-        settle=PATIENCE,  # not waited for: both end by themselves
+        settle=PATIENCE,  # not waited for, because both end by themselves
     )
     code, out, err = launch.end()
     lines = err.splitlines()
@@ -272,7 +273,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_user_error_is_told_once_and_alone(start: Start, blocked: bool) -> None:
-    """And it ends the others without settling."""
+    """The error ends the other ranks without a pause for settling."""
     launch = start(
         f"""
         join_launcher()
@@ -302,7 +303,7 @@ def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:
     code, out, err = launch.end()
     lines = err.splitlines()
     assert (code, out) == (5, "")
-    assert len(lines) == 201  # of rank 1, and what the launcher says
+    assert len(lines) == 201  # of rank 1, and the launcher's own line
     assert "[rank 1] line 9999" in lines
     assert max(map(len, lines)) < 10_000
 
@@ -411,7 +412,7 @@ def test_a_port_in_use_is_named(start: Start) -> None:
     assert "Traceback" not in err
 
 
-# A rank that notes the signal, and ends in an orderly way later, when the test lets it.
+# A rank that notes the signal, and ends later when the test lets it.
 SAVES = """
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -426,7 +427,8 @@ await_word("go", 0)
 
 @pytest.fixture
 def start_saving(start: Start) -> Start:
-    """Starts ranks that save themselves when told to end, with hardly any time for others."""
+    """A function that starts ranks which save themselves when told to stop. The others get hardly
+    any time."""
     return partial(start, grace=0.1, settle=0.1, saves_on_signals=True)
 
 
@@ -438,9 +440,9 @@ SAVES_IN_VAIN = SAVES + 'join_launcher()\nsys.exit(tell_failure(UserError("the d
     ("script", "number", "code", "told"),
     [
         (SAVES_LONG, signal.SIGTERM, 75, r"told to end[^\n]*\n"),
-        (SAVES_LONG, signal.SIGINT, 75, ""),  # rank 0 of a run tells of it
+        (SAVES_LONG, signal.SIGINT, 75, ""),  # only rank 0 of a run reports it
         (SAVES_LONG, signal.SIGUSR1, 75, ""),
-        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself meanwhile is done
+        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself in the meantime is finished
         (SAVES_IN_VAIN, signal.SIGTERM, 2, r".*\nthe disk is full\n"),
     ],
 )

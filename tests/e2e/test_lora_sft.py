@@ -1,4 +1,5 @@
-"""Fine-tuning of adapters by the real command: killed, on another layout, and what leaves."""
+"""Fine-tuning of adapters by the real command: killed, continued on another layout, and
+exported."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_path: Path) -> None:
-    """The router and the output layer have adapters, too; merged and as an adapter the model is
+    """The router and the output layer have adapters, too. Merged, and as an adapter, the model is
     the same."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY, mlp_only_layers=[]
@@ -81,7 +82,7 @@ def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_p
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(other[name], rel=1e-4), (ours["step"], name)
     first, second = (sum(record["loss"] for record in part) for part in (theirs[:2], theirs[2:]))
-    assert second < first  # of the same examples
+    assert second < first  # on the same examples
     assert_leaves_the_same(killed, source)
 
 
@@ -103,7 +104,7 @@ def assert_leaves_the_same(folder: Path, source: Path) -> None:
 
     expected = logits_by_transformers(merged, TOKENS)
     assert float((expected - logits_by_transformers(source, TOKENS)).abs().max()) > 1e-3
-    again = folder / "again"  # a PEFT folder comes back as a checkpoint
+    again = folder / "again"  # a PEFT folder becomes a checkpoint again
     assert main(["convert", "hf-to-megatron", str(adapter), str(again)]) == 0
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""`gspo-megatron new`, and its folder used as the command says."""
+"""`gspo-megatron new`, and its folder, used as the command's output says."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new(tmp_path: Path, *words: object) -> tuple[Path, str]:
-    """The folder that the command made, and what it printed."""
+    """Run the command. Returns the folder that it made, and its output."""
     return tmp_path / "my run", gspo("new", tmp_path / "my run", *words).stdout
 
 
 def printed_command(text: str) -> list[str]:
-    """The command for this machine, as bash takes it, for two steps."""
+    """The printed command for this machine, in the form that bash takes, for two steps."""
     [command] = re.findall(r"on this machine: +(.+)", text)
     return ["bash", "-euc", f"{command} training.steps=2 rollout.max_response_tokens=8"]
 

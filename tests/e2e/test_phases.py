@@ -1,4 +1,5 @@
-"""A run whose keys change at given steps is the run that is stopped there and changed by hand."""
+"""A run whose keys change at given steps gives the same as a run that is stopped there and changed
+by hand."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.e2e.resuming import (
 from tests.programs import gspo, wait_until
 
 LAST = "rl_00000006"
-# Every kind of key: lengths and sizes, other prompts, a rate, another objective with as many
-# updates.
+# Each kind of key: lengths and sizes, other prompts, a learning rate, and another objective with as
+# many updates.
 LONGER = {"rollout": {"max_response_tokens": 9, "prompts_per_step": 3}}
 OTHER = {
     "data": {"prompts": "other.jsonl"},
@@ -56,14 +57,14 @@ def edit(config: Path, **sections: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def campaign(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run of three phases."""
+    """The folder of a finished run with three phases."""
     config = a_run(toy, tmp_path_factory.mktemp("campaign") / "whole", PHASES)
     train(config)
     return config.parent
 
 
 def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path) -> None:
-    """Bit for bit, with one checkpoint at each border."""
+    """Both runs are equal bit for bit. There is one checkpoint at each border."""
     config = a_run(toy, tmp_path / "by_hand", [], steps=2)
     train(config)
     edit(config, training={"steps": 4}, **LONGER)
@@ -76,7 +77,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     told = train(config, "--change").stderr
     assert "changed from step 5 on: data.prompts" in told
     assert_same_run(config.parent / "run", campaign / "run", LAST)
-    train(config)  # the changes are the run's own now
+    train(config)  # here the run itself makes the changes
 
     names = checkpoint_names(campaign / "run")
     assert {"rl_00000002", "rl_00000004", LAST, "reference"} <= set(names)
@@ -94,7 +95,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
 
 
 def copied(campaign: Path, folder: Path) -> Path:
-    """The same configuration in a folder of its own, without a run."""
+    """A copy of the configuration, for a run in another folder."""
     copy = shutil.copytree(campaign, folder / "copy")
     shutil.rmtree(copy / "run")
     (copy / "calls").unlink()
@@ -104,7 +105,7 @@ def copied(campaign: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("call", [33, 60])
 def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call: int) -> None:
-    """In its second phase, before and at its border with the third."""
+    """The run is stopped in its second phase, and before and at the border to the third."""
     config = copied(campaign, tmp_path)
     (config.parent / "signal_at").write_text(str(call))
     train(config, expect=75)
@@ -114,7 +115,8 @@ def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call
 
 
 def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_path: Path) -> None:
-    """By SIGKILL, as soon as a border's checkpoint is whole; each step has its prompts once."""
+    """The run is killed by SIGKILL when the checkpoint of a border is complete. Each step has its
+    prompts once."""
     config = copied(campaign, tmp_path)
     for border in (2, 4):
         process = start(config)
@@ -129,8 +131,8 @@ def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_pa
 
 
 def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
-    """Between phases the ranks leave all process groups and build them anew. The bound is that of
-    runs on several layouts: fp32, magnified by learning."""
+    """Between phases the ranks destroy all process groups and build them again. The tolerance is
+    that of runs on several layouts: fp32 rounding, magnified by learning."""
     config = copied(campaign, tmp_path)
     train(config, "parallel.layout=tp=2,pp=2,ep=2")
     theirs = {each["step"]: each for each in records(campaign / "run")}
@@ -151,7 +153,8 @@ def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Pat
 
 
 def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
-    """At its first update the policy is its reference; and a resumed run has the same one."""
+    """At the first update of a phase the policy is its own reference. A resumed run has the same
+    reference."""
     phases = [{"until_step": 2}, {"reference": "renew"}]
     config = a_run(toy, tmp_path / "renewed", phases, steps=4)
     edit(config, objective={"mini_batches": 1}, checkpoint={"interval": 1, "keep_last": None})

@@ -1,4 +1,4 @@
-"""The wheel works outside of the repository, in an environment that knows nothing of it."""
+"""The wheel works outside of the repository, in an environment without the repository."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_two_steps(environment: Path, folder: Path) -> None:
-    """`new` and `train` with the wheel's own command, from a folder outside of the repository."""
+    """Run the wheel's `new` and `train` in a folder outside of the repository."""
     folder.mkdir()
     python, command = environment / "bin/python", environment / "bin/gspo-megatron"
     place = "import gspo_megatron; print(gspo_megatron.__file__)"
@@ -51,11 +51,13 @@ def test_the_changelog_has_the_version_and_room_for_the_next() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains_outside_of_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """The dependencies are those of this environment; the package is the wheel alone."""
+    """The dependencies are those of this environment; the package itself comes from the wheel
+    only."""
     environment = tmp_path / "environment"
     run_program(sys.executable, "-m", "venv", "--without-pip", environment)
     [site] = environment.glob("lib/python*/site-packages")
-    # The folder counts, and not the .pth files in it: an editable installation stays unseen.
+    # Only the folder counts. The .pth files in it are not read, so an editable installation is not
+    # seen.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     pip = (sys.executable, "-m", "pip", "--python", environment / "bin/python", "install")
     run_program(*pip, "--quiet", "--no-deps", "--no-index", wheel)
@@ -63,7 +65,7 @@ def test_the_wheel_trains_outside_of_the_repository(wheel: Path, tmp_path: Path)
 
 
 def interpreter(version: str) -> str | None:
-    """An interpreter of this version that runs; a shim of pyenv may not."""
+    """A working interpreter of this version. A shim of pyenv may not work."""
     candidates = [f"python{version}"]
     if shutil.which("pyenv"):
         root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
-"""The same command goes on with a run: on any layout, past damaged files, after a request to stop;
-and does not where that would be another run."""
+"""The same command continues a run: on any layout, after damaged files, and after a request to
+stop. It refuses if the run would become another one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ LAST = f"rl_{STEPS:08d}"
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration, and in `run` a whole run of it on one rank, all its checkpoints kept."""
+    """A configuration, and in the folder `run` its finished run on one rank with all its
+    checkpoints."""
     folder = tmp_path_factory.mktemp("base")
     path = make_small(
         write_config(toy, folder),
@@ -53,7 +54,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def again(base: Path, tmp_path: Path) -> Path:
-    """The same configuration and run, in a folder of their own to be spoilt."""
+    """A copy of that configuration and run, which a test may damage."""
     shutil.copytree(base.parent, tmp_path / "again")
     path = tmp_path / "again" / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -70,26 +71,29 @@ def run(again: Path) -> Path:
 
 
 def sampled(config: Path) -> int:
-    """Responses that were rewarded so far."""
+    """The responses that were rewarded so far."""
     return (config.parent / "calls").stat().st_size
 
 
 def stop_in_call(config: Path, number: int) -> None:
-    """Have the next run told to stop while it samples."""
+    """Let the next run be told to stop while it samples."""
     (config.parent / "signal_at").write_text(str(number))
 
 
 def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     base: Path, again: Path, run: Path
 ) -> None:
-    """Stopped among the rollouts of step 2 on 4 ranks, it goes on alone and trains on what the
-    others sampled. The loss and its gradient differ by the rounding of fp32, which learning
-    magnifies; 1e-4 is the bound. What is a sum of terms of size 1
-    and lies near 0, as the loss does, differs by their rounding. Each checkpoint has the moments of
-    the run on one rank, whatever layouts they have been through."""
+    """The run is stopped during the rollouts of step 2 on 4 ranks. It continues on one rank, and
+    trains on the responses that exist already.
+
+    Loss and gradient differ by fp32 rounding, which learning magnifies; the tolerance is 1e-4. The
+    loss itself is near 0, but a sum of terms of size 1, so its tolerance is absolute. Each
+    checkpoint has the optimizer moments of the run on one rank, after any sequence of layouts.
+    """
     shutil.rmtree(run)
     evaluated, responses = 8, 16
-    stop_in_call(again, evaluated + responses + 5)  # before RL, step 1, some of step 2
+    # the evaluation, step 1, and some responses of step 2
+    stop_in_call(again, evaluated + responses + 5)
     train(again, "parallel.layout=tp=2,pp=2,ep=2", expect=75)
     names = checkpoint_names(run)
     assert "rl_00000001_rollouts" in names and not [n for n in names if n.startswith(".")]
@@ -101,7 +105,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     train(again, "training.steps=4", "parallel.layout=dp=2,ep=2")
     train(again, "parallel.layout=cp=2")
 
-    # once each, and the evaluations at the ends of the shorter runs
+    # each response once, and the evaluations at the ends of the shorter runs
     assert sampled(again) == evaluated + STEPS * responses + 3 * evaluated
     mine = {(r["phase"], r["step"]): r for r in records(run)}
     theirs = {(r["phase"], r["step"]): r for r in records(base.parent / "run")}
@@ -120,7 +124,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
 
 
 def assembled(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint, by the reference implementation of its format."""
+    """The whole tensors of a checkpoint, read by the reference implementation of its format."""
     reader = FileSystemReader(folder)
     kinds = reader.read_metadata().state_dict_metadata.items()
     found = {
@@ -155,7 +159,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     ]
     for step, name, spoil, _ in damage:
         spoil(run / "checkpoints" / f"rl_{step:08d}" / name)
-    (run / "checkpoints" / ".partial-rl_00000007-0badcafe").mkdir()  # of a killed run
+    (run / "checkpoints" / ".partial-rl_00000007-0badcafe").mkdir()  # left by a killed run
     result = train(again)
     lines = result.stderr.splitlines()
     for step, name, _, what in damage:
@@ -208,7 +212,7 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: 
     for path in [*run.iterdir()]:
         if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    train(again, "--fresh", "training.steps=1")  # which a lock file is not in the way of
+    train(again, "--fresh", "training.steps=1")  # the lock file does not count as a run
 
 
 def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path) -> None:
@@ -230,7 +234,7 @@ def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path)
     named = " ".join(line.split(" = ")[0] for line in lines[:-1])
     assert named == "data.prompts model.megatron.num_layers objective.clip_low training.seed"
     assert "was 1" in lines[3]
-    # its weights do not fit four layers
+    # the weights do not fit a model of four layers
     assert lines[-1].endswith(f"logging.dir={again.parent}/run-2")
     assert "on its weights" not in lines[-1]
 
@@ -250,8 +254,9 @@ def test_a_new_run_starts_from_given_weights(again: Path, run: Path) -> None:
 def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     again: Path, run: Path, asynchronous: str
 ) -> None:
-    """What rank 1 says is known to all: none waits for it, and none takes the checkpoint for whole.
-    Asynchronously, the checkpoint of the step before may still be on its way to the disk."""
+    """All ranks learn what happened to rank 1, so none waits for it, and none takes the checkpoint
+    for complete. When saving asynchronously, the checkpoint of the step before may still be on its
+    way to the disk."""
     shutil.rmtree(run)
     evaluated, responses = 4, 8  # of one of two ranks
     second = evaluated + responses + 1
@@ -264,7 +269,7 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     lost = sorted({f"rl_0000000{step}" for step in (1, 2, 3, 4)} - set(kept))
     assert lost == ["rl_00000002"] or (asynchronous == "true" and len(lost) <= 2)
     assert len(warnings) == len(lost) and kept[-1] == "rl_00000004"
-    assert checkpoint_names(run) == ["latest", "reference", *kept]  # and nothing half written
+    assert checkpoint_names(run) == ["latest", "reference", *kept]  # no partial file is left
     assert not [line for name in kept for line in find_damage(run / "checkpoints" / name)]
     assert records(run)[-1]["step"] == 4
 
@@ -272,8 +277,8 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
 def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_written(
     again: Path, run: Path
 ) -> None:
-    """On a small tmpfs, where this may mount one: the first checkpoints fit and the next does not,
-    until the end, which has to be saved."""
+    """A small tmpfs, if the user may mount one. The first checkpoints fit, the next does not. At
+    the end there is room again, because that state must be saved."""
     small = again.parent / "small"
     small.mkdir()
     files = filter(Path.is_file, (run / "checkpoints" / LAST).rglob("*"))
@@ -292,7 +297,7 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]
 
 
-# Once the file `full_disk` is there and a step is written down, the main rank can write no file
+# Once the file `full_disk` exists and a step has been recorded, the main rank cannot write files
 # larger than its metrics are then.
 REWARD_ON_A_FULL_DISK = """
 import os, resource, zlib

@@ -1,185 +1,214 @@
-"""Runs whose rewards come from a reward model behind a URL, and one that fails in their middle: one
-line, and nothing is lost. The server is in the process of the test; tests/vllm has a real one."""
+"""`gspo-megatron reward-model`: a run, resumed, exported, imported; and configurations that are
+refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
+from safetensors.torch import load_file
 
-from gspo_megatron.config.reward_model import RewardModelSection
-from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.process.failures import STOPPED
-from gspo_megatron.rollout.reward_model import ModelTexts
-from gspo_megatron.rollout.teacher import PROBE
-from gspo_megatron.types import Sample
-from tests.e2e.conftest import write_config
-from tests.e2e.resuming import all_records, assert_same_run, make_small, records, train
-from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
+from tests.e2e.resuming import TINY_MODEL, assert_same_run, records
+from tests.programs import gspo
+from tests.unit.hf.preference_folder import scores_by_transformers
 from tests.unit.hf.transformers_side import transformers_process
-from tests.unit.rollout.reward_server import right, served
-from tests.unit.test_metrics_doc import SCORED
 
-pytestmark = pytest.mark.slow
-
-STEPS, GOOD_STEPS = 4, 2
+STEPS = 6
+PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": ["6", "2"], "kind": "odd"}
 
 
-def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """A right answer but for one change."""
-
-    def answer(given: dict[str, Any]) -> Any:
-        found = right(given)
-        change(found["data"])
-        return found
-
-    return answer
-
-
-def slow(_: dict[str, Any]) -> Any:
-    raise TimeoutError
-
-
-def gone(_: dict[str, Any]) -> Any:
-    raise web.HTTPServiceUnavailable(text="shutting down")
-
-
-def killed(_: dict[str, Any]) -> Any:
-    raise ConnectionAbortedError
-
-
-FULL = pytest.mark.full  # tests/unit/rollout/test_reward_model.py has these in seconds
-FAULTS = {
-    "NaN": (spoilt(lambda data: data[0].update(probs=[float("nan")])), "a score of nan"),
-    "fewer": (spoilt(lambda data: data.pop()), "scores for"),
-    "slow": (slow, "TimeoutError"),
-    "ends": (gone, "says 503: shutting down"),
-    "killed": (killed, "ServerDisconnectedError"),
-}
-
-
-def config_in(toy: Path, folder: Path) -> Path:
-    """A run with a function's reward beside the model's, and running moments."""
-    folder.mkdir()
-    path = make_small(write_config(toy, folder), checkpoint={"interval": 10})
-    config = yaml.safe_load(path.read_text())
-    config["training"]["steps"] = STEPS
-    model = {"url": "http://127.0.0.1:1", "tokenizer": str(toy / "tokenizer.model")}
-    config["reward"] |= {
-        "retries": 1,
-        "timeout_seconds": 5.0,
-        "weights": {"model": 0.5},
-        "model": {**model, "normalize": "running", "batch_size": 3},
-    }
-    path.write_text(yaml.safe_dump(config))
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Sums: the right answer against one or two that end in an operator, which is easy to learn."""
+    draw, lines = random.Random(seed), []
+    for _ in range(count):
+        a, b = draw.randrange(1, 5), draw.randrange(1, 5)
+        wrong = [f"{a + b}+", f"{a}+"][: draw.randint(1, 2)]
+        kind = "odd" if (a + b) % 2 else "even"
+        row = {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": wrong, "kind": kind}
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def train_with(
-    answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
-) -> str:
-    """What the command writes to stderr."""
-    tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
-    with served(answer, tokens) as url:
-        return train(path, f"reward.model.url={url}", expect=expect).stderr
-
-
 @pytest.fixture(scope="module")
-def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run."""
-    path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
-    train_with(right, toy, path)
-    return path.parent / "run"
-
-
-def test_a_run_learns_from_the_model_and_the_function_and_watches_both(undisturbed: Path) -> None:
-    steps = [record for record in all_records(undisturbed) if record["step"] > 0]
-    assert len(steps) == STEPS
-    for record in steps:
-        own, model = record["reward/reward"], record["reward/model"]
-        assert record["reward/mean"] == pytest.approx(own + 0.5 * model, rel=1e-9)
-        assert model == pytest.approx(record["reward_model/mean"], rel=1e-9)
-        assert record.keys() >= SCORED
-        assert record["perf/reward_model_seconds"] > 0 and record["reward_model/cut"] == 0
-        assert record["perf/reward_model_scores_per_second"] > 0 <= record["response/repeated"]
-        # prompts and responses of the toy task have a few characters
-        assert 4 < record["reward_model/tokens"] < 40 and record["grad_norm"] > 0
-    state = json.loads((undisturbed / f"checkpoints/rl_{STEPS:08d}/run.json").read_text())
-    moments = state["reward_moments"]
-    assert moments["count"] == STEPS * 16
-    means = [record["reward_model/mean"] for record in steps]
-    assert moments["mean"] == pytest.approx(sum(means) / STEPS, rel=1e-9)
-    assert moments["mean"] == steps[-1]["reward_model/running_mean"]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[] if name in ("NaN", "killed") else FULL) for name in FAULTS],
-)
-def test_a_model_that_fails_loses_no_finished_step(
-    toy: Path, tmp_path: Path, undisturbed: Path, fault: str
-) -> None:
-    path = config_in(toy, tmp_path / "broken")
-    run = path.parent / "run"
-    wrong, said = FAULTS[fault]
-
-    def answer(given: dict[str, Any]) -> Any:
-        metrics = run / "metrics.jsonl"  # has step 0, too
-        finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
-        return wrong(given) if finished >= GOOD_STEPS else right(given)
-
-    lines = train_with(answer, toy, path, expect=2).splitlines()
-    [failed] = [line for line in lines if "in the last of 2 calls" in line]
-    assert failed.startswith("reward.model.url = http://127.0.0.1:") and said in failed
-    assert [record["step"] for record in records(run)] == [*range(GOOD_STEPS + 1)]
-    train_with(right, toy, path)
-    assert [record["step"] for record in records(run)] == [*range(STEPS + 1)]
-    assert_same_run(run, undisturbed, f"rl_{STEPS:08d}")
-
-
-def scorer_in(folder: Path, toy: Path) -> Path:
-    """A reward model of another shape and vocabulary than the policy, with its own tokenizer."""
-    sizes = {"vocab_size": 128, "max_position_embeddings": 256}
-    write_score_model(folder, "qwen3_moe", seed=3, **sizes)
-    texts = (toy / "train.jsonl").read_text().splitlines()
-    write_character_tokenizer(folder, texts, 128, byte_fallback=False)
+def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`rm.yaml`, and in `run` a whole run of it on one rank, exported to `hf`."""
+    folder = tmp_path_factory.mktemp("reward-model")
+    config = {
+        "model": {"megatron": dict(TINY_MODEL)},
+        "data": {
+            "tokenizer": str(toy / "tokenizer.model"),
+            "preferences": str(write_pairs(folder / "train.jsonl", 60, seed=1)),
+            "eval_preferences": str(write_pairs(folder / "eval.jsonl", 30, seed=2)),
+            "prompt_field": "prompt",
+            "source_field": "kind",
+        },
+        "preference": {"center_coefficient": 0.01},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
+        "training": {
+            "precision": "fp32",
+            "batch_size": 10,
+            "micro_batch_tokens": 64,
+            "evaluation_interval": 3,
+        },
+        "checkpoint": {"interval": 1, "keep_last": None},
+        "logging": {"dir": str(folder / "run"), "plots": False},
+        "export": {"hf_path": str(folder / "hf")},
+    }
+    (folder / "rm.yaml").write_text(yaml.safe_dump(config))
+    gspo("reward-model", folder / "rm.yaml")
     return folder
 
 
-def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
-    toy: Path, tmp_path: Path
-) -> None:
-    """The policy has experts and Routing Replay, which the second model must not disturb."""
-    scorer, runs = scorer_in(tmp_path / "scorer", toy), []
-    for name in ("whole", "stopped"):
-        path = config_in(toy, tmp_path / name)
-        config = yaml.safe_load(path.read_text())
-        model = {"folder": str(scorer), "normalize": "running"}
-        config["reward"] |= {"model": model, "weights": {"reward": 0.0}}
-        config |= {"routing": {"replay": "r2"}, "checkpoint": {"interval": 1}}
-        config["logging"]["samples_per_step"] = 16
-        config["training"]["steps"] = 2
-        path.write_text(yaml.safe_dump(config))
-        if name == "stopped":  # in the rollout of step 2, after the evaluation and step 1
-            (path.parent / "signal_at").write_text(str(8 + 16 + 3))
-            train(path, expect=STOPPED)
-        train(path)
-        runs.append(path.parent / "run")
-    whole, stopped = runs
-    assert_same_run(stopped, whole, "rl_00000002")
-    rows = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
-    assert len(rows) == 32
-    section = RewardSection(name="reward_model", model=RewardModelSection(folder=str(scorer)))
-    samples = [Sample(row["prompt"], None, row["response"], False) for row in rows]
+def test_its_figures(base: Path) -> None:
+    found = records(base / "run")
+    assert [record["step"] for record in found] == list(range(STEPS + 1))
+    assert {record["phase"] for record in found} == {"reward_model"}
+    first, last = found[0], found[-1]
+    assert last["evaluation/loss"] < first["evaluation/loss"]
+    for each in (first, last):
+        assert each["evaluation/accuracy_low"] <= each["evaluation/accuracy"]
+        assert each["evaluation/accuracy"] <= each["evaluation/accuracy_high"]
+        assert each["evaluation/prompts"] == 30
+        share = [each[f"source/{kind}/prompts"] for kind in ("odd", "even")]
+        right = [each[f"source/{kind}/accuracy"] for kind in ("odd", "even")]
+        mean = sum(n * r for n, r in zip(share, right, strict=True)) / sum(share)
+        assert sum(share) == 30 and mean == pytest.approx(each["evaluation/accuracy"])
+    assert last["batch/preferences"] == 10 and last["batch/pairs"] >= 10
+
+
+@pytest.mark.parametrize("layout", [pytest.param("cp=2,dp=2", marks=pytest.mark.full), "pp=2"])
+def test_losses_are_the_same_on_any_layout(base: Path, tmp_path: Path, layout: str) -> None:
+    words = [f"parallel.layout={layout}", f"logging.dir={tmp_path / 'run'}", "export.hf_path="]
+    gspo("reward-model", base / "rm.yaml", *words, "checkpoint.interval=0")
+    for record, other in zip(records(tmp_path / "run"), records(base / "run"), strict=True):
+        assert record.keys() == other.keys()
+        for name, value in other.items():
+            if name != "phase":
+                assert record[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    again = tmp_path / "run"
+    shutil.copytree(base / "run", again)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(again / "checkpoints" / f"reward_model_{step:08d}")
+    words = [f"logging.dir={again}", f"export.hf_path={tmp_path / 'hf'}"]
+    errors = gspo("reward-model", base / "rm.yaml", *words).stderr
+    assert f"resuming from {again / 'checkpoints' / 'reward_model_00000002'}" in errors
+    assert_same_run(again, base / "run", f"reward_model_{STEPS:08d}")
+    exported = base / "hf" / "model.safetensors"
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported.read_bytes()
+
+
+def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> None:
+    """With the scores of the run, by one checkpoint and by its import."""
+    config = json.loads((base / "hf" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
+    assert config["id2label"] == {"0": "score"} and config["problem_type"] == "regression"
+    tokenizer = load_tokenizer(base / "hf" / "tokenizer.model")
+    assert config["pad_token_id"] == tokenizer.pad_id != tokenizer.eos_id
+    newest = base / "run" / "checkpoints" / f"reward_model_{STEPS:08d}"
+    any_to_hf(newest, tmp_path / "converted", as_peft=False, base=None, dtype=None)
+    assert json.loads((tmp_path / "converted" / "config.json").read_text()) == config
+    hf_to_megatron(base / "hf", tmp_path / "imported")
+    any_to_hf(tmp_path / "imported", tmp_path / "again", as_peft=False, base=None, dtype=None)
+    bits = [
+        {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+        for path in (each / "model.safetensors" for each in (
+            base / "hf", tmp_path / "converted", tmp_path / "again"
+        ))
+    ]  # fmt: skip
+    assert bits[0] == bits[1] == bits[2] and "lm_head.weight" not in bits[0]
+
+    rows = [json.loads(line) for line in (base / "eval.jsonl").read_text().splitlines()]
+    sequences, places = [], []
+    for row in rows:
+        places.append((len(sequences), len(row["rejected"])))
+        for end in (row["chosen"], *row["rejected"]):
+            ids = [*tokenizer.encode(row["prompt"]), *tokenizer.encode(end), tokenizer.eos_id]
+            sequences.append(ids)
     with transformers_process() as process:
-        ids = ModelTexts(section).conversations(samples).ids
-        _, complaints, expected = process.submit(scores_by_transformers, scorer, ids).result()
-    assert not complaints and len({round(each, 2) for each in expected}) > 5
-    assert [row["reward"] for row in rows] == pytest.approx(expected, abs=1e-5)
+        name, complaints, scores = process.submit(
+            scores_by_transformers, base / "hf", sequences, tokenizer.pad_id
+        ).result()
+    assert name == config["architectures"][0] and not complaints
+    last = records(base / "run")[-1]
+    assert sum(scores) / len(scores) == pytest.approx(last["evaluation/score_mean"], abs=1e-5)
+    differences = [
+        sum(scores[first] - other for other in scores[first + 1 : first + 1 + count]) / count
+        for first, count in places
+    ]
+    mean = sum(differences) / len(rows)
+    assert mean == pytest.approx(last["evaluation/difference"], abs=1e-5)
+
+
+def test_it_starts_from_checkpoints_and_folders(base: Path, tmp_path: Path) -> None:
+    """From its own export, with its head; and `check` tells where weights come from."""
+    words = [f"model.hf_path={base / 'hf'}", "model.megatron={}", "training.steps=1"]
+    words += [f"logging.dir={tmp_path / 'run'}", "export.hf_path="]
+    gspo("reward-model", base / "rm.yaml", *words)
+    first, last = records(tmp_path / "run")[0], records(base / "run")[-1]
+    for name in ("evaluation/loss", "evaluation/score_mean"):
+        assert first[name] == pytest.approx(last[name], rel=1e-6)
+
+
+def refused(*words: object) -> list[str]:
+    """The lines on standard error of a command that ends with exit code 2."""
+    lines = gspo(*words, expect=2).stderr.splitlines()
+    return [line for line in lines if not line.startswith("warning")]
+
+
+def test_wrong_keys_and_rows_are_named_at_once(base: Path, tmp_path: Path) -> None:
+    rows: list[Any] = [
+        PAIR,
+        PAIR | {"rejected": 3},
+        {"prompt": "2+3=", "chosen": "5", "kind": "odd"},
+    ]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = refused(
+        *("check", base / "rm.yaml", f"data.preferences={path}", "preference.loss=regresion"),
+        *("model.lora.rank=4", "data.rating_field=x", f"logging.dir={tmp_path / 'run'}"),
+        "export.hf_path=",
+    )
+    text = "\n".join(lines)
+    assert "preference.loss = 'regresion': unknown value; did you mean regression?" in text
+    lines = refused(
+        *("reward-model", base / "rm.yaml", f"data.preferences={path}", "model.lora.rank=4"),
+        *("data.rating_field=x", f"logging.dir={tmp_path / 'run'}", "export.hf_path="),
+    )
+    assert lines == [
+        "model.lora.rank = 4: the frozen weights would be random; allowed: 0, or set "
+        "model.hf_path or model.checkpoint_path",
+        "data.rating_field = 'x': nothing reads it with preference.loss = bradley_terry; allowed: "
+        "'rating'",
+        "model.lora.rank = 4: a preference model trains all weights: its new head has no place in "
+        "an adapter; allowed: 0",
+        f"{path}:2: field 'rejected' is a number; a string is wanted, or an array of messages",
+        f"{path}:3: no field 'rejected'; the fields are: 'prompt', 'chosen', 'kind' "
+        "(data.rejected_field chooses one)",
+    ]
+
+
+def test_other_stages_refuse_a_preference_model(base: Path, tmp_path: Path, toy: Path) -> None:
+    wrong = "holds a preference model, which gives scores and no tokens"
+    train = {"prompts": str(toy / "train.jsonl"), "tokenizer": str(toy / "tokenizer.model")}
+    path = tmp_path / "rl.yaml"
+    path.write_text(yaml.safe_dump({"data": train, "logging": {"dir": str(tmp_path / "run")}}))
+    for key, given in (("hf_path", "hf"), ("checkpoint_path", "run")):
+        lines = refused("check", path, f"model.{key}={base / given}")
+        assert any(line.startswith(f"model.{key} = ") and wrong in line for line in lines), lines
+    suites = tmp_path / "suites.yaml"
+    suites.write_text(yaml.safe_dump({"sums": {"prompts": str(toy / "test.jsonl")}}))
+    for given in ("hf", "run"):
+        lines = refused("evaluate", base / given, "--suite", suites)
+        assert any(wrong in line for line in lines), lines

@@ -1,4 +1,4 @@
-"""Rewards that fail, held-out responses, and runs that evaluate only, with the real command."""
+"""Rewards that fail, held-out responses, and runs that only evaluate, by the real command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS, EVALUATED, RESPONSES = 4, 8, 16
 LAST = f"rl_{STEPS:08d}"
 
-# Fails from call `broken_at` on, as long as there is a file of that name. Ranks count together:
-# each call appends a letter.
+# The reward fails from call `broken_at` on, while the file of that name exists. Ranks count calls
+# together: each appends a letter to a file.
 REWARD = """
 import zlib
 from pathlib import Path
@@ -51,7 +51,7 @@ def config_in(toy: Path, folder: Path, **sections: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run on two ranks."""
+    """The folder of a finished run on two ranks."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
     train(path, "parallel.layout=dp=2")
     return path.parent / "run"
@@ -65,7 +65,7 @@ def held_out(run: Path) -> list[dict[str, Any]]:
     ("good_calls", "finished"),
     [
         (EVALUATED + 2 * RESPONSES, 2),  # step 3 has no reward
-        (EVALUATED + STEPS * RESPONSES, STEPS),  # its evaluation has none
+        (EVALUATED + STEPS * RESPONSES, STEPS),  # the evaluation after the last step has no reward
     ],
 )
 def test_a_reward_that_fails_loses_no_finished_step(
@@ -115,7 +115,7 @@ def test_held_out_responses_and_parts_are_written(undisturbed: Path, toy: Path) 
     assert all(sample["parts"].keys() == {"short", "value"} for sample in samples)
 
 
-# One call after the first evaluation hangs, and so does what it has started.
+# One call after the first evaluation hangs, and so does a process that it has started.
 HANGING = """
 import contextlib, subprocess, sys, time
 from pathlib import Path
@@ -165,7 +165,7 @@ def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Pat
         final = records(undisturbed)[-1]
         for key in ("evaluation/reward", "evaluation/accuracy"):
             assert record[key] == final[key]
-        # the model of the whole run, at its end
+        # the model at the end of the whole run
         mine, theirs = held_out(run), held_out(undisturbed)[EVALUATED:]
         assert [r["response"] for r in mine] == [r["response"] for r in theirs]
         assert record["step"] == 0 and not checkpoint_names(run)

@@ -1,5 +1,5 @@
-"""A teacher's server that fails in the middle of a run: one line, and nothing is lost. What the
-server says and does is in the process of the test; tests/vllm has a real one."""
+"""The server of a teacher fails in the middle of a run. The run ends with one line and loses
+nothing. The server is part of the test's process; tests/vllm has a real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, GOOD_STEPS, K = 4, 2, 3
 
 
 def right(given: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs that depend on the tokens before, and on nothing else."""
+    """Log-probs that depend on the earlier tokens only."""
     tokens, entries = given["prompt"], []
     assert given["prompt_logprobs"] == K
     for number, token in enumerate(tokens):
@@ -35,7 +35,7 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def spoilt(change: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, Any]], Any]:
-    """A right answer but for what is said of the last token."""
+    """The right answer, except for what it says about the last token."""
 
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)
@@ -81,7 +81,7 @@ def config_in(toy: Path, folder: Path) -> Path:
 def train_with(
     answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
 ) -> str:
-    """What the command writes to stderr."""
+    """Run the command. Returns its stderr."""
     tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
     with served(answer, tokens, []) as url:
         return train(path, f"objective.distillation.url={url}", expect=expect).stderr
@@ -104,7 +104,7 @@ def test_a_teacher_that_fails_loses_no_finished_step(
     wrong, said = FAULTS[fault]
 
     def answer(given: dict[str, Any]) -> Any:
-        metrics = run / "metrics.jsonl"  # has step 0, too
+        metrics = run / "metrics.jsonl"  # also has step 0
         finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
         return wrong(given) if finished >= GOOD_STEPS else right(given)
 

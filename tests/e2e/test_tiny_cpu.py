@@ -1,4 +1,5 @@
-"""examples/tiny_cpu: all stages by run.sh, the table, and the error without earlier stages."""
+"""examples/tiny_cpu: all stages by run.sh, the table, and the error if the earlier stages are
+missing."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from tests.programs import ROOT, gspo, run_program
 FOLDER = ROOT / "examples" / "tiny_cpu"
 START = Path("runs/tiny_cpu_start/seed_2")
 
-# Enough that some answers are right, and one process for each stage.
+# Enough steps that some answers are right. One process for each stage.
 SMALL = "parallel.layout=tp=1 logging.plots=false training.evaluation_interval=0"
 PRETRAIN = f"{SMALL} training.steps=20"
 SFT = f"{SMALL} training.steps=120 training.batch_size=128 optimizer.learning_rate=2e-3"
 RL = (*SMALL.split(), "training.steps=2", "training.seed=2")
 RUN = Path("runs/tiny_cpu-layout=tp=1-plots=false-evaluation_interval=0-steps=2-seed=2")
 
-pytestmark = pytest.mark.timeout(1800)  # many starts; a minute each on a machine with other work
+# there are many starts, each of which takes a minute on a busy machine
+pytestmark = pytest.mark.timeout(1800)
 
 
 def life(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """run.sh, started in `folder`, where it writes its runs."""
+    """Run run.sh in `folder`, where it writes its runs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environ["PATH"] = path
     return run_program("bash", FOLDER / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
@@ -38,7 +40,7 @@ def evaluations(run: Path, key: str) -> list[float]:
 
 
 def accuracies(run: Path) -> list[float]:
-    """Accuracies of the models of all stages by transformers."""
+    """The accuracies of the models of all stages, computed with transformers."""
     answers = json.loads((run / "answers.json").read_text())
     rows = answers["prompts"]
     assert len(rows) == 256
@@ -56,7 +58,7 @@ def table(folder: Path, expect: int) -> str:
 
 
 def test_a_short_life(tmp_path: Path) -> None:
-    """All stages, each from the result of the one before."""
+    """All stages run, each from the result of the one before."""
     result = life(tmp_path, *RL, PRETRAIN=PRETRAIN, SFT=SFT)
 
     rl = tmp_path / RUN
@@ -86,7 +88,7 @@ def test_a_short_life(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2,ep=2"])
 def test_a_whole_life(tmp_path: Path, layout: str) -> None:
-    """The numbers of its README; takes minutes."""
+    """The results are those in its README. Takes minutes."""
     life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
     assert tuned < 0.45 and trained > 0.85
@@ -95,7 +97,7 @@ def test_a_whole_life(tmp_path: Path, layout: str) -> None:
 def test_without_the_earlier_stages_the_error_names_run_sh(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The paths of config.yaml are relative, and nothing is there in this folder."""
+    """The paths of config.yaml are relative, and in this folder there is nothing."""
     monkeypatch.chdir(tmp_path)
     advice = f"{FOLDER / 'run.sh'}: makes the files that this configuration needs; run it first"
     result = gspo("train", FOLDER / "config.yaml", expect=2)

@@ -1,4 +1,4 @@
-"""A run with a tracker from its first step on: `train` in a new folder, then the run resumed."""
+"""A run with a tracker from its first step on: `train` in a new folder, then the resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two hosts whose own names stand for 127.0.1.1, as on Debian and Ubuntu: network namespaces."""
+"""Two hosts whose own names stand for 127.0.1.1, as on Debian and Ubuntu. They are network
+namespaces."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-# As a command runs it: a mistake of the user is one line, and exit code 2.
+# As in a command: a mistake of the user is one line, and exit code 2.
 _RANK = """
 import os, sys
 import torch
@@ -40,7 +41,7 @@ def reduce():
     return 0
 sys.exit(exit_code_of(reduce))
 """
-# A host of the given number: it says that it is there, waits for a line, and becomes the program.
+# The start of a host: it reports that it is there, waits for a line, and becomes the program.
 _HOST = """
 set -e
 mount --bind "$1" /etc/hosts

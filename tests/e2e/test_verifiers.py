@@ -1,5 +1,5 @@
-"""Training on tasksets of the package verifiers: one that textarena brings, and one that verifiers'
-own scaffold makes."""
+"""Training on tasksets of the package verifiers: one from textarena, and one that verifiers' own
+scaffold makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.verifiers_environment import find_verifiers_python
 
 
 def train(folder: Path, taskset: str, options: str, **environ: str) -> list[dict[str, float]]:
-    """Two steps with the trained model as the engine, in a folder."""
+    """Train two steps in a folder, with the trained model as the engine."""
 
     def command(*words: object) -> str:
         program = (sys.executable, "-m", "gspo_megatron")
@@ -33,7 +33,7 @@ def train(folder: Path, taskset: str, options: str, **environ: str) -> list[dict
     records = all_records(folder / "run")
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
-        assert record["mismatch/abs_mean"] <= 1e-5  # the captured tokens are the policy's
+        assert record["mismatch/abs_mean"] <= 1e-5  # the captured tokens are those of the policy
         assert record["environment/errors"] == 0
     return records
 

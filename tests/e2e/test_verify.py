@@ -17,7 +17,7 @@ from tests.programs import gspo
 
 
 def verify(config: Path, *words: object, code: int = 0) -> tuple[str, dict[str, float]]:
-    """What it says, and the name=value pairs of the last line."""
+    """Run the command. Returns its output, and the name=value pairs of the last line."""
     said = gspo("verify", config, *words, expect=code).stdout
     pairs = (pair.split("=") for pair in said.strip().splitlines()[-1].split())
     return said, {name: float(value) for name, value in pairs}
@@ -44,8 +44,8 @@ def test_layouts_that_agree_pass_and_the_worst_parameter_is_named(config_file: P
 
 
 def test_in_float64_only_the_order_of_sums_differs(config_file: Path) -> None:
-    """The routers' own losses off, which Megatron-Core computes in float32. Beyond the tolerance
-    the exit code is 1: no two layouts agree to the last bit."""
+    """The routers' own losses are off, because Megatron-Core computes them in float32. With a
+    tolerance of 0 the exit code is 1, because no two layouts agree to the last bit."""
     settings = ("training.packing=false", "model.megatron.moe_aux_loss_coeff=0.0")
     words = ("--layouts", "cp=2", "--precision", "fp64", "--tolerance", "1e-30")
     said, found = verify(config_file, *settings, *words, code=1)
@@ -59,9 +59,9 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 
 @pytest.fixture(scope="module")
 def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are kept:
-    with the rollout's routes, a reference policy, and an optimizer that has gone through a warm
-    start and two mini-batches a step."""
+    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are kept,
+    with the rollout's routes, a reference policy, and an optimizer after warm-up steps. A step has
+    two mini-batches."""
     folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(
@@ -91,9 +91,9 @@ def test_a_kept_step_has_the_logged_loss_on_every_layout(kept_run: Path) -> None
     assert (found["layouts"], found["equal"], found["step"]) == (2, 1, 3)
     assert 0 < found["worst_error"] < 2e-5
     assert found["logged_loss"] == pytest.approx(losses[3], rel=1e-8)
-    # Advantages are of size 1, and the loss is a mean of hundreds of such terms in fp32.
+    # Advantages have size 1, and the loss is a mean of hundreds of such terms in fp32.
     assert found["loss"] == pytest.approx(found["logged_loss"], abs=1e-6)
-    # Other weights or another step's inputs would show.
+    # Other weights, or the inputs of another step, would show.
     assert abs(found["loss"] - losses[2]) > 1e-5
 
 
@@ -123,7 +123,8 @@ def test_damage_is_named(kept_run: Path, tmp_path: Path, name: str, told: str) -
 
 
 def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
-    """With so large a rate the second mini-batch has no finite gradient, on any layout."""
+    """The learning rate is so large that the second mini-batch has no finite gradient, on any
+    layout."""
     said, found = verify_step(kept_run, "tp=2", overrides=("optimizer.learning_rate=1e30",))
     assert "tp=2: the step ends in mini-batch 2 (the reference's: 2)" in said
     assert "in the same places as the reference: loss; the errors" in said
@@ -133,8 +134,8 @@ def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
 
 @pytest.mark.full
 def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Path) -> None:
-    """One weight of one expert is no number, and with it no gradient is; which elements are lost
-    depends on no layout."""
+    """One weight of one expert is NaN, and so are gradients. Which elements are NaN does not depend
+    on the layout."""
     megatron_to_hf(kept_run.parent / "run", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = load_file(file)
@@ -152,7 +153,7 @@ def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Pa
 def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
     toy: Path, tmp_path: Path
 ) -> None:
-    """They lie with the optimizer, each on one data rank: all have to get them."""
+    """The optimizer has the fp32 weights, each on one data rank. All ranks need to get them."""
     path = make_small(
         write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
     )

@@ -1,4 +1,4 @@
-"""Tasks of one_step.py in processes of their own, and what this machine's GPU can do."""
+"""Tasks of one_step.py, run as processes, and the abilities of this machine's GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Task = Callable[..., Any]
 
 
 def run_task(task: str, folder: Path, out: Path, *, cpu: bool = False, **options: str) -> None:
-    """Raises AssertionError with what it said where it fails."""
+    """Run a task. Raises AssertionError with its output if it fails."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     program = (sys.executable, "-m", "tests.gpu.one_step", task, folder, out, json.dumps(options))
     run_program(*program, environ=hidden, timeout=280, cwd=ROOT)
@@ -27,7 +27,7 @@ def run_task(task: str, folder: Path, out: Path, *, cpu: bool = False, **options
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, as a Hugging Face folder."""
+    """A Hugging Face folder with random weights."""
     folder = tmp_path_factory.mktemp("model")
     run_task("make", folder / "hf", folder / "nothing", cpu=True)
     return folder / "hf"
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def task(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
-    """Runs a task on the model and returns its result; the same one once."""
+    """A function that runs a task on the model and returns its result. Each task runs once."""
     folder, known = tmp_path_factory.mktemp("results"), {}
 
     def run(name: str, precision: str, backend: str = "torch_native", **options: Any) -> Any:
@@ -52,8 +52,8 @@ def task(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 def need(precision: str, *, engine: bool = False) -> None:
-    """Skip the test where this machine cannot do it, or has no Transformer Engine where that is
-    needed, and say why."""
+    """Skip the test, with the reason, if this machine cannot do it, or if it needs Transformer
+    Engine and that is missing."""
     capability = torch.cuda.get_device_capability()
     lacks = engine_lacks() if engine or precision in FP8 else None
     if lacks is None and precision in FP8:

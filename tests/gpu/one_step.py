@@ -1,7 +1,7 @@
-"""One small model on one device, by the code of a run: `python -m tests.gpu.one_step TASK ...`.
+"""One small model on one device, with the code of a run: `python -m tests.gpu.one_step TASK ...`.
 
-Each task is a process of its own: with CUDA hidden from it the same code is the reference on the
-CPU, which cannot run beside CUDA in one process.
+Each task is a process. If CUDA is hidden from it, the same code is the reference on the CPU, which
+cannot run in the same process as CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
 VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
-# Whole multiples of what FP8 takes, as large models have them.
+# Multiples of the sizes that FP8 needs, as in large models.
 SIZES = {
     "num_layers": 2,
     "hidden_size": 128,
@@ -41,7 +41,8 @@ SIZES = {
     "num_query_groups": 2,
     "kv_channels": 32,
     "moe_ffn_hidden_size": 64,
-    # every token to every expert: rounding cannot send one elsewhere, which is no small difference
+    # Every token goes to every expert. Otherwise rounding could send one to another expert, which
+    # is not a small difference.
     "num_moe_experts": 4,
     "moe_router_topk": 4,
     "init_method_std": 0.1,
@@ -52,7 +53,7 @@ RATE = 1e-3
 
 
 def config_of(precision: str, backend: str, folder: Path | None = None) -> Config:
-    """Of the model above, or of that in a Hugging Face folder."""
+    """The configuration of the model above, or of that in a Hugging Face folder."""
     model: dict[str, Any] = {"backend": backend}
     model |= {"megatron": SIZES} if folder is None else {"hf_path": str(folder)}
     config = parse_config(
@@ -76,7 +77,7 @@ def policy_of(config: Config) -> tuple[Policy, Trainer]:
 
 
 def batch_of(policy: Policy) -> MicroBatch:
-    """The same random sequences every time, as one packed micro-batch."""
+    """Random sequences that are the same every time, as one packed micro-batch."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(1, VOCABULARY, (sum(n),), generator=generator) for n in LENGTHS]
     return packed(policy, tokens, [response for _, response in LENGTHS])
@@ -89,7 +90,8 @@ def packed(policy: Policy, tokens: list[Tensor], responses: list[int]) -> MicroB
 
 
 def backward(policy: Policy, trainer: Trainer, batch: MicroBatch) -> float:
-    """Gradients of the mean negative log-prob of all response tokens; returns it."""
+    """Compute the gradients of the mean negative log-prob of all response tokens. Returns that
+    mean."""
     zero_gradients(policy.chunks, trainer.optimizer)
 
     def loss(_: MicroBatch, logprobs: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +109,8 @@ def logprobs_of(policy: Policy, batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """By the names of Hugging Face's model, which both backends are mapped to. The weights are
-    overwritten: the map knows the way of weights only."""
+    """The gradients by the names of Hugging Face's model, to which both backends are mapped. The
+    weights are overwritten, because the map works for weights only."""
     for parameter in policy.models[0].parameters():
         parameter.copy_(parameter.main_grad)
     family = family_of_shape(policy.shape)
@@ -117,8 +119,8 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
-    """Loss and gradients of the folder's model; dtypes; and how far training log-probs are from the
-    rollout engine's."""
+    """The loss and gradients of the folder's model, the dtypes, and how far training log-probs are
+    from the rollout engine's."""
     policy, trainer = policy_of(config_of(precision, backend, folder))
     batch = batch_of(policy)
     dtypes: dict[str, set[torch.dtype]] = {"router": set(), "experts": set()}
@@ -135,7 +137,7 @@ def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
 
 
 def mismatch(policy: Policy) -> float:
-    """Mean |log-prob of training - log-prob of the rollout| over sampled tokens."""
+    """The mean |log-prob of training - log-prob of the rollout| over sampled tokens."""
     engine = MegatronEngine(policy, pad_id=PAD, eos_id=NO_TOKEN)
     requests = Requests([(1, 2, 3), (4, 5), (6,)], [0, 1, 2], responses_per_prompt=5)
     rollout = engine.generate(requests, Sampling(max_tokens=16), seed=1)
@@ -156,8 +158,8 @@ def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[
 
 
 def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[str, Any]:
-    """Log-probs after an update that follows a save, and after the same one that follows a load;
-    and what FP8 scaled by in between, saved and loaded."""
+    """The log-probs after an update that follows a save, and after the same update that follows a
+    load; and FP8's scales in between, saved and loaded."""
     results: dict[str, Any] = {}
     for name in ("saved", "loaded"):
         policy, trainer = policy_of(config_of(precision, backend, folder))
@@ -180,12 +182,12 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[
 
 
 def make(folder: Path) -> None:
-    """Random weights as a Hugging Face folder."""
+    """Write random weights as a Hugging Face folder."""
     export_hf(policy_of(config_of("fp32", "torch_native"))[0], folder)
 
 
 def main(task: str, folder: str, out: str, options: str) -> None:
-    """Run a task with JSON's options; what it returns goes into a file that torch.load reads."""
+    """Run a task with options in JSON. Its result goes to a file that torch.load reads."""
     start_processes(timeout_minutes=5.0)
     try:
         set_up_model_parallel(resolve_parallel(config_of("fp32", "torch_native"), 1), seed=1)

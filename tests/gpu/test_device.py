@@ -1,4 +1,5 @@
-"""What only a GPU can say: who supports FP8, what the log-prob head needs, where routes wait."""
+"""Facts that only a GPU can show: who supports FP8, the needs of the log-prob head, and where
+routes wait."""
 
 from __future__ import annotations
 
@@ -52,13 +53,13 @@ def test_fp8_without_its_layers_is_refused() -> None:
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """[rows] log-probs by way of all logits."""
+    """The log-probs [rows], computed from all logits."""
     rows = torch.log_softmax((hidden @ weight.t()).float(), dim=-1)
     return rows.gather(1, targets[:, None])[:, 0]
 
 
 def cost(work: Callable[[], Tensor]) -> tuple[float, float]:
-    """Seconds of forward and backward pass, and GiB beside what was there."""
+    """The seconds of forward and backward pass, and the additional memory in GiB."""
     work().sum().backward()  # kernels are loaded
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -96,12 +97,12 @@ def test_the_head_needs_less_memory_than_all_logits(
 def test_logits_of_bf16_are_not_rounded_to_bf16() -> None:
     generator = torch.Generator("cuda").manual_seed(2)
     kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-    # odd sizes, logits of a standard deviation of 5.7, and more of them than one tile
+    # odd sizes, logits with a standard deviation of 5.7, and more than one tile
     hidden, weight = torch.randn(701, 1024, **kind), torch.randn(20_011, 1024, **kind) * 0.178
     targets = torch.randint(20_011, (701,), device="cuda", generator=generator)
     logits = hidden.double() @ weight.double().t()
     product = multiply(hidden, weight, torch.empty(701, 20_011, device="cuda"))
-    # sums of 1,024 terms in fp32; rounded to bf16 they would be off by up to 0.06
+    # sums of 1,024 terms in fp32; rounded to bf16 they would differ by up to 0.06
     torch.testing.assert_close(product.double(), logits, atol=1e-3, rtol=0.0)
     rows = torch.log_softmax(logits, dim=-1)
     expected = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)

@@ -9,8 +9,8 @@ import torch
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.models import VOCAB_SIZE
 
-# Prompt and response tokens of each branch. With a budget of 20 tokens a rank or 40, some episodes
-# are beyond it.
+# The numbers of prompt and response tokens of each branch. The budget is 20 tokens a rank, or 40,
+# so some episodes exceed it.
 BRANCHES: tuple[list[tuple[int, int]], ...] = (
     [(5, 3), (9, 1), (2, 6)],
     [(4, 9)],
@@ -23,7 +23,7 @@ BRANCHES: tuple[list[tuple[int, int]], ...] = (
 
 
 def branched_batch(turn_rewards: bool = False) -> SyntheticBatch:
-    """Episodes of one to five branches; part of what stands in them is not learnt from."""
+    """Episodes of one to five branches. Some of their tokens are not learnt from."""
     generator = torch.Generator().manual_seed(11)
     batch = SyntheticBatch([], [], [], [], masks=[], branches=list(BRANCHES))
     batch = replace(batch, token_advantages=[] if turn_rewards else None)
@@ -34,7 +34,7 @@ def branched_batch(turn_rewards: bool = False) -> SyntheticBatch:
         mask = torch.rand(response, generator=generator) < 0.8
         mask[0] = True
         batch.masks.append(mask)
-        # a branch's own ratio is far from that of its episode
+        # the ratio of a branch is far from that of its episode
         noise = torch.randn(len(pieces), generator=generator)
         noise = noise.repeat_interleave(torch.tensor([own for _, own in pieces])) * 0.1
         shift = (-0.6, -2e-4, 2e-4, 0.6)[number % 4]

@@ -1,7 +1,7 @@
 """Training that is saved and resumed on ranks, and its state as whole tensors on rank 0.
 
-The state is put together without the code under test: the optimizer's ranges are summed over its
-data-parallel ranks into tensors of the parameters' shapes, and those by models.shards.
+The state is assembled without the code under test. The optimizer's ranges are summed over its
+data-parallel ranks into tensors of the parameters' shapes, and those are joined by models.shards.
 """
 
 from __future__ import annotations
@@ -44,32 +44,33 @@ from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, build_on_ranks, odd_moe
 
-# warm-up and decay: the learning rate of a resumed run is right only if its position is
+# warm-up and decay: a resumed run has the right learning rate only if it knows its position
 SCHEDULE = Schedule(peak=2e-3, floor=1e-4, warmup=2, total=9, decay="cosine")
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass
 class State:
-    """A run's tensors, whole and on the cpu, vocabulary padding cut off; empty but on rank 0."""
+    """The whole tensors of a run, on the CPU and without the vocabulary's padding. Only rank 0 has
+    them."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Tensor] = field(default_factory=dict)  # and fp32 parameters, by STATES
+    moments: dict[str, Tensor] = field(default_factory=dict)  # also the fp32 parameters, by STATES
     steps: int = 0
-    rate: float = 0.0  # learning rate of the next update
+    rate: float = 0.0  # the learning rate of the next update
 
 
 @dataclass
 class Outcome:
-    """What a run was when it was saved or resumed, and after one more update."""
+    """The state of a run when it was saved or resumed, and after one more update."""
 
     state: State
     later: State
 
 
 def run_config(layout: str, precision: str = "fp32", ddp: dict | None = None, **more) -> Config:
-    """Large enough an epsilon that an update is a smooth function of the gradient: what is compared
-    over layouts is the resumed state, not the rounding of gradients that vanish."""
+    """The epsilon is so large that an update is a smooth function of the gradient. Layouts then
+    compare the resumed state, not the rounding of gradients near 0."""
     training = {"precision": precision}
     config = odd_moe(layout, training=training, ddp=ddp, **NO_ROUTER_LOSSES, **more)
     section = config.optimizer.model_copy(update={"epsilon": 1e-4, "weight_decay": 0.1})
@@ -82,7 +83,7 @@ def start(config: Config) -> tuple[Policy, Trainer]:
 
 
 def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
-    """A policy update on random sequences, by the code of a training step."""
+    """A policy update on random sequences, with the code of a training step."""
     batch = synthetic_batch(config.objective, VOCAB_SIZE, seed=seed)
     lengths, cut = [len(tokens) for tokens in batch.tokens], parity.Cut(4, 60, multiple=2)
     plans = parity.plan_alike(config, lengths, batch.response_lengths, cut, 1)
@@ -101,8 +102,8 @@ def train_and_save(
     asynchronous: bool = False,
     held: bool = False,
 ) -> Outcome:
-    """`updates` updates, a save, and one more update: during the save where it is asynchronous, and
-    before its first byte is written where it is `held`."""
+    """Make `updates` updates, save, and make one more update. If the save is asynchronous, that
+    update happens during the save; if it is `held`, before the first byte is written."""
     policy, trainer = start(config)
     for number in range(updates):
         update(config, policy, trainer, seed=number)
@@ -114,7 +115,7 @@ def train_and_save(
         native(*arguments)
 
     with mock.patch.object(tensors, "write_pieces", write_pieces):
-        # right after an update: gathered parameters may still be on their way
+        # right after an update, gathered parameters may still be on their way
         save = save_tensors(folder, policy, trainer, asynchronous=asynchronous)
         state = gather_state(policy, trainer)
         if asynchronous:
@@ -131,7 +132,7 @@ def train_and_save(
 
 
 def error_of(config: Config, folder: Path, *, asynchronous: bool | None = None) -> str:
-    """This rank's error of a load that fails; of a save, where `asynchronous` is given."""
+    """This rank's error of a load that fails, or of a save if `asynchronous` is given."""
     policy, trainer = start(config)
     try:
         if asynchronous is not None:
@@ -152,7 +153,7 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tensor.zero_()
             entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-            stored = {  # without the extra state, which is of FP8 scales alone
+            stored = {  # without the extra state, which holds only FP8 scales
                 k: v for k, v in entries.items() if not isinstance(v, ShardedObject)
             }
             dist_checkpointing.load(stored, str(folder / "model"))
@@ -161,9 +162,9 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
 
 
 def resume(config: Config, folder: Path, *, updates: int = 3) -> Outcome:
-    """Load, and make the update that train_and_save made last."""
+    """Load, and make the same update that train_and_save made last."""
     policy, trainer = start(config)
-    update(config, policy, trainer, seed=1000)  # nothing of this may be left
+    update(config, policy, trainer, seed=1000)  # nothing of this may remain after the load
     load_all(folder, policy, trainer)
     state = gather_state(policy, trainer)
     update(config, policy, trainer, seed=updates)
@@ -171,7 +172,7 @@ def resume(config: Config, folder: Path, *, updates: int = 3) -> Outcome:
 
 
 def move(config: Config, source: Path, destination: Path) -> Outcome:
-    """Load and save again, without an update between."""
+    """Load and save again, without an update in between."""
     policy, trainer = start(config)
     load_all(source, policy, trainer)
     state = gather_state(policy, trainer)
@@ -189,8 +190,8 @@ def load_all(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def gather_state(policy: Policy, trainer: Trainer) -> State:
-    """The run's State on rank 0. Also: weights are the rounded fp32 parameters, and replicas of a
-    weight, of its moments and of a buffer are equal on all ranks."""
+    """The run's State on rank 0. Also checks that weights are the rounded fp32 parameters, and that
+    all copies of a weight, of its moments and of a buffer are equal."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -217,7 +218,7 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 
 
 def _flat_states(trainer: Trainer) -> dict[torch.nn.Parameter, dict[str, Tensor]]:
-    """Each parameter's states, whole, in the parameter's shape."""
+    """The states of each parameter, whole and in the parameter's shape."""
     whole = {}
     for part in _parts(trainer):
         places = part.model_param_gbuf_map
@@ -266,8 +267,8 @@ def _assemble(
 
 
 def expert_biases(config: Config, folder: Path, *, save: bool) -> dict[str, Tensor]:
-    """Those of all ranks, whose copies are equal, after a load; or random ones, as training would
-    leave them, and a save. They are buffers, and no optimizer has them."""
+    """The expert biases of all ranks, whose copies are equal. Either loads a checkpoint, or sets
+    random biases and saves one. They are buffers, so the optimizer does not have them."""
     policy, _ = start(config)
     if not save:
         load_model(folder, policy)
@@ -294,7 +295,7 @@ def save_generators(config: Config, folder: Path) -> None:
 
 
 def rng_after_resume(config: Config, folder: Path, other: Path) -> tuple[str, list[str]]:
-    """Numbers drawn after save_rng, and what is wrong with those drawn after load_rng."""
+    """Random numbers after save_rng, and the problems with those after load_rng."""
     save_generators(config, folder)
     first = _draw()
     problems = []
@@ -318,15 +319,15 @@ def _draw() -> str:
 
 @dataclass
 class Published:
-    """What a rank did for a checkpoint."""
+    """What a rank did for publishing a checkpoint."""
 
     problem: str | None
-    looks: int  # into its folder
-    over_writers: bool  # whether all that ranks told each other went over that group
+    looks: int  # how often it listed the folder
+    over_writers: bool  # whether all messages between ranks went over that group
 
 
 def publish(config: Config, folder: Path, *, asynchronous: bool) -> Published:
-    """A checkpoint to which each rank adds a small file, the later ranks last."""
+    """Publish a checkpoint to which each rank adds a small file; later ranks write last."""
     policy, trainer = start(config)
     rank, groups, native = dist.get_rank(), [], tensors.write_pieces
 

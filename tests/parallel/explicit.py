@@ -1,9 +1,9 @@
-"""A policy update by the formulas alone: the reference that shares nothing with the trainer.
+"""A policy update by the formulas alone. This reference shares no code with the trainer.
 
-One process, one sequence at a time without padding, whole logits, the log-softmax of torch, each
-objective as its paper writes it, plain autograd in float64. Of the package only the model is used,
-which the tests hold against transformers elsewhere. The routers' auxiliary losses are left out:
-they are means over micro-batches, of which there are none here.
+It uses one process, one sequence at a time without padding, whole logits, torch's log-softmax, each
+objective as its paper writes it, and plain autograd in float64. From the package it uses only the
+model, which other tests compare with transformers. The routers' auxiliary losses are left out: they
+are means over micro-batches, which do not exist here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ CLIP = {
     "dr_grpo": (0.2, 0.2),
     "reinforce_leave_one_out": (0.2, 0.2),
 }
-# By what the sum over all tokens of a mini-batch is divided; the others take means of means.
+# The divisor of a sum over all tokens of a mini-batch. Objectives that are not here take means of
+# means.
 SUMS = {
     "dapo": lambda sequences, tokens, longest: tokens,
     "cispo": lambda sequences, tokens, longest: tokens,
@@ -46,17 +47,17 @@ SUMS = {
 
 
 def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> StepResult:
-    """Loss, gradient norm and gradients in float64; the configuration asks for that precision."""
+    """Loss, gradient norm and gradients. The configuration must ask for float64."""
     assert config.training.precision == "fp64" and dist.get_world_size() == 1
     policy = build_on_ranks(config, vocab_size)
-    policy.eval()  # no auxiliary losses
+    policy.eval()  # without auxiliary losses
     [model] = policy.models
 
     name = config.objective.name
     loss, count = torch.zeros((), dtype=torch.float64), sum(batch.masked_lengths())
     sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
     masks = batch.masks or [torch.ones(n, dtype=torch.bool) for n in batch.response_lengths]
-    # advantages travel as float32
+    # advantages are sent as float32
     of_tokens = batch.token_advantages or [
         torch.full((n,), advantage, dtype=torch.float32)
         for n, advantage in zip(batch.response_lengths, batch.advantages, strict=True)
@@ -68,7 +69,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     for tokens, pieces, log_ratios, advantages, mask in zip(
         batch.tokens, branches, batch.log_ratios, of_tokens, masks, strict=True
     ):
-        if not mask.any():  # one of the sequences, without a term
+        if not mask.any():  # the sequence counts, but has no term
             continue
         found: list[Tensor] = []
         for ids, (prompt, _) in zip(tokens.split([sum(each) for each in pieces]), pieces):
@@ -79,10 +80,11 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
             found += [distribution[place - 1, ids[place]] for place in range(prompt, len(ids))]
         logprobs = torch.stack(found)
         old = logprobs.detach() - log_ratios.double()
-        logprobs, old = logprobs[mask], old[mask]  # the others are as if they were the prompt's
+        # the other tokens are treated like tokens of the prompt
+        logprobs, old = logprobs[mask], old[mask]
         weights = advantages[mask].double()
         weight = weights if batch.token_advantages else weights[0]
-        terms = surrogate(name, logprobs, old, weight).expand(len(old))  # of each token
+        terms = surrogate(name, logprobs, old, weight).expand(len(old))  # one for each token
         if name in SUMS:
             loss = loss - terms.sum() / SUMS[name](sequences, count, longest)
         else:
@@ -91,7 +93,8 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     parameters = list(model.parameters())
     of_parameters = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
     gradients: dict[str, Tensor] = {}
-    for shard in parameter_shards(model):  # a weight may come in pieces, as gate and up projection
+    # a weight may consist of several tensors, such as gate and up projection
+    for shard in parameter_shards(model):
         whole = gradients.setdefault(shard.name, loss.new_zeros(shard.global_shape))
         whole[shard.slices] = shard.view(of_parameters[shard.parameter])
     for name in gradients:
@@ -103,15 +106,15 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
 
 
 def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of one sequence's tokens, [tokens], or one that they share."""
+    """The terms of one sequence's tokens, [tokens], or one term that they share."""
     log_ratios = logprobs - old
     ratios = log_ratios.exp()
-    if name == "cispo":  # arXiv 2506.13585, eqs. 4-5, at a cap of 5
+    if name == "cispo":  # arXiv 2506.13585, eqs. 4-5, with a cap of 5
         return ratios.detach().clamp(max=5.0) * advantage * logprobs
     if name == "sapo":  # arXiv 2511.20347
         tau = 1.0 if advantage > 0 else 1.05
         return 4 / tau * torch.sigmoid(tau * (ratios - 1)) * advantage
-    if name == "gmpo":  # arXiv 2507.20673, eq. 4, at e^-0.4 and e^0.4
+    if name == "gmpo":  # arXiv 2507.20673, eq. 4, with limits e^-0.4 and e^0.4
         sign = advantage.sign()
         limited = sign * torch.min(sign * log_ratios, (sign * log_ratios).clamp(-0.4, 0.4))
         return limited.mean().exp() * advantage
@@ -135,8 +138,8 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
 
 
 def within_trust_region(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of the objectives that mask tokens by a divergence: arXiv 2602.04879, and the IPO
-    loss of prime-rl."""
+    """The terms of the objectives that mask tokens by a divergence (arXiv 2602.04879, and the IPO
+    loss of prime-rl)."""
     ratios, p, q = (logprobs - old).exp(), old.exp(), logprobs.detach().exp()
     if name == "ipo":
         near = (q - p).abs() <= 0.1

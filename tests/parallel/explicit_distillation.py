@@ -1,5 +1,5 @@
-"""A distilling update by the formulas alone, in float64 on one rank: whole logits of policy and
-teacher, plain autograd. See explicit.py, of which it has the terms of the policy's objective."""
+"""A distillation update by the formulas alone, in float64 on one rank, with whole logits of policy
+and teacher and plain autograd. It takes the terms of the policy's objective from explicit.py."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def explicit_distillation(
     batch: SyntheticBatch,
     teachers: Sequence[type[ReferencePolicy] | None],
 ) -> StepResult:
-    """Loss and gradients of an objective that takes means over sequences. teachers: what their
-    weights are, of each sequence; None: it has none."""
+    """Loss and gradients of an objective that takes means over sequences. teachers: for each
+    sequence, the weights of its teacher, or None without a teacher."""
     policy = build_on_ranks(config, vocab_size)
     policy.eval()
     [model] = policy.models
@@ -73,7 +73,7 @@ def explicit_distillation(
 
 
 def of_buckets(form: str, ours: Tensor, theirs: Tensor, k: int) -> Tensor:
-    """[tokens]: the divergence over the teacher's k tokens and the rest, from log-probs [tokens,
+    """The divergence [tokens] over the teacher's k tokens and the rest, from log-probs [tokens,
     vocabulary]."""
     best = theirs.topk(k)[1]
     is_rest = torch.ones_like(theirs).scatter(1, best, 0.0)

@@ -1,4 +1,4 @@
-"""The cases in which an update must be the same, as a product of dimensions."""
+"""The cases in which an update must be the same: a product of dimensions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One update. `split`: one micro-batch a data rank; several of equal sequences; or several of
-    ragged ones up to a token budget."""
+    """One case of an update. `split`: how the batch is cut, into one micro-batch for each data
+    rank, into several of equal sequences, or into several of uneven ones up to a token budget."""
 
     layout: str = "tp=1"
     dispatcher: str = "alltoall"
@@ -78,12 +78,12 @@ class Case:
         if self.split == "one":
             model = layout.tp * layout.pp * layout.cp
             return Cut(layout.world_size // model, token_budget=1000, multiple=multiple)
-        # Four shares of two micro-batches: every layout has at most 4 data ranks, and the routers'
-        # losses see the same micro-batches on all of them.
+        # Four shares of two micro-batches. Layouts have at most 4 data ranks, so the routers'
+        # losses get the same micro-batches on all of them.
         return Cut(replicas=4, token_budget=40, multiple=2)
 
     def on_one_rank(self) -> Case:
-        """The same micro-batches on one rank, in the plainest way."""
+        """The same micro-batches on one rank, without any options."""
         return replace(self, layout="tp=1", dispatcher="alltoall", recompute="none")
 
 
@@ -99,13 +99,13 @@ DIMENSIONS: Dimensions = {
     "precision": ("fp32", "fp64"),
 }
 
-# The rest of the objectives and of the ways to split meets fewer layouts: see below.
+# The other objectives and ways to split are tested on fewer layouts: see below.
 LAYOUT_DIMENSIONS: Dimensions = DIMENSIONS | {
     "split": ("one", "uneven"),
     "objective": ("gspo", "grpo"),
 }
-# Where a sequence, the batch or the vocabulary is cut, for all objectives: their code is the same
-# on every layout, and so is what they rely on.
+# All objectives are tested where a sequence, the batch or the vocabulary is cut. Elsewhere their
+# code, and what it relies on, is the same.
 OBJECTIVE_DIMENSIONS: Dimensions = {
     "layout": ("dp=2", "cp=2", "tp=2"),
     "packing": (True, False),
@@ -116,14 +116,14 @@ OBJECTIVE_DIMENSIONS: Dimensions = {
 
 
 def full_product() -> Iterator[Case]:
-    """Every case, those of a layout together."""
+    """Every case. The cases of a layout follow each other."""
     for values in itertools.product(*DIMENSIONS.values()):
         yield Case(**dict(zip(DIMENSIONS, values, strict=True)))
 
 
 def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
-    """Cases in which any two values of two dimensions meet at least once: by greedy choice among
-    random candidates, each made around a pair that has not met yet."""
+    """Cases in which each pair of values of two dimensions occurs at least once. A greedy choice
+    among random candidates; each candidate contains a pair that is still missing."""
     source = random.Random(seed)
     names = list(dimensions)
     missing = {
@@ -133,7 +133,7 @@ def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
     }
     cases = []
     while missing:
-        # sets have no order that is the same in every process
+        # the order of sets differs between processes
         wanted = min(missing, key=repr)
         candidates = [
             {name: source.choice(dimensions[name]) for name in names} | dict(wanted)

@@ -1,4 +1,5 @@
-"""The models of these tests: tiny, with sizes that hide no mistake by being equal or round."""
+"""The models of these tests. They are tiny, and no two sizes are equal or round, which would hide
+mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ODD_MOE: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_aux_loss_coeff": 0.01,
     "moe_z_loss_coeff": 0.001,
-    # far from uniform: routes, log-probs and gradients of an untrained model say little
+    # Far from uniform: the routes, log-probs and gradients of an untrained model show little.
     "init_method_std": 0.15,
 }
 
@@ -44,7 +45,7 @@ def odd_moe(
     **megatron: Any,
 ) -> Config:
     """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32 unless `training`
-    says otherwise; further arguments are fields of TransformerConfig."""
+    says otherwise. Further arguments are fields of TransformerConfig."""
     config = parse_config(
         {
             "model": {"megatron": {**ODD_MOE, **megatron}, "tie_embeddings": tie_embeddings},
@@ -65,7 +66,7 @@ def odd_moe(
 
 
 def build_on_ranks(config: Config, vocab_size: int = VOCAB_SIZE) -> Policy:
-    """Groups and policy on the running processes."""
+    """Build groups and policy in the running processes."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     return build_policy(config, parallel, vocab_size)

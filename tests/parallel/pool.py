@@ -1,8 +1,8 @@
 """Real gloo processes that run test functions on many layouts, one after another.
 
-The workers are forked from one server that has imported Megatron-Core once, and live for the whole
-test session; each task is a new torch.distributed world over the first ranks of them. No port is
-fixed: the rendezvous is a store in the pytest process, on a port that the system picks.
+The workers are forked from a server that has imported Megatron-Core once, and live for the whole
+test session. Each task is a new torch.distributed world of the first ranks. No port is fixed: the
+rendezvous is a store in the pytest process, on a port that the system picks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ import torch.distributed as dist
 from gspo_megatron.config import Config
 
 TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
-# torch.distributed does not give back all threads of a world that has ended, and a few hundred of
-# them slow every collective down; a new worker takes 0.1 s.
+# torch.distributed does not end all threads of an old world, and a few hundred of them slow every
+# collective down. A new worker takes 0.1 s.
 TASKS_OF_A_WORKER = 8
-_GRACE = 1.0  # seconds for the other ranks to tell what they saw when one has failed
+_GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",
     "gspo_megatron.rollout.megatron.engine",
-    "torch._dynamo",  # an optimizer on rehearsed devices would import it on every rank: a second
+    # an optimizer on rehearsed devices would import it on every rank, which takes a second
+    "torch._dynamo",
 ]
 
 
 class RankError(AssertionError):
-    """A task failed on a rank; the message holds the rank and its traceback."""
+    """A task failed on a rank. The message has the rank and its traceback."""
 
 
 def _take_none(rank: int) -> str:
@@ -51,10 +52,10 @@ def _take_none(rank: int) -> str:
 
 
 class Pool:
-    """Workers, started when a task first needs them."""
+    """The workers, which start when a task first needs them."""
 
     def __init__(self, take_device: Callable[[int], str] = _take_none) -> None:
-        """take_device(rank): give this process the rank's device; returns the backend of the
+        """take_device(rank) gives this process the rank's device. It returns the backend for
         collectives between such devices."""
         self._take_device = take_device
         self._context = multiprocessing.get_context("forkserver")
@@ -65,12 +66,12 @@ class Pool:
         self._store: dist.TCPStore | None = None
 
     def on(self, config: Config, function: Callable[..., Any], **arguments: Any) -> Any:
-        """`function(config=config, **arguments)` on as many ranks as the configuration's layout
-        has; returns what rank 0 returned."""
+        """Run `function(config=config, **arguments)` on as many ranks as the configuration's layout
+        has. Returns rank 0's result."""
         return self.each(config, function, **arguments)[0]
 
     def each(self, config: Config, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """The same, with what every rank returned."""
+        """The same, but returns the results of all ranks."""
         return self.run(config.world_size_hint(), function, config=config, **arguments)
 
     def run(
@@ -81,12 +82,12 @@ class Pool:
         timeout: float = TASK_TIMEOUT,
         **arguments: Any,
     ) -> list[Any]:
-        """What `function(**arguments)` returned on ranks 0 to world_size - 1.
+        """Run `function(**arguments)` on ranks 0 to world_size - 1. Returns the results.
 
-        `function` belongs to a module that can be imported, and starts and stops torch.distributed
-        by itself only if it wants another world: the default group is there. Raises RankError with
-        the traceback of the rank that failed first, or with the ranks that ran out of time; either
-        ends all workers, and the next task gets new ones.
+        `function` belongs to a module that can be imported. The default group exists; the function
+        starts and stops torch.distributed itself only if it wants another world. Raises RankError
+        with the traceback of the first rank that failed, or with the ranks that ran out of time.
+        Both end all workers, and the next task gets new ones.
         """
         try:
             connections = self._start(world_size)
@@ -99,12 +100,12 @@ class Pool:
             if self._tasks % TASKS_OF_A_WORKER == 0:
                 self.close()
             return results
-        except BaseException:  # an interrupt too must not leave ranks waiting for each other
+        except BaseException:  # also an interrupt must not leave ranks waiting for each other
             self.close()
             raise
 
     def close(self) -> None:
-        """End all workers; harmless when there are none."""
+        """End all workers. Harmless if there are none."""
         for process, connection in self._workers:
             process.kill()
             connection.close()
@@ -145,7 +146,7 @@ class Pool:
                     failures.append(f"rank {rank} of {len(connections)}: {value}")
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if failures:
-            # the first is the cause, what follows are mostly ranks that lost their peer
+            # the first is the cause; the others are mostly ranks that lost their peer
             raise RankError("\n".join([failures[0], *(f.splitlines()[-1] for f in failures[1:])]))
         if waiting:
             raise RankError(
@@ -158,7 +159,7 @@ class Pool:
         return Path(self._stacks.name) / f"{rank}.txt"
 
     def _stack(self, rank: int) -> str:
-        """Where a rank is, innermost call first."""
+        """The call stack of a rank, innermost call first."""
         process = self._workers[rank][0]
         assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):
@@ -172,10 +173,11 @@ class Pool:
 
 
 def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int], str]) -> None:
-    """The worker's main loop."""
-    gc.freeze()  # what the server has imported stays: a collection after each task need not walk it
+    """The main loop of a worker."""
+    # the modules from the server stay, so a collection after each task need not visit them
+    gc.freeze()
     faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides what an interrupt is
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides about an interrupt
     threading.Thread(target=_die_with_parent, daemon=True).start()
     while True:
         try:
@@ -191,7 +193,8 @@ def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int]
 
 
 def _die_with_parent() -> None:
-    """A rank that waits in a collective for a peer would outlive a killed pytest by minutes."""
+    """End this process with pytest. A rank that waits for a peer in a collective would outlive it
+    by minutes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,5 @@
-"""Kinds of attention, positions and experts, and padding tokens: one update on every layout."""
+"""Kinds of attention, positions and experts, and padding tokens: the update is the same on every
+layout."""
 
 from __future__ import annotations
 
@@ -20,16 +21,17 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 
-# Latent attention with YaRN, from 8 tokens on; rotary positions on half of a head, and biases;
-# gated delta nets, and attention with an output gate.
+# Latent attention with YaRN from 8 tokens on; rotary positions on half of a head, with biases; and
+# gated delta nets beside attention with an output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
-FP32_GATES = 1e-7  # in fp64: Megatron-Core takes the sigmoid of output gates in fp32
+FP32_GATES = 1e-7  # even in fp64, because Megatron-Core takes the sigmoid of output gates in fp32
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
-    "minimax_m2": {},  # norms over all heads, and half of each rotated
-    "ernie4_5_moe": {"tie_word_embeddings": True},  # pairs of neighbours rotated, a router of ours
+    "minimax_m2": {},  # norms over all heads; half of each head is rotated
+    # rotates pairs of neighbours, and has our own router
+    "ernie4_5_moe": {"tie_word_embeddings": True},
     "llama": {},
     "qwen3_next": {"num_attention_heads": 8, "hidden_size": 48},
     "qwen3_5_moe_text": {"num_attention_heads": 8, "hidden_size": 48},
@@ -39,16 +41,17 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -> StepResult:
-    # The gradient of a delta net's decay is a sum of what nearly cancels: fp32 would say little.
+    # The gradient of a delta net's decay is a sum of terms that nearly cancel. In fp32 it would
+    # show little.
     dtype = "float64" if folder.name in DELTA_NETS else "float32"
-    # far from uniform: log-probs and gradients of an untrained model say little
+    # far from uniform: log-probs and gradients of an untrained model show little
     config = config_of(folder, dtype, layout=layout, init_method_std=0.15)
     return update(pool, config, function, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of models; weights are drawn, the same on every layout."""
+    """Folders of models. The weights are random, and the same on every layout."""
     root = tmp_path_factory.mktemp("models")
     for family, changes in MODELS.items():
         write_model(root / family, family, seed=1, **changes)
@@ -100,13 +103,14 @@ def test_the_update_is_that_of_one_rank(
 def test_the_padding_token_gives_the_embedding_no_gradient(
     pool: Pool, tmp_path: Path, tied: bool
 ) -> None:
-    """By pad_token_id of config.json, on whichever shard of the vocabulary its row lies."""
+    """The token is the pad_token_id of config.json, on whichever shard of the vocabulary its row
+    lies."""
     padding = 7
     changes = {"pad_token_id": padding, "tie_word_embeddings": tied}
     folder = write_model(tmp_path / "model", "qwen3_moe", seed=1, **changes)
     alone = _update(pool, folder, "tp=1", update_from_folder)
     row = alone.gradients["embedding.word_embeddings.weight"][padding]
-    assert bool(row.any()) == tied  # a tied row is also one of the output layer's
+    assert bool(row.any()) == tied  # a tied row also belongs to the output layer
     for layout in ("tp=2", "pp=2,cp=2"):
         result = _update(pool, folder, layout, update_from_folder)
         assert_same_gradients(result, alone, FP32_TOLERANCE)

@@ -1,8 +1,8 @@
-"""An asynchronous run is a function of its bank: trained from the same files, one rank and every
-layout compute the same losses and gradients.
+"""An asynchronous run is a function of its store: from the same files, one rank and every layout
+compute the same losses and gradients.
 
-The files are written here with the service's own code, so that responses have tokens of several
-versions and routes of their own; the ranks read them as in a run with servers.
+The files are written here with the service's own code. Their responses have tokens of several
+versions, and routes. The ranks read them as in a run with servers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOLERANCE = 1e-5  # fp32, after several optimizer updates
 
 
 class Tokenizer:
-    """Token ids as words."""
+    """A tokenizer whose text is the token ids."""
 
     pad_id, eos_ids = 0, (2,)
 
@@ -75,7 +75,7 @@ def config_of(layout: str, folder: Path, old_logprobs: str, bound: int | None) -
         "group_size": GROUP,
     }
     logging = config.logging.model_copy(update={"dir": str(folder)})
-    # Adam with a tiny epsilon makes full steps of what is rounding in gradients near 0
+    # with a tiny epsilon, Adam would make full steps out of rounding in gradients near 0
     optimizer = config.optimizer.model_copy(update={"epsilon": 1e-3})
     changed = {"logging": logging, "optimizer": optimizer}
     changed["rollout"] = config.rollout.model_copy(update=rollout)
@@ -98,13 +98,13 @@ PROMPT_IDS = [
 
 
 def write_bank(folder: Path, has_turns: bool) -> None:
-    """The draws of all steps, as a service leaves them; `has_turns`: of several turns, between
-    which stands what the policy did not write."""
+    """Write the groups of all steps, as a service leaves them. `has_turns`: responses have several
+    turns, and between them tokens that the policy did not write."""
     random = np.random.default_rng(11)
     for step in range(1, STEPS + 1):
         draw = draw_of(step)
         file = RequestFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
-        for number in random.permutation(PROMPTS).tolist():  # as they finish
+        for number in random.permutation(PROMPTS).tolist():  # in the order of finishing
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
             given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
@@ -122,8 +122,8 @@ def write_bank(folder: Path, has_turns: bool) -> None:
 
 
 def in_two_branches(group: RolloutGroup) -> np.ndarray:
-    """[tokens] bool: the first token of each response is a branch of its own, where the prompt has
-    a token for the second one."""
+    """[tokens] bool: the first tokens of branches. The first token of each response begins a
+    branch, if the prompt has a token for the second one."""
     kinds = []
     for prompt, length in zip(group.prompt_lengths, group.response_lengths, strict=True):
         kind = np.arange(prompt + length) >= prompt
@@ -134,7 +134,7 @@ def in_two_branches(group: RolloutGroup) -> np.ndarray:
 
 
 def response(random: np.random.Generator, prompt: int, oldest: int, newest: int) -> Response:
-    """Of random tokens, versions that grow from one to the next, and experts."""
+    """A response of random tokens, with versions that grow, and experts."""
     count = int(random.integers(1, 20))
     versions = np.sort(random.integers(oldest, newest + 1, count)).astype(np.int32)
     routes = random.permuted(
@@ -190,7 +190,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
 
 
 def written(folder: Path, step: int) -> list[RolloutGroup]:
-    """The groups in the bank."""
+    """The groups in the store."""
     path = folder / FOLDER / f"{draw_of(step).name}{SUFFIX}"
     return list(read_groups(path).values())
 
@@ -212,7 +212,7 @@ def test_every_layout_computes_the_same_from_the_bank(
         name, error = compare(on_one[1].gradients, result.gradients)[0]
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
     last = on_one[0][-1]
-    assert last["old"] > 0  # tokens of more than one version before
+    assert last["old"] > 0  # some tokens are more than one version old
     groups = written(tmp_path, STEPS)
     tokens = sum(group.response_lengths.sum() for group in groups)
     if bound is None:
@@ -231,7 +231,7 @@ def a_group(number: int) -> RolloutGroup:
 
 
 def reading(path: Path) -> str:
-    """What a rank is told that reads the group of its own number."""
+    """The error of a rank, each of which reads the group of its own number."""
     try:
         ServedRollouts._read(path, [dist.get_rank()], dist.get_rank())
     except DataError as error:

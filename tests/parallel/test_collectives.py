@@ -1,4 +1,4 @@
-"""What one rank does for all of them, and how they learn that it failed."""
+"""Work that one rank does for all of them, and how the others learn that it failed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.parallel.pool import Pool
 
 
 class UnknownError(UserError):
-    """Of a class that other processes need not know."""
+    """An error of a class that other processes do not know."""
 
 
 def failure(kind: str) -> tuple[str, str, list[str]]:
-    """What a rank catches where rank 0 raises an error of this kind."""
+    """The error that a rank gets if rank 0 raises an error of this kind."""
 
     def fail() -> None:
         assert dist.get_rank() == 0, "work of rank 0"
@@ -35,7 +35,7 @@ def failure(kind: str) -> tuple[str, str, list[str]]:
     "kind", ["ConfigError", "DataError", "EpisodeError", "RewardError", "RolloutError", "UserError"]
 )
 def test_all_ranks_have_an_error_of_the_same_class(pool: Pool, kind: str) -> None:
-    """For some of them the run is saved, which takes all ranks."""
+    """For some classes the run is saved, and all ranks must take part."""
     problems = ["one line", "and another"] if kind == "ConfigError" else []
     assert pool.run(3, failure, kind=kind) == [(kind, "one line\nand another", problems)] * 3
 

@@ -38,7 +38,7 @@ def updates(pool: Pool) -> dict[str, StepResult]:
 
 
 def responses() -> list[torch.Tensor]:
-    """Tokens and log-probs of greedy responses to prompts of several lengths."""
+    """The tokens and log-probs of greedy responses to prompts of several lengths."""
     with one_rank_groups():
         engine = MegatronEngine(tiny_policy(), pad_id=0, eos_id=1)
         prompts = Requests([[3, 4], [5, 6, 7, 8, 9], [10]], [0, 1, 2])
@@ -66,7 +66,7 @@ def test_the_switch_changes_no_result(pool: Pool, tmp_path: Path) -> None:
     is_on, replaced, without, (tokens, logprobs) = torch.load(path, weights_only=False)
     assert (is_on, replaced) == (False, [])
     for layout, result in updates(pool).items():
-        # the layouts agree without it, and each of them agrees with itself
+        # without `faster` the layouts agree, and each of them agrees with itself
         for reference in (without["tp=1"], result):
             assert_same_update(without[layout], reference, FP32_TOLERANCE)
         assert_norm_is_that_of_the_gradients(without[layout])

@@ -1,4 +1,4 @@
-"""On-policy distillation: the same update on every layout, and that of the formulas."""
+"""On-policy distillation: the update is the same on every layout, and that of the formulas."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from tests.parallel.updates import (
 )
 
 FP64 = {"precision": "fp64"}
-# advantages of whole sequences are float32, whatever the precision of the model
+# advantages of whole sequences are float32, whatever the model's precision
 FP32_ADVANTAGES = 1e-6
 WIDE = "tp=2,pp=2,cp=2,ep=2"
 
 
 def distant_teacher(folder: str, policy: Policy, *, offload: bool) -> DistantReference:
-    """In place of a folder's weights: a function of the policy's, the same on every layout."""
+    """A teacher without a folder: its weights are a function of the policy's, and the same on every
+    layout."""
     return DistantReference(policy, offload=offload)
 
 
@@ -47,7 +48,8 @@ def run(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
 
 
 def check(pool: Pool, name: str, layouts: tuple[str, ...], **distillation: Any) -> StepResult:
-    """One rank's update is that of the formulas, and every layout's that of one rank."""
+    """Check that one rank's update is that of the formulas, and that every layout's update is that
+    of one rank."""
     distillation = {"teacher": "a folder", "coefficient": 0.5, **distillation}
     section = {"name": name, "distillation": distillation}
     alone = run(pool, "tp=1", section)
@@ -91,7 +93,7 @@ def test_a_divergence_is_that_of_the_formula_on_every_layout(
 
 
 class Itself(DistantReference):
-    """The policy's own weights."""
+    """A teacher with the policy's own weights."""
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
         super(DistantReference, self).__init__(policy, offload=offload)
@@ -109,7 +111,7 @@ def update_with_itself(**arguments: Any) -> StepResult:
 
 @pytest.mark.parametrize("form", ["forward_kl_topk", "reverse_kl_topk"])
 def test_a_teacher_that_is_the_policy_teaches_exactly_nothing(pool: Pool, form: str) -> None:
-    """Without rewards the whole gradient is 0, in float32 too, bit by bit."""
+    """Without rewards the whole gradient is exactly 0, also in float32."""
     section = {"name": "gspo", "distillation": {"teacher": "x", "form": form, "top_k": 4}}
     for layout in ("tp=1", "tp=2,cp=2"):
         result = update(pool, odd_moe(layout, section, **NO_ROUTER_LOSSES), update_with_itself)
@@ -119,7 +121,7 @@ def test_a_teacher_that_is_the_policy_teaches_exactly_nothing(pool: Pool, form: 
 
 
 class Other(DistantReference):
-    """Elsewhere than the first teacher."""
+    """A teacher with other weights than the first."""
 
     @torch.no_grad()
     def __init__(self, policy: Policy, *, offload: bool) -> None:
@@ -136,7 +138,7 @@ def one_of_two(folder: str, policy: Policy, *, offload: bool) -> DistantReferenc
 
 
 def of_three_kinds(**columns: Any) -> RolloutBatch:
-    """Responses in turn without a teacher, of the first one and of the second."""
+    """Responses that in turn have no teacher, the first one, and the second one."""
     return RolloutBatch(**columns, teachers=(columns["sample_index"] % 3 - 1).to(torch.int32))
 
 
@@ -167,9 +169,9 @@ def test_each_response_learns_from_its_own_teacher_on_every_layout(pool: Pool, f
 
 
 def of_a_server(**columns: Any) -> RolloutBatch:
-    """What a server might have said: a function of each token, with places that are filled up."""
+    """The data that a server might have sent: a function of each token, filled up to k places."""
     batch = RolloutBatch(**columns)
-    said = columns["rollout_logprobs"].double()  # [response tokens], of no two tokens the same
+    said = columns["rollout_logprobs"].double()  # [response tokens], all different
     places = torch.arange(4, device=said.device)
     tokens = (said[:, None].abs() * 1e6).long() % 11 + 11 * places
     logprobs = -1.5 - places - said[:, None].abs().clamp_max(1.0)

@@ -1,5 +1,5 @@
-"""Episodes of several turns by the sharded model: the same on all layouts; tokens, log-probs and
-experts of each turn are those with which it was drawn."""
+"""Episodes of several turns by the sharded model: they are the same on all layouts, and the tokens,
+log-probs and experts of each turn are those with which it was generated."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.parallel.pool import Pool
 PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
 LIMITS = EpisodeLimits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
-# fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
+# fp32 logits of size 10, summed in another order, differ by 1e-6; a wrong position or token by 0.1
 TOLERANCE = 1e-5
 
 
 class Tokenizer:
-    """Each token is a character."""
+    """A tokenizer of characters."""
 
     eos_ids, eos_id = (EOS_ID,), EOS_ID
 
@@ -50,9 +50,9 @@ class Tokenizer:
 
 
 class Echo:
-    """Says part of each turn back. Some episodes have one turn, some go on until a limit ends them,
-    some begin again with a short prompt, some take a turn back, and some fail, at once or in the
-    middle."""
+    """An environment that repeats a part of each turn. Some episodes have one turn, some go on
+    until a limit, some begin again with a short prompt, some take a turn back, and some fail at
+    once or in the middle."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         if task.answer == "fails at once":
@@ -82,7 +82,7 @@ def tasks() -> list[Prompt]:
 
 
 def play(config: Config) -> dict[int, dict[str, Any]]:
-    """This rank's episodes by sample index."""
+    """This rank's episodes, by the number of the sample."""
     policy = build_on_ranks(config)
     layers = attach_hooks(policy.models)
     engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, record_routes=True)
@@ -127,7 +127,7 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
 
 
 def branches_of(row: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Where each branch begins, where its response does, and where it ends."""
+    """Each branch: where it begins, where its response begins, and where it ends."""
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(row["kinds"])]
     ends = [0, *itertools.accumulate(length for _, length in runs)]
     assert [kind for kind, _ in runs] == [False, True] * (len(runs) // 2)
@@ -135,7 +135,8 @@ def branches_of(row: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def continued(config: Config, rows: dict[int, dict[str, Any]]) -> dict[int, list[Any]]:
-    """Log-probs of the responses and experts of all tokens, those of a branch in one pass."""
+    """The log-probs of the responses and the experts of all tokens, with one pass for each
+    branch."""
     policy = build_on_ranks(config)
     attach_hooks(policy.models)
     policy.eval()
@@ -178,7 +179,7 @@ def test_episodes_of_one_rank_are_of_all_kinds(of_one_rank: dict[int, dict[str, 
     for row in of_one_rank.values():
         response = [n for n, kind in zip(row["tokens"], row["kinds"]) if kind]
         *_, last = branches_of(row)
-        last_branch = len(response) - (last[2] - last[1])  # begins there in the response
+        last_branch = len(response) - (last[2] - last[1])  # where it begins in the response
         assert len(response) == len(row["mask"]) == len(row["logprobs"])
         assert len(response) <= LIMITS.response_tokens
         if not isinstance(row["outcome"], str):
@@ -205,7 +206,7 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
     for sample, row in of_one_rank.items():
         logprobs, experts = whole[sample]
         if len(row["mask"]) == 1 and not row["mask"][0]:
-            continue  # failed before its first turn
+            continue  # the episode failed before its first turn
         drawn = [
             (own, true)
             for own, true, mask in zip(row["logprobs"], logprobs, row["mask"], strict=True)
@@ -213,13 +214,14 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
         ]
         for own, true in drawn:
             assert own == pytest.approx(true, abs=TOLERANCE)
-        last = {end - 1 for _, _, end in branches_of(row)}  # never fed
+        # tokens that were never fed to the model
+        last = {end - 1 for _, _, end in branches_of(row)}
         for number, (own, true) in enumerate(zip(row["routes"], experts, strict=True)):
             assert number in last or own == true
 
 
 class Unplayable:
-    """Notices on one of the replicas that it cannot play."""
+    """An environment that fails to set itself up on one of the replicas."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         await client.generate(max_tokens=2)
@@ -240,7 +242,7 @@ def fail(config: Config) -> str:
 
 
 def test_all_ranks_are_told_that_no_episode_can_be_played(pool: Pool) -> None:
-    """They save the run together."""
+    """They all save the run together."""
     assert pool.each(odd_moe("tp=2,dp=2"), fail) == ["the bridge is gone"] * 4
 
 

@@ -29,8 +29,8 @@ from tests.parallel.pool import Pool
 
 GROUP, PROMPTS = 3, 3
 SAMPLING = Sampling(max_tokens=8)
-# Kept are groups 1, 3 and 4: of two data ranks one holds two of them and the other one, of four one
-# holds none. Group 5 is one too many, and a third round is not drawn.
+# Groups 1, 3 and 4 are kept. With two data ranks, one holds two of them and the other holds one.
+# With four, one holds none. Group 5 is not needed, and a third round is not generated.
 ANSWERS = ["flat", "", "flat", "", "", "", "", "", ""]
 KEPT = [1, 3, 4]
 PAD_ID, EOS_ID = 0, 2
@@ -38,7 +38,7 @@ TURN = 3  # tokens
 
 
 class Tokenizer:
-    """Token ids as words."""
+    """A tokenizer whose text is the token ids."""
 
     eos_ids = (EOS_ID,)
 
@@ -47,7 +47,8 @@ class Tokenizer:
 
 
 def reward_of_turns(sample: Sample) -> TurnRewards:
-    """Turns of three tokens, worth the sum of these; nothing where the answer is "flat"."""
+    """A turn has three tokens, and its reward is their sum. If the answer is "flat", there is no
+    reward."""
     ends = [*range(TURN, sample.num_tokens, TURN), sample.num_tokens]
     if sample.answer == "flat":
         return TurnRewards([0.0] * len(ends), ends)
@@ -55,15 +56,15 @@ def reward_of_turns(sample: Sample) -> TurnRewards:
     return TurnRewards([sum(ids[max(0, end - TURN) : end]) / 64 for end in ends], ends)
 
 
-# One sequence of the step, as a rank that trains on it has it: its group, its tokens and reward,
-# and its token advantages.
+# One sequence of the step on a rank that trains on it: its group, tokens, reward, and token
+# advantages.
 Received = tuple[int, tuple[list[int], float], list[float]]
 Step = tuple[dict[int, list[Received]], dict[str, float]]
 
 
 def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received], dict[str, float]]:
-    """This rank's sequences of a step by their number, and its metrics. Sequence n goes to
-    data-parallel rank n % size, from wherever it was sampled."""
+    """This rank's sequences of a step, by their number, and its metrics. Sequence n goes to
+    data-parallel rank n % size, wherever it was sampled."""
     engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("turns", reward_of_turns)
     drawn = [
@@ -115,7 +116,7 @@ def parts(sample: Sample) -> dict[str, float]:
 
 
 def uneven_parts(sample: Sample) -> dict[str, float]:
-    """Which differ between the data ranks."""
+    """Parts that differ between the data ranks."""
     number = int(sample.prompt.split()[1])
     return {"odd" if number % 2 else "even": 1.0}
 
@@ -127,7 +128,7 @@ def fails_once(sample: Sample) -> float:
 
 
 def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """The metrics of a step and of an evaluation with its responses, or what was raised."""
+    """The metrics of a step and of an evaluation with its responses, or the error."""
     engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("mine", globals()[name])
     drawn = [Prompt(f"prompt {n}", "", f"f:{n}", {}, tuple(p)) for n, p in enumerate(prompts)]
@@ -146,7 +147,7 @@ def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any
 
 
 def scored_on(pool: Pool, layout: str, name: str, **reward: Any) -> list[dict[str, Any]]:
-    """By rank."""
+    """The same for each rank."""
     config = config_of(layout)
     rollout = config.rollout.model_copy(update={"dynamic_sampling": False})
     section = config.reward.model_copy(update={"clip": None, "retries": 0, **reward})
@@ -169,7 +170,7 @@ def config_of(layout: str) -> Config:
 
 
 def collected(pool: Pool, layout: str) -> Step:
-    """Each sequence as the ranks that train on it have it, and the metrics of all ranks."""
+    """Each sequence on the ranks that train on it, and the metrics of all ranks."""
     answers = pool.each(config_of(layout), step, prompts=make_prompts())
     assert all(metrics == answers[0][1] for _, metrics in answers)
     numbers = {number for received, _ in answers for number in received}
@@ -188,9 +189,9 @@ def test_one_rank_keeps_the_first_groups_with_spread(of_one_rank: Step) -> None:
     assert metrics["rollout/refills"] == 1
     assert metrics["rollout/groups_dropped"] == 3
     assert metrics["reward/zero_spread_groups"] == pytest.approx(2 / 6)
-    assert metrics["reward/mean"] > 2 * metrics["reward/shaped_mean"]  # clipped at times
+    assert metrics["reward/mean"] > 2 * metrics["reward/shaped_mean"]  # some rewards are clipped
     for group in KEPT:
-        # turns of three tokens: the first of each carries the turn's advantage
+        # turns have three tokens, and the first of each shows the turn's advantage
         alone = [copies[0] for copies in sequences.values()]
         turns = [x for of, _, advantages in alone if of == group for x in advantages[::TURN]]
         assert len(turns) > GROUP

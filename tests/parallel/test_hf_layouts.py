@@ -1,4 +1,5 @@
-"""Import and export on sharded layouts: the same bits come back, and the same function is run."""
+"""Import and export on sharded layouts: the same bits come back, and the model computes the
+same."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ LAYOUTS = [
     "tp=2,pp=2,ep=2",
     "tp=2,pp=2,vpp=2,ep=2",
 ]
-# what the other families have that qwen3_moe has not, on the layouts that cut it
+# features of other families that qwen3_moe lacks, on the layouts that cut them
 OTHERS = [
     ("qwen3", "tp=2,pp=2"),
     ("qwen2_moe", "tp=2,etp=2"),
@@ -61,12 +62,13 @@ REST = [
     for family in CONFIGS
     for layout in LAYOUTS[1:] + MORE_LAYOUTS
     if (family, layout) not in QUICK
-    and not (family == "qwen3" and ("ep=" in layout or "etp=" in layout))  # it has no experts
+    # the family has no experts
+    and not (family == "qwen3" and ("ep=" in layout or "etp=" in layout))
     and not (family == "gpt_oss" and "etp=" in layout)  # biases of experts are not cut
 ]
 IN_BF16 = ("qwen3_moe", "tp=2,pp=2,ep=2")
 REST_IN_BF16 = [case for case in QUICK + REST if case[1] in LAYOUTS and case != IN_BF16]
-# log-probs in fp32: sums over the shards in another order
+# log-probs in fp32, with sums over the shards in another order
 TOLERANCE = 1e-5
 
 _draw = random.Random(8)
@@ -87,8 +89,8 @@ def round_trip(
     mistake: str | None = None,
     exporting: bool = True,
 ) -> Said | None:
-    """Import, export; and between, where there are prompts, continue them. `mistake`: of the map,
-    importing and perhaps exporting."""
+    """Import and export; if there are prompts, continue them in between. `mistake`: one in the map,
+    for the import and perhaps the export."""
     wrong = mistaken(mistake, importing=True, exporting=exporting) if mistake else nullcontext()
     with wrong:
         policy = _policy(config)
@@ -99,7 +101,7 @@ def round_trip(
 
 
 def failed_export(config: Config, target: Path) -> str:
-    """What this rank hears of an export that cannot be written."""
+    """This rank's error of an export that cannot be written."""
     try:
         export_hf(_policy(config), target)
     except DataError as error:
@@ -108,7 +110,7 @@ def failed_export(config: Config, target: Path) -> str:
 
 
 def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stream as this rank sees it."""
+    """The stream as this rank gets it."""
     tensors = {}
     for name, tensor in stream_hf(_policy(config), dtype=dtype, everywhere=True):
         assert tensor is not None and tensor.dtype == dtype
@@ -117,7 +119,7 @@ def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _trip(pool: Pool, source: Path, dtype: str, layout: str, **options: Any) -> Said | None:
-    """Where nothing is lost on the way."""
+    """A round trip in which nothing may be lost."""
     target = source.with_name(f"{source.name}-{layout}-again")
     config = config_of(source, dtype, layout)
     said = pool.on(config, round_trip, target=target, **options)
@@ -145,7 +147,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_and_back_and_the_same_function(
     pool: Pool, shared: Path, tmp_path: Path, family: str, layout: str
 ) -> None:
-    # a mistake that import and export share would show in what the model says
+    # a mistake that import and export share shows in the responses
     tied = layout == "pp=2"
     source = write_model(tmp_path / "source", family, seed=6, tie_word_embeddings=tied)
     said = _trip(pool, source, "float32", layout, prompts=PROMPTS)
@@ -181,7 +183,8 @@ def test_more_tensor_ranks_than_groups_of_keys(pool: Pool, tmp_path: Path) -> No
 def test_every_rank_gets_the_stream(pool: Pool, tmp_path: Path, layout: str) -> None:
     source = write_model(tmp_path / "source", "qwen3_moe", seed=7)
     config = config_of(source, layout=layout)
-    *_, seen = pool.each(config, streamed_everywhere, dtype=torch.bfloat16)  # by the last rank
+    # the result of the last rank
+    *_, seen = pool.each(config, streamed_everywhere, dtype=torch.bfloat16)
     expected = {name: tensor.bfloat16() for name, tensor in read_folder(source).items()}
     assert_same_bits(seen, expected)
 
@@ -202,7 +205,8 @@ def test_mistakes_over_the_ranks_are_noticed(
         assert_same_bits(read_folder(tmp_path / "in"), read_folder(source))
     twice = {"target": tmp_path / "both", "mistake": mistake, "prompts": PROMPTS}
     said = pool.on(config, round_trip, **twice)
-    assert_same_bits(read_folder(tmp_path / "both"), read_folder(source))  # it cancels out
+    # the mistakes of import and export cancel
+    assert_same_bits(read_folder(tmp_path / "both"), read_folder(source))
     assert said[0] != right[0]
 
 

@@ -1,4 +1,4 @@
-"""Collectives by shared memory do what gloo's do, and end as they do."""
+"""Collectives by shared memory give the same results as gloo's, and end in the same way."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from gspo_megatron.platform.cpu import host_collectives, windows
 from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES
 from tests.parallel.pool import Pool, RankError
 
-SMALL_WINDOW = 2**11  # bytes: tensors take several turns, of which the last is shorter
+SMALL_WINDOW = 2**11  # bytes: tensors need several turns, the last of them shorter
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-WIDTH = 3  # of the rows that ranks send each other
+WIDTH = 3  # of the rows that ranks send to each other
 
 
 def pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -41,7 +41,7 @@ def pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class Drawn:
-    """A collective with its arguments, drawn at random and alike on all ranks."""
+    """A collective with random arguments, which are the same on all ranks."""
 
     def __init__(self, common: random.Random, group: dist.ProcessGroup) -> None:
         size, self.rank, self.group = group.size(), group.rank(), group
@@ -49,19 +49,20 @@ class Drawn:
         self.in_place, self.coalesced = common.random() < 0.5, common.random() < 0.5
         operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         self.op = common.choice(operations)
-        # how many rows rank a sends rank b: uneven, even, or None for even without being told
+        # the number of rows that rank a sends to rank b: uneven, even, or None for even without
+        # being told
         uneven = [[common.choice([0, 0, 1, 40]) for _ in range(size)] for _ in range(size)]
         self.rows = common.choice([uneven, [[4] * size] * size, None])
         rows = 4 * size if self.rows is None else sum(self.rows[self.rank])
         count = size * common.choice([0, 1, 7, 601])
         shape = (rows, WIDTH) if self.name == "all_to_all_single" else (count,)
         kind = common.choice(TYPES)
-        # Sums of whole numbers, small enough for bf16: the order does not matter.
+        # The summands are whole numbers and small enough for bf16, so the order does not matter.
         self.given = torch.randint(0, 50, shape).to(kind)
 
     def run(self, collective: Callable[..., Any], *, in_place: bool) -> torch.Tensor:
-        """What this rank has afterwards. in_place: as in Megatron-Core's buffers, where a share is
-        a part of the whole."""
+        """The result on this rank. in_place: as in Megatron-Core's buffers, where a share is a part
+        of the whole."""
         given, group = self.given.clone(), self.group
         if self.name == "all_reduce":
             collective(given, self.op, group=group)
@@ -93,8 +94,8 @@ class Drawn:
 
 
 def in_any_order(window_bytes: int = SMALL_WINDOW) -> tuple[list[str], int]:
-    """Which of the collectives have other results than gloo's, and in how many turns. In each turn
-    one rank is late to read what the others wrote; they are then a turn further on."""
+    """Run the collectives in a random order. Returns those whose results differ from gloo's, and
+    the number of turns. In each turn one rank reads late, when the others are a turn further on."""
     native, turns, different = windows.Window.meet, [], []
     common = random.Random(3)
 
@@ -130,18 +131,18 @@ def test_a_tensor_that_fits_takes_one_turn(pool: Pool) -> None:
         assert different == [] and turns < 130
 
 
-# [ranks, elements]: what each rank gives
+# [ranks, elements]: the inputs of all ranks
 GIVEN = [[1.0, 5.0, 2.0, 4.0], [3.0, 2.0, 2.0, 1.0]]
 RESULTS = {
     "SUM": [4.0, 7.0, 4.0, 5.0],
     "MAX": [3.0, 5.0, 2.0, 4.0],
     "MIN": [1.0, 2.0, 2.0, 1.0],
-    "PRODUCT": [3.0, 10.0, 4.0, 4.0],  # not by shared memory, as others than SUM of a scatter
+    "PRODUCT": [3.0, 10.0, 4.0, 4.0],  # shared memory has no product, and for a scatter only SUM
 }
 
 
 def reduced() -> dict[str, tuple[list[float], list[float]]]:
-    """By all_reduce, and this rank's share by reduce_scatter."""
+    """The results of all_reduce, and of reduce_scatter for this rank's share."""
     found = {}
     for name in RESULTS:
         op, given = getattr(dist.ReduceOp, name), torch.tensor(GIVEN[dist.get_rank()])
@@ -157,7 +158,7 @@ def test_each_operation_gives_what_was_computed_by_hand(pool: Pool) -> None:
     assert first == {name: (whole, whole[:2]) for name, whole in RESULTS.items()}
     assert second == {name: (whole, whole[2:]) for name, whole in RESULTS.items()}
     with pytest.raises(AssertionError, match="reduce_scatter by"):
-        group: Any = None  # it gets no further
+        group: Any = None  # it gets no further than this
         host_collectives.reduce_scatter_tensor(
             group, torch.empty(2), torch.ones(4), dist.ReduceOp.MAX
         )
@@ -167,14 +168,14 @@ REASONS = ("no such file system", "full", "others need the rest", "two hosts", "
 
 
 def without_window(reason: str, folder: str) -> tuple[list[str], int]:
-    """`in_any_order` where no window can be had."""
+    """`in_any_order` if no window can be made."""
     refused = OSError(errno.ENOSPC, "No space left on device")
     little_room = SimpleNamespace(f_bavail=4 * SMALL_WINDOW - 1, f_frsize=1)
     patches = {
         "no such file system": lambda: patch.object(windows, "MEMORY", "/does/not/exist"),
         "full": lambda: patch.object(os, "posix_fallocate", side_effect=refused),
         "others need the rest": lambda: patch.object(os, "statvfs", return_value=little_room),
-        # as a rank on another host, which has a file system in memory of its own
+        # as a rank on another host, which has another file system in memory
         "two hosts": lambda: patch.object(os.path, "exists", return_value=dist.get_rank() == 0),
         "other processor": lambda: patch.object(platform, "machine", return_value="aarch64"),
     }
@@ -184,7 +185,7 @@ def without_window(reason: str, folder: str) -> tuple[list[str], int]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """A folder in memory, which nobody else writes to."""
+    """A folder in memory that nobody else writes to."""
     with tempfile.TemporaryDirectory(dir=windows.MEMORY) as name:
         yield name
 
@@ -245,7 +246,8 @@ def test_waiting_has_the_time_limit_of_the_group(pool: Pool) -> None:
 
 
 def in_other_collectives() -> list[str]:
-    """What a rank is told that differs from the other in sizes, types, operations, collectives."""
+    """The error of a rank whose collective differs from the other rank's in size, type, operation
+    or kind."""
     rank, messages = dist.get_rank(), []
     kind, op = [(torch.float32, dist.ReduceOp.SUM), (torch.int32, dist.ReduceOp.MAX)][rank]
     cases: list[Callable[..., Any]] = [
@@ -268,15 +270,15 @@ def in_other_collectives() -> list[str]:
 
 
 def test_ranks_that_do_different_things_are_told(pool: Pool) -> None:
-    """gloo stops at most of them, too; without a check they would add up what an earlier collective
-    left in the memory."""
+    """gloo, too, stops at most of these. Without a check, ranks would add up what an earlier
+    collective left in the memory."""
     assert pool.run(2, in_other_collectives) == [
         [f"rank {other} is in another collective, or in other sizes"] * 4 for other in (1, 0)
     ]
 
 
 def in_background(size: int) -> bool:
-    """Whether work that is waited for later comes back as a handle to wait for."""
+    """Whether an asynchronous collective returns a handle to wait for."""
     whole = torch.full((6,), dist.get_rank() + 1.0)
     share, total = torch.empty(6 // size), whole.clone()
     dist.reduce_scatter_tensor(share, whole, async_op=True).wait()
@@ -290,7 +292,7 @@ def test_work_in_the_background_is_left_to_gloo(pool: Pool, size: int) -> None:
 
 
 def outside() -> list[float]:
-    """What a rank has after a reduction in a group of the others."""
+    """The result of a rank after a reduction in a group of the others."""
     group = dist.new_group([1])
     numbers = torch.full((2,), 3.0)
     dist.all_reduce(numbers, group=group)
@@ -303,7 +305,8 @@ def test_a_rank_outside_of_the_group_does_nothing(pool: Pool) -> None:
 
 
 def threads_started(by_gloo: bool) -> int:
-    """By a rank alone that gathers 16 MB, after its own OpenMP threads have started."""
+    """The threads that a single rank starts when it gathers 16 MB, after its own OpenMP threads
+    have started."""
     torch.set_num_threads(2)
     whole = torch.ones(2**22).mul(2.0)
     before = len(os.listdir("/proc/self/task"))
@@ -313,14 +316,15 @@ def threads_started(by_gloo: bool) -> int:
 
 
 def test_a_rank_alone_starts_no_second_team_of_threads(pool: Pool) -> None:
-    """libgomp lets the threads of no team spin when there are more than cores: all operations that
-    follow take longer."""
+    """If there are more threads than cores, libgomp lets no team of threads spin, and all later
+    operations take longer."""
     assert pool.run(1, threads_started, by_gloo=False) == [0]
     assert pool.run(1, threads_started, by_gloo=True) == [1]
 
 
 def gloo_threads() -> tuple[int, float]:
-    """The threads of gloo's devices in this process, and the time limit of its last group."""
+    """The number of threads of gloo's devices in this process, and the time limit of its last
+    group."""
     groups = [dist.new_group(timeout=datetime.timedelta(seconds=60 + n)) for n in range(5)]
     for group in groups:
         dist.barrier(group)
@@ -335,8 +339,8 @@ def test_all_groups_share_the_thread_of_gloos_device(pool: Pool, size: int) -> N
 
 
 def names_in_megatron() -> list[str]:
-    """Of Megatron-Core's own names for collectives, those that are not the installed ones, and the
-    collectives for which none is installed."""
+    """Megatron-Core's names for collectives that are not the installed functions, and the
+    collectives that have no installed function."""
     others = [
         f"{module.__name__}.{name}"
         for module, name, collective in (
@@ -352,5 +356,5 @@ def names_in_megatron() -> list[str]:
 
 
 def test_megatron_core_uses_them_under_its_own_names(pool: Pool) -> None:
-    """On a rank, which imports the package first. pytest imports what a test file imports first."""
+    """The ranks import the package first. In pytest the first import is that of the test file."""
     assert pool.run(1, names_in_megatron) == [[]]

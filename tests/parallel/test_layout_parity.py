@@ -1,4 +1,5 @@
-"""Models and layouts beyond the matrix: other stages, tied embeddings, dense layers, padding."""
+"""Models and layouts that the matrix lacks: other stages, tied embeddings, dense layers,
+padding."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ Check = Callable[..., StepResult]
 
 @pytest.fixture(scope="module")
 def check(pool: Pool) -> Check:
-    """Holds an update on a layout against that on one rank, which is kept. `more` is of the layout
-    alone."""
+    """Compare an update on a layout with the one on one rank, which is kept. `more`: changes for
+    the layout only."""
     kept: dict[str, StepResult] = {}
 
     def run(layout: str, name: str, sequences: int, **model: Any) -> StepResult:
@@ -58,13 +59,13 @@ DENSE = {
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
 }
-# the embedding and the loss count as a layer each: 3 + 3 places for 4 layers
+# the embedding and the loss count as a layer each, so 4 layers need 3 + 3 places
 ENDS_COUNT = {
     "account_for_embedding_in_pipeline_split": True,
     "account_for_loss_in_pipeline_split": True,
 }
-# At these coefficients they are most of a router's gradient: padding that a layout adds, or tokens
-# that it distributes unevenly, must not show.
+# With these coefficients the losses are most of a router's gradient. Neither padding of a layout
+# nor an uneven distribution of tokens may show.
 LARGE_ROUTER_LOSSES = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
 
 
@@ -97,7 +98,7 @@ def test_the_update_is_that_of_one_rank(check: Check, layout: str, model: dict[s
 
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", "dp=4", "dp=2,ep=2", "pp=2"])
 def test_micro_batches_without_sequences_add_nothing(check: Check, layout: str) -> None:
-    # 3 sequences over 4 shares of 2 micro-batches: most of these are padding only
+    # 3 sequences over 4 shares of 2 micro-batches: most of these contain only padding
     result = check(layout, "grpo", sequences=3)
     assert math.isfinite(result.metrics["grad_norm"])
 
@@ -119,5 +120,5 @@ def test_gradients_that_go_on_their_way_early_are_all_there(
         cut = Cut(replicas=2, token_budget=25, multiple=2)
         result = update(pool, config, batch=SyntheticBatch(**columns), cut=cut, mini_batches=2)
         results.append(result)
-    plain, overlapping = results  # gradients of the second update
+    plain, overlapping = results  # the gradients of the second update
     assert_same_update(overlapping, plain, FP32_TOLERANCE)

@@ -1,4 +1,5 @@
-"""Adapters: the same loss, gradient norm and gradient of each of their matrices on every layout."""
+"""Adapters: loss, gradient norm and the gradient of each of their matrices are the same on every
+layout."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from tests.unit.hf.published import VOCABULARY, write_model
 
 @torch.no_grad()
 def stir(policy: Policy) -> Policy:
-    """Give each B values that depend on its name alone: where it is zero, A has no gradient."""
+    """Give each B values that depend on its name only. As long as B is zero, A has no gradient."""
     for model in policy.models:
         for shard in parameter_shards(model):
             if "lora." in shard.name and ".b" in shard.name:
@@ -46,7 +47,7 @@ def stir(policy: Policy) -> Policy:
 
 
 def update_with_adapters(**arguments: Any) -> StepResult:
-    """`run_update` of a model whose adapters change something."""
+    """`run_update` of a model whose adapters have an effect."""
     native = parity.build_policy
 
     def build_policy(config: Config, *others: Any) -> Policy:
@@ -61,7 +62,7 @@ def with_lora(config: Config, **lora: Any) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
 
 
-# With it the tiny MoE is a model of the family qwen2_moe.
+# With these fields the tiny MoE is a model of the family qwen2_moe.
 QWEN2_MOE: dict[str, Any] = NO_ROUTER_LOSSES | {
     "moe_shared_expert_gate": True,
     "add_qkv_bias": True,
@@ -111,14 +112,14 @@ def test_the_update_is_that_of_one_rank(pool: Pool, reference: StepResult, layou
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        # the head's shards and tied embeddings; padded rows; adapters of a few matrices alone
+        # shards of the head and tied embeddings; padded rows; adapters of only a few matrices
         ({"tie_embeddings": True}, "tp=2,pp=2"),
         ({"training": {"packing": False, "recompute": "full"}}, "tp=2,cp=2,ep=2"),
         ({"lora": {"targets": ["q_proj", "v_proj", "up_proj", "router"]}}, "tp=2,ep=2,etp=2"),
-        # the head's rows over TP, some of them padding; alone on the last stage
+        # the rows of the head are cut over TP, some are padding; only the last stage has them
         ({"lora": {"targets": ["head", "router", "o_proj"]}}, "tp=2,pp=2,ep=2"),
         ({"lora": {"targets": ["head"]}}, "tp=2,cp=2"),
-        # a stage without any adapter, whose gradients pass through
+        # a stage without adapters, through which gradients pass
         ({"lora": {"targets": ["mlp"]}}, "pp=2"),
         ({"lora": {"targets": ["experts"]}, "training": {"recompute": "selective"}}, "pp=2,ep=2"),
     ],

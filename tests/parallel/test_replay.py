@@ -1,4 +1,5 @@
-"""Routing Replay acts, on every layout, and the update with it is the same on all of them."""
+"""Routing Replay has an effect on every layout, and the update with it is the same on all of
+them."""
 
 from __future__ import annotations
 
@@ -44,26 +45,27 @@ class Watched:
 
     result: StepResult
     replayed: int  # tokens x layers whose forward pass had routes to follow
-    wrong: int  # of these, tokens whose experts in Megatron-Core's routing map were others
-    moved: int  # of these, tokens that the router would have sent elsewhere
-    passes: dict[str, int]  # forward passes of routers, by what they were told
+    wrong: int  # tokens of these with other experts in Megatron-Core's routing map
+    moved: int  # tokens of these for which the router would have chosen other experts
+    passes: dict[str, int]  # the number of routers' forward passes by their instruction
 
 
 def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
-    """A watched update. `mistake`: of tests.unit.routing.mistakes."""
+    """A watched update. `mistake`: one of tests.unit.routing.mistakes."""
     with getattr(mistakes, mistake)() if mistake else nullcontext():
         return watched(update_away_from_the_reference, **arguments)
 
 
 def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
-    """An update, every routing map of Megatron-Core held against the routes of the pass."""
+    """Make an update, and compare every routing map of Megatron-Core with the routes of the
+    pass."""
     counts, passes = defaultdict(int), defaultdict(int)
     native = TopKRouter.routing
 
     def routing(self: TopKRouter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         routes = hooks._current.get()
         passes[type(routes).__name__] += 1
-        # a checkpointed training pass, to be repeated when gradients are wanted
+        # a checkpointed training pass, which is repeated when gradients are needed
         passes["checkpointed"] += isinstance(routes, Observing) and not torch.is_grad_enabled()
         probs, chosen = native(self, logits, *args, **kwargs)
         inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
@@ -78,7 +80,7 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
             counts["wrong"] += int(((maps != chosen).any(-1) & known).sum())
             counts["wrong"] += int(((natural != chosen).any(-1) & ~known).sum())
             counts["moved"] += int(((maps != natural).any(-1) & known).sum())
-            # the weights of the experts are the live router's
+            # the weights of the experts are those of the current router
             assert not (probs[~chosen] != 0).any()
         return probs, chosen
 
@@ -90,7 +92,7 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
 
 
 def with_routes(batch: SyntheticBatch, topk: int = TOP_K) -> SyntheticBatch:
-    """Random experts for every token and layer, as no router would choose them."""
+    """Random experts for every token and layer, which no router would choose."""
     generator = torch.Generator().manual_seed(3)
     routes = [
         torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(topk).indices
@@ -110,11 +112,11 @@ def run(
     alike: bool = False,
     **routing: Any,
 ) -> Watched:
-    """An update of three mini-batches; `alike`: all sequences of one length."""
+    """An update of three mini-batches. `alike`: all sequences have one length."""
     training = {"precision": "fp64", "packing": packing, "recompute": recompute}
     megatron = dict(NO_ROUTER_LOSSES)
     if recompute == "selective":
-        megatron["recompute_modules"] = ["moe"]  # whole layers of experts, router included
+        megatron["recompute_modules"] = ["moe"]  # whole layers of experts, with the router
     objective = objective or {"name": "grpo"}
     config = odd_moe(layout, objective, training=training, routing=routing, **megatron)
     size = {"shortest": 13, "longest": 13} if alike else {}
@@ -127,7 +129,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> dict[str, Watched]:
-    """The updates of one rank."""
+    """The updates on one rank."""
     return {mode: run(pool, "tp=1", replay=mode, volatility=True) for mode in ("off", "r2", "r3")}
 
 
@@ -143,14 +145,14 @@ def test_without_replay_experts_change_and_the_change_is_logged(alone: dict[str,
 
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_replay_changes_the_update(alone: dict[str, Watched], mode: str) -> None:
-    """And by more than rounding: the routers would have gone elsewhere."""
+    """The difference is larger than rounding, because the routers would choose other experts."""
     assert alone[mode].moved > 0
     differences = compare(alone["off"].result.gradients, alone[mode].result.gradients)
     assert differences[0][1] > 1e-3
 
 
-# Each layout meets each recomputation, both modes, packed and padded; each recomputation meets all
-# four pairs of mode and packing on some layout.
+# Each layout is tested with each recomputation, both modes, packed and padded. Each recomputation
+# is tested with all four pairs of mode and packing on some layout.
 WAYS = (("r2", True), ("r3", False), ("r3", True), ("r2", False))
 SELECTION = [
     (layout, *WAYS[(row + column) % len(WAYS)], recompute)
@@ -177,7 +179,7 @@ def test_every_token_goes_to_the_recorded_experts_on_every_layout(
     assert watched.wrong == 0
     assert (watched.passes["checkpointed"] > 0) == (recompute != "none")
     results = watched.result, alone[mode].result
-    if packing:  # padding is stored too
+    if packing:  # padding is stored, too
         assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
     else:  # rows are cut into other micro-batches
         assert_same_gradients(*results, FP64_TOLERANCE_OF_ROUTERS)
@@ -185,10 +187,11 @@ def test_every_token_goes_to_the_recorded_experts_on_every_layout(
 
 def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) -> None:
     tokens = [len(t) for t in synthetic_batch(odd_moe("tp=1").objective, VOCAB_SIZE).tokens]
-    # micro-batches without a sequence hold a token of padding; there are not two dozen of them
+    # micro-batches without a sequence hold one token of padding; there are fewer than two dozen of
+    # them
     for mode, needed in (("r3", sum(tokens)), ("r2", sum(tokens[4:]))):
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
-        # r2 needs none for the first of three mini-batches, which has 4 of the 13 sequences
+        # r2 needs no pass for the first of three mini-batches, which has 4 of the 13 sequences
         assert needed <= stored <= needed + 24, mode
 
 
@@ -196,14 +199,15 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
 def test_branches_of_an_episode_follow_the_rollouts_experts(
     pool: Pool, layout: str, packing: bool
 ) -> None:
-    """All tokens but the last of each branch, which was never fed to the rollout engine."""
+    """The routes of all tokens except the last one of each branch, which was never fed to the
+    rollout engine."""
     training = {"precision": "fp64", "packing": packing}
     config = odd_moe(layout, {"name": "gspo"}, training=training, routing={"replay": "r3"})
     batch = with_routes(branched_batch())
     pieces = [sum(lengths) for branches in batch.branches for lengths in branches]
     ends = torch.tensor(pieces).cumsum(0) - 1
     flat = torch.cat(batch.routes)
-    flat[ends] = 0  # one expert twice, which is refused where it is read
+    flat[ends] = 0  # one expert twice, which is refused when it is read
     batch = replace(batch, routes=list(flat.split([len(tokens) for tokens in batch.tokens])))
     cut = Cut(replicas=2, token_budget=40, multiple=2)
     watched = update(pool, config, watched_update, batch=batch, cut=cut)
@@ -241,7 +245,7 @@ def test_policy_and_reference_replay_apart_on_every_layout(
         assert distance > 1e-3, "the reference's mode does nothing"
 
 
-# Traps of Routing Replay that only several stages or ranks show, each put in and noticed.
+# Traps of Routing Replay that show only with several stages or ranks. Each is planted, and noticed.
 
 
 def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
@@ -259,13 +263,13 @@ def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
 def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
     pool: Pool, layout: str, alike: bool
 ) -> None:
-    """Between a micro-batch's forward pass and its recomputation others have begun. Where all are
-    of one length nothing but the count of uses tells."""
+    """Between the forward pass of a micro-batch and its recomputation, other micro-batches begin.
+    If all have one length, only the count of uses shows the mistake."""
     options = {"mistake": "newest_routes_only", "alike": alike, "replay": "r2"}
     said = r"never asked|more than once" if alike else r"routes of \d+ tokens|never asked"
     with pytest.raises(RankError, match=said):
         run(pool, layout, recompute="full", **options)
-    # Without recomputation the newest is the right one: it takes both to see it.
+    # Without recomputation the newest one is right. So both are needed to see the mistake.
     watched = run(pool, layout, **options)
     assert watched.replayed > 0 and watched.wrong == 0
 
@@ -276,7 +280,7 @@ def test_trap_layers_of_virtual_stages_are_numbered_from_1_each(pool: Pool) -> N
 
 
 def test_a_stage_without_routers_takes_part(pool: Pool, alone: dict[str, Watched]) -> None:
-    """The first of four layers is dense, and the first of four stages has no other."""
+    """The first of four layers is dense, and the first of four stages has only this layer."""
     watched = run(pool, "pp=4", replay="r2", volatility=True)
     assert watched.wrong == 0 < watched.replayed
     assert watched.result.metrics["routing/tokens_changed"] > 0

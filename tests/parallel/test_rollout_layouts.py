@@ -1,4 +1,5 @@
-"""Rollouts by the sharded model: one set of responses on all layouts, log-probs as trained."""
+"""Rollouts by the sharded model: the responses are the same on all layouts, and the log-probs those
+of training."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ LAYOUTS = [
 PER_PROMPT = 3
 SAMPLED = Sampling(max_tokens=14, temperature=0.7)
 GREEDY = Sampling(max_tokens=14, temperature=0.0)
-# fp32 logits of size 10 or so, summed in another order: 1e-6; a wrong position or token: 0.1
+# fp32 logits of size 10, summed in another order, differ by 1e-6; a wrong position or token by 0.1
 TOLERANCE = 1e-5
 
 
@@ -46,13 +47,13 @@ PAD_ID, EOS_ID = 0, 2
 
 
 def spelled(token_ids: Sequence[int]) -> str:
-    """Each token is a character."""
+    """Write each token as a character."""
     return "".join(map(chr, token_ids))
 
 
 @dataclass
 class Response:
-    """One response, as one rank saw it."""
+    """One response, as one rank returned it."""
 
     data_rank: int
     prompt: list[int]
@@ -75,7 +76,8 @@ def sample_on_ranks(
     count: int = 5,
     **options: Any,
 ) -> RolloutBatch:
-    """Data ranks take the prompts in turn. `options` are those of the engine."""
+    """Sample on ranks. The prompts are dealt to the data ranks in turn. `options` are those of the
+    engine."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     numbers = range(group.rank(), count, group.size())
     attach_hooks(policy.models)
@@ -85,7 +87,7 @@ def sample_on_ranks(
 
 
 def generate(config: Config, **options: Any) -> dict[int, Response]:
-    """Sample index -> response of this rank."""
+    """The responses of this rank, by the number of the sample."""
     batch = sample_on_ranks(build_on_ranks(config), **options)
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
@@ -103,8 +105,8 @@ def generate(config: Config, **options: Any) -> dict[int, Response]:
 
 
 def mismatch(config: Config) -> list[float]:
-    """How far the engine's log-probs are from those of the trainer's packed forward pass, for the
-    tokens of which this rank has both."""
+    """The differences of the engine's log-probs from those of the trainer's packed forward pass,
+    for tokens of which this rank has both."""
     policy = build_on_ranks(config)
     batch = sample_on_ranks(policy, SAMPLED)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -129,7 +131,8 @@ def mismatch(config: Config) -> list[float]:
 
 
 def argmaxes(config: Config, sequences: list[list[int]]) -> list[list[int]]:
-    """The most likely token after each position: one forward pass a sequence, without a cache."""
+    """The most probable token after each position, by one forward pass for each sequence without a
+    cache."""
     policy = build_on_ranks(config)
     policy.eval()
     model = policy.models[0]
@@ -151,7 +154,7 @@ def responses(
     megatron: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[int, list[Response]]:
-    """Sample index -> the response as each rank of a replica returned it."""
+    """For each sample, the response as each rank of a replica returned it."""
     config = odd_moe(layout, ddp=ddp, **(megatron or {}))
     by_rank = pool.each(config, generate, sampling=sampling, **options)
     samples = sorted({sample for found in by_rank for sample in found})
@@ -223,10 +226,10 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     [
         ("tp=1", {"batch_size": 4}),
         ("dp=2,ep=2", {"batch_size": 4}),
-        # a data rank without prompts takes part where it holds experts,
+        # A data rank without prompts takes part if it holds experts,
         ("dp=4,ep=4", {"count": 1}),
         ("dp=2,etp=2", {"count": 1}),
-        # and where ranks still wait for the weights of an update
+        # and if ranks still wait for the weights of an update.
         ("dp=2", {"count": 1, "ddp": OVERLAP}),
     ],
 )
@@ -247,7 +250,7 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
     [
         *((layout, 4, {}) for layout in ["tp=1", *LAYOUTS]),
         ("dp=2,ep=2", 2, {}),
-        # ranks have the same number of rows and of prefilled prompts, dummies among them
+        # ranks have the same number of rows and of prefilled prompts, with dummies
         ("dp=2,ep=2", 4, ALLGATHER),
         ("dp=4,ep=4", 2, ALLGATHER),
     ],
@@ -259,8 +262,8 @@ def test_refilled_rows_draw_the_same_responses(
     rows: int,
     megatron: dict[str, Any],
 ) -> None:
-    """Fewer rows than a rank has responses, in most cases no multiple of a group. Routes are those
-    of the same layout with all responses at once."""
+    """There are fewer rows than a rank has responses, mostly no multiple of a group. Routes are
+    those of the same layout with all responses at once."""
     options = {"megatron": megatron, "record_routes": True}
     together = responses(pool, layout, SAMPLED, **options)
     refilled = responses(pool, layout, SAMPLED, batch_size=rows, **options)
@@ -270,7 +273,7 @@ def test_refilled_rows_draw_the_same_responses(
         for found, whole in zip(copies, together[sample], strict=True):
             assert (found.tokens, found.truncated) == (expected.tokens, expected.truncated)
             assert found.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
-            assert found.routes[:-1] == whole.routes[:-1]  # the last token has none
+            assert found.routes[:-1] == whole.routes[:-1]  # the last token has no routes
             assert len(found.routes) == len(found.prompt) + len(found.tokens)
 
 

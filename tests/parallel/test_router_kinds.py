@@ -1,6 +1,5 @@
-"""Routing Replay with the routers of the families: a sigmoid with a bias, in groups, and the
-softmax with a bias, which is our own. Every token goes where it is told, and the update is the same
-on all layouts."""
+"""Routing Replay with the families' routers: a sigmoid with a bias, in groups, and our own softmax
+with a bias. Every token goes to its replayed experts, and the update is the same on all layouts."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def test_every_token_goes_where_it_is_told(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_changes_the_update(pool: Pool, folders: Path, family: str) -> None:
-    """By more than rounding: the routers would have gone elsewhere."""
+    """The difference is larger than rounding, because the routers would choose other experts."""
     plain = of_one_rank(pool, folders / family, "off").result.gradients
     for mode in ("r2", "r3"):
         replayed = of_one_rank(pool, folders / family, mode).result.gradients

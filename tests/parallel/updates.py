@@ -1,4 +1,4 @@
-"""Updates on ranks, their references, and what it means that two are the same."""
+"""Updates on ranks, their references, and the comparison of two updates."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
-# fp32 sums in another order; the gradients of the q/k norms, sums over all tokens that nearly
-# cancel, come to 3e-6. A sequence, a shard or a factor gone wrong shows at 1e-2 and above.
+# fp32 sums in another order. Gradients of the q/k norms are sums over all tokens that nearly
+# cancel; they differ by 3e-6. A wrong sequence, shard or factor shows at 1e-2 and above.
 FP32_TOLERANCE = 2e-5
-# In float64 nothing but the order of sums is left: 5e-15 at most was seen.
+# In float64 only the order of sums is left: at most 5e-15 was seen.
 FP64_TOLERANCE = 1e-10
-# Megatron-Core's routers compute their softmax and their aux losses in float32 whatever the model's
-# precision. The softmax rounds alike on every layout as long as the loss is scaled by the same
-# number, or by a power of two; it is scaled by the number of micro-batches.
+# Megatron-Core's routers compute their softmax and aux losses in float32, whatever the model's
+# precision. The softmax is rounded alike on every layout if the loss is scaled by the same number,
+# or by a power of two. The scale is the number of micro-batches.
 FP64_TOLERANCE_OF_ROUTERS = 5e-7
 METRIC_TOLERANCE = 1e-5
 
-# Four shares of two micro-batches and more: at most 4 data ranks divide it, and the routers' losses
-# see the same micro-batches on all layouts.
+# Four shares of two or more micro-batches. At most 4 data ranks divide them, so the routers' losses
+# get the same micro-batches on all layouts.
 CUT = Cut(replicas=4, token_budget=40, multiple=2)
 
 
@@ -50,15 +50,16 @@ def update(
     vocab_size: int = VOCAB_SIZE,
     **arguments: Any,
 ) -> Any:
-    """An update by the code of a training step, or `function`, on the configuration's ranks."""
+    """An update on the configuration's ranks, by the code of a training step or by `function`."""
     batch = batch or synthetic_batch(config.objective, vocab_size)
     arguments |= {"vocab_size": vocab_size, "batch": batch, "cut": cut}
     return pool.on(config, function, **arguments)
 
 
 class DistantReference(ReferencePolicy):
-    """Far from the policy, by the same amount whatever the layout: a function of the weight. At the
-    start of RL the divergence from the reference would be zero, and its gradient with it."""
+    """A reference far from the policy. The distance is a function of the weight, and so the same on
+    every layout. At the start of RL the divergence from the reference would be zero, and so would
+    its gradient."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -69,12 +70,12 @@ class DistantReference(ReferencePolicy):
 
 @mock.patch.object(policy_update, "ReferencePolicy", DistantReference)
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
-    """`run_update` with a reference, where there is one, that differs from the policy."""
+    """`run_update`, with a reference (if there is one) that differs from the policy."""
     return run_update(**arguments)
 
 
 def update_from_folder(**arguments: Any) -> StepResult:
-    """`run_update` with the weights of model.hf_path, and all else that its config.json gives."""
+    """`run_update` with the weights of model.hf_path, and the settings of its config.json."""
     native = parity.build_policy
 
     def build_policy(config: Config, *others: Any) -> Policy:
@@ -87,14 +88,14 @@ def update_from_folder(**arguments: Any) -> StepResult:
 
 
 def gradient_tolerance(case: Case) -> float:
-    """Largest norm of the difference over the norm, for each parameter."""
+    """For each parameter, the largest allowed norm of the difference, relative to the norm."""
     if case.precision == "fp32":
         return FP32_TOLERANCE
     return FP64_TOLERANCE_OF_ROUTERS if case.router_losses else FP64_TOLERANCE
 
 
 class Updates:
-    """Runs the updates of cases on the pool and keeps the references."""
+    """Runs the updates of cases on the pool, and keeps the references."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -112,7 +113,8 @@ class Updates:
         return update(self._pool, case.config(), function, batch=batch, cut=case.cut(), **arguments)
 
     def explicit(self, case: Case, batch: SyntheticBatch | None = None) -> StepResult:
-        """By the formulas, in float64; the same for all cases of an objective and a batch."""
+        """The update by the formulas, in float64. All cases of an objective and a batch share
+        it."""
         batch = batch or case.batch()
         key = f"{case.objective} {batch}"
         if key not in self._kept:
@@ -123,7 +125,7 @@ class Updates:
         return self._kept[key]
 
     def one_rank(self, case: Case) -> StepResult:
-        """On one rank with the same micro-batches."""
+        """The update on one rank with the same micro-batches."""
         plain, cut = case.on_one_rank(), case.cut()
         key = f"{plain} {cut}"
         if key not in self._kept:
@@ -131,8 +133,8 @@ class Updates:
         return self._kept[key]
 
     def check(self, case: Case) -> None:
-        """The update of `case` is right: its gradients and loss are those of the formulas where the
-        routers add none of their own, else those of one rank, and its metrics those of one rank."""
+        """Check the update of `case`. Gradients and loss must be those of the formulas if the
+        routers add none of their own, else those of one rank. Metrics must be those of one rank."""
         result = self.run(case)
         if not case.router_losses:
             assert_follows_formulas(case, result, self.explicit(case), gradient_tolerance(case))
@@ -151,7 +153,7 @@ def assert_follows_formulas(
 ) -> None:
     assert_same_gradients(result, explicit, tolerance)
     tolerance = gradient_tolerance(case)
-    # fp32 losses are sums of terms of both signs: absolute errors have the size of the terms
+    # fp32 losses are sums of terms of both signs, so absolute errors have the size of the terms
     floor = 1e-7 if tolerance == FP32_TOLERANCE else 1e-12
     loss = explicit.metrics["loss"]
     assert result.metrics["loss"] == pytest.approx(loss, rel=tolerance, abs=floor)
@@ -160,7 +162,8 @@ def assert_follows_formulas(
 def assert_same_update(
     result: StepResult, reference: StepResult, tolerance: float, *, but: str = ""
 ) -> None:
-    """Gradients and metrics; of the metric `but` only that both have it, and not 0."""
+    """Check gradients and metrics. For the metric `but`, check only that both have it, and not
+    0."""
     assert_same_gradients(result, reference, tolerance)
     assert result.metrics.keys() == reference.metrics.keys()
     for name, value in reference.metrics.items():
@@ -169,8 +172,8 @@ def assert_same_update(
             assert min(value, result.metrics[name]) > 0
             continue
         if name.startswith("ratio/token/p"):
-            tolerance = 0.04 * abs(value - 1)  # a bin of the sketch
-        # figures that would be 0 but for rounding, such as kl/k1, have the size of the rounding
+            tolerance = 0.04 * abs(value - 1)  # one bin of the sketch
+        # figures that are 0 except for rounding, such as kl/k1, have the size of the rounding
         assert result.metrics[name] == pytest.approx(value, rel=tolerance, abs=1e-8), name
 
 

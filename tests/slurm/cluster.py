@@ -1,12 +1,12 @@
-"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd a virtual node.
+"""A real Slurm cluster on this machine: munged, slurmctld, and one slurmd for each virtual node.
 
 Each daemon runs below a subreaper (subreaper.py), which holds the read end of a pipe of this
-process: whatever happens to this process, no daemon, job step or task outlives it. So a node can be
-killed whole, too.
+process. So no daemon, job step or task outlives this process, whatever happens to it. It also means
+that a node can be killed as a whole.
 
-On loopback the nodes are named by addresses of 127.0.0.0/8, which resolve anywhere. With
-isolated=True every node has a network namespace and a host name of its own, joined by a bridge in
-a namespace of the controller's: what listens on a node's loopback cannot be reached from another.
+On loopback the nodes are named by addresses of 127.0.0.0/8, which resolve everywhere. With
+isolated=True every node has a network namespace and a host name of its own. A bridge in the
+controller's namespace joins them. Then a node cannot reach the loopback of another node.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
-# $1: the address of this node, whose end of the veth pair comes from the controller's namespace.
+# $1: the address of this node. The controller's namespace sends this end of the veth pair.
 _JOIN = """
 hostname "$1" && ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.05; done
@@ -93,13 +93,14 @@ FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_
 
 
 class Cluster:
-    """Starts on entry of the context, ends with everything in it on exit."""
+    """A context manager: the cluster starts on entry, and ends with everything in it on exit."""
 
     def __init__(self, folder: Path, prefix: Path, *, isolated: bool = False) -> None:
-        """`folder`: an empty one, with a short path. `prefix`: of `slurm_prefix`."""
+        """`folder`: an empty folder with a short path; `prefix`: the result of `slurm_prefix`."""
         self.folder, self.prefix, self.isolated = folder, prefix, isolated
-        # Each process of pytest-xdist has a cluster. The port of a job follows from its number, and
-        # rank 0 listens on all addresses: of two jobs with equal numbers only one could start.
+        # Each process of pytest-xdist has a cluster of its own. The port of a job follows from its
+        # number, and rank 0 listens on all addresses. So job numbers must differ between clusters,
+        # or one of two jobs could not start.
         worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
         self._first_job = 1 + 1000 * int(worker)
         network = _NETWORK if isolated else f"127.0.{worker}"
@@ -126,7 +127,7 @@ class Cluster:
     # What users do
 
     def run(self, *command: object, check: bool = True, **environ: str) -> str:
-        """Run a client program where the controller is, and return what it prints."""
+        """Run a client program on the controller's host, and return its output."""
         done = subprocess.run(
             [*self._at_the_controller(), *map(str, command)],
             env=self.environ | environ,
@@ -141,23 +142,23 @@ class Cluster:
     def submit(
         self, script: Path, *arguments: object, options: Sequence[str] = (), **environ: str
     ) -> str:
-        """sbatch; returns the job's number."""
+        """Call sbatch. Returns the job's number."""
         return self.run("sbatch", "--parsable", *options, script, *arguments, **environ).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says of it."""
+        """The output of `scontrol show job`."""
         return self._components(number)[0]
 
     def _components(self, number: str) -> list[dict[str, str]]:
-        """What Slurm says of each component of a heterogeneous job, or of the job."""
+        """What Slurm says about each component of a heterogeneous job, or about the job."""
         lines = self.run("scontrol", "-o", "show", "job", number).splitlines()
         return [dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", line)) for line in lines]
 
     def wait(
         self, number: str, condition: Callable[[dict[str, str]], bool], timeout: float = 300
     ) -> dict[str, str]:
-        """Poll the job until it is as wished. A job that Slurm holds back for two minutes after it
-        was requeued is told to start now."""
+        """Poll the job until the condition holds. Slurm holds a requeued job back for two minutes;
+        such a job is told to start now."""
         deadline = time.monotonic() + timeout
         while True:
             components = self._components(number)
@@ -174,22 +175,23 @@ class Cluster:
             time.sleep(0.3)
 
     def finish(self, number: str, timeout: float = 300) -> dict[str, str]:
-        """Wait for the job's end, whatever it is."""
+        """Wait for the job's end in any state."""
         return self.wait(number, lambda job: job["JobState"] in FINISHED, timeout)
 
     def ended(self, number: str, outcome: str, timeout: float = 300) -> str:
-        """The job's log, once it has ended with that state and exit code, as "FAILED 2:0"."""
+        """Wait for the job's end with this state and exit code, such as "FAILED 2:0". Returns its
+        log."""
         job = self.finish(number, timeout)
         log = self.log(job)
         assert f"{job['JobState']} {job['ExitCode']}" == outcome, log[-4000:]
         return log
 
     def restarts(self, number: str) -> int:
-        """How often Slurm has put the job back into the queue."""
+        """How often Slurm has requeued the job."""
         return int(self.job(number)["Restarts"])
 
     def clear(self) -> None:
-        """Cancel whatever is left, and have all nodes idle."""
+        """Cancel all jobs, and wait until all nodes are idle."""
         for name in self.nodes:
             if name not in self._daemons:
                 self.start_node(name)
@@ -199,7 +201,7 @@ class Cluster:
 
     @staticmethod
     def log(job: Mapping[str, str]) -> str:
-        """What the job has printed so far."""
+        """The job's output so far."""
         path = Path(job["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -215,7 +217,7 @@ class Cluster:
         joined = [*_UNSHARE, "sh", "-c", _JOIN, "sh", name, *self._reaped(slurmd)]
         process = self._launch(name, joined)
         link = f"v{self.nodes.index(name)}"
-        # The old pair of a node that was killed goes with its namespace, though not at once.
+        # The old pair of a killed node disappears with its namespace, but not immediately.
         self._until(lambda: link not in self.run("ip", "-o", "link"))
         self._until(lambda: self._has_own_network(process.pid))
         pair = ["type", "veth", "peer", "name", "eth0", "netns", process.pid]
@@ -223,7 +225,7 @@ class Cluster:
         self.run("ip", "link", "set", link, "master", "bridge0", "up")
 
     def wait_for_nodes(self) -> None:
-        """Until all nodes can take jobs, or have some."""
+        """Wait until all nodes can run jobs, or are running some."""
 
         def ready() -> bool:
             text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)
@@ -295,16 +297,16 @@ class Cluster:
                 command,
                 env=self.environ,
                 cwd=self.folder,
-                stdin=subprocess.PIPE,  # its end is what the subreaper waits for
+                stdin=subprocess.PIPE,  # the subreaper waits for the end of this pipe
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C in the terminal is for pytest
+                start_new_session=True,  # only pytest gets a Ctrl-C in the terminal
             )
         self._daemons[name] = process
         return process
 
     def kill(self, name: str) -> None:
-        """End a daemon with everything below it; of a node, as if its power failed."""
+        """Kill a daemon and everything below it. For a node this is like a power failure."""
         process = self._daemons.pop(name)
         assert process.stdin is not None
         process.stdin.close()
@@ -333,7 +335,7 @@ class Cluster:
 
 
 def why_not_isolated() -> str | None:
-    """What keeps this process from making network namespaces; None where nothing does."""
+    """The reason why this process cannot make network namespaces; None if it can."""
     for program in ("unshare", "nsenter", "ip", "hostname"):
         if shutil.which(program) is None:
             return f"no {program}"
@@ -349,8 +351,8 @@ def why_not_isolated() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those of jobs and those that the system gives to whoever asks for any: nobody takes one
-    before the daemon that it is for."""
+    """Free ports below those of jobs and below those that the system gives to any process. So
+    nobody takes one before its daemon does."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(15000, 20000)

@@ -1,4 +1,4 @@
-"""One real Slurm cluster for all tests of this folder, and small runs to be submitted to it."""
+"""One real Slurm cluster for all tests of this folder, and small runs to submit to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.vllm.environment import find_vllm_python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist has all tests that compare with the undisturbed run."""
+    """Give all tests that compare with the undisturbed run to one process of pytest-xdist."""
     folder = Path(__file__).parent
     for item in items:
         is_ours = item.path.is_relative_to(folder)
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def prefix() -> Path:
-    """Slurm's programs."""
+    """The folder with Slurm's programs."""
     if sys.platform != "linux":
         pytest.skip("Slurm runs on Linux")
     try:
@@ -42,14 +42,14 @@ def shared_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    """Two nodes on loopback, idle before the test and after it."""
+    """Two nodes on loopback, which are idle before and after the test."""
     yield shared_cluster
     shared_cluster.clear()
 
 
 @pytest.fixture
 def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes that share no network but a bridge."""
+    """Two nodes that share no network except a bridge."""
     reason = why_not_isolated()
     if reason is not None:
         pytest.skip(reason)
@@ -59,13 +59,13 @@ def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A very small run with a rank on each node, not submitted yet."""
+    """A very small run with a rank on each node, which is not submitted yet."""
     return make_run(tmp_path)
 
 
 @pytest.fixture(scope="package")
 def undisturbed(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run, done without any interruption."""
+    """The same run, finished without interruption."""
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     job = shared_cluster.finish(run.submit(shared_cluster))
     assert job["JobState"] == "COMPLETED", shared_cluster.log(job)

@@ -1,4 +1,4 @@
-"""A very small run as a Slurm job: its files, its submission, and a hold on it while it goes."""
+"""A very small run as a Slurm job: its files, its submission, and a way to make it wait."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 
 STEPS = 4
-STAGE_STEPS = 60  # of pre-training and fine-tuning: seconds enough to stop a run in the middle
-CALLS_PER_STEP = 16  # of the reward
+STAGE_STEPS = 60  # of pre-training and fine-tuning: enough seconds to stop a run in the middle
+CALLS_PER_STEP = 16  # calls of the reward
 
-# What is said of a response is arbitrary, and the same everywhere. While the file `hold` is there,
-# the run stands still from the call that it names; in `calls`, a byte is a call.
+# The reward of a response is arbitrary, but the same everywhere. While the file `hold` exists, the
+# run waits from the call on whose number is in it. Each call adds a byte to the file `calls`.
 _REWARD = """
 import os, socket, time, zlib
 from pathlib import Path
@@ -51,7 +51,7 @@ def reward(sample):
 
 @dataclass
 class Run:
-    """Everything of one run lies in `folder`; it has as many ranks on each of two nodes."""
+    """A run. All its files are in `folder`. It has equally many ranks on each of two nodes."""
 
     folder: Path
     ranks_per_node: int = 1
@@ -72,7 +72,7 @@ class Run:
         options: Sequence[str] = (),
         **environ: str,
     ) -> str:
-        """sbatch of the script that users submit; returns the job's number."""
+        """Submit the script that users submit. Returns the job's number."""
         usual = ["--nodes=2", f"--ntasks-per-node={self.ranks_per_node}", "--cpus-per-task=1"]
         usual += [f"--output={self.folder}/log-%j.out", f"--chdir={self.folder}"]
         return cluster.submit(
@@ -85,16 +85,17 @@ class Run:
         )
 
     def environ(self, cluster: Cluster) -> dict[str, str]:
-        """Of jobs: which Python, where the reward is, and what a laptop's network needs."""
+        """The environment of jobs: which Python, where the reward is, and what the network of one
+        machine needs."""
         path = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         chosen = {"GSPO_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
-        chosen["CUDA_VISIBLE_DEVICES"] = ""  # the cluster's nodes have none
-        if not cluster.isolated:  # gloo asks for the address of the host's name
+        chosen["CUDA_VISIBLE_DEVICES"] = ""  # the nodes of the cluster have none
+        if not cluster.isolated:  # gloo looks up the address of the host's name
             chosen["GLOO_SOCKET_IFNAME"] = "lo"
         return chosen
 
     def hold(self, calls: int) -> None:
-        """Let the run stand still at its next reward after so many."""
+        """Make the run wait at its next reward after this many calls."""
         (self.folder / "holding").unlink(missing_ok=True)
         (self.folder / "hold").write_text(str(calls))
 
@@ -102,24 +103,25 @@ class Run:
         (self.folder / "hold").unlink(missing_ok=True)
 
     def wait_until_held(self, cluster: Cluster, number: str) -> None:
-        """Until a rank stands still; the job is running then."""
+        """Wait until a rank waits. The job is running then."""
         cluster.wait(number, lambda _: (self.folder / "holding").exists())
 
     def submit_held(self, cluster: Cluster, calls: int) -> str:
-        """Submit it and wait until it stands still at its next reward after so many."""
+        """Submit it and wait until it waits at its next reward after this many calls."""
         self.hold(calls)
         number = self.submit(cluster)
         self.wait_until_held(cluster, number)
         return number
 
     def assert_same_as(self, other: Run) -> None:
-        """Metrics, samples, weights and the optimizer's state are equal, bit for bit."""
+        """Check that metrics, samples, weights and optimizer state are equal, bit for bit."""
         assert [r["step"] for r in records(self.out) if r["phase"] == "rl"][-1] == STEPS
         assert_same_run(self.out, other.out, f"rl_{STEPS:08d}")
 
 
 def make_run(folder: Path, *, ranks: int = 2, **sections: Mapping[str, object]) -> Run:
-    """Write a run's configuration, data and reward into a folder. Four ranks start more slowly."""
+    """Write a run's configuration, data and reward into a folder. A run of four ranks starts more
+    slowly."""
     (folder / "slurm_test_reward.py").write_text(_REWARD)
     config = {
         **_base_config(folder, ranks),
@@ -138,7 +140,7 @@ def make_run(folder: Path, *, ranks: int = 2, **sections: Mapping[str, object]) 
 
 
 def make_stage_run(folder: Path, stage: str) -> Run:
-    """The same for pre-training or fine-tuning, without any reward: stage is sft or pretrain."""
+    """The same for pre-training or fine-tuning, which have no reward. stage: sft or pretrain."""
     config = _base_config(folder, ranks=2)
     if stage == "sft":
         config["data"]["examples"] = str(folder / "toy" / "train.jsonl")
@@ -157,7 +159,7 @@ def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
     return {
         "model": {"megatron": dict(TINY_MODEL)},
-        # both axes cross nodes or stay inside one, whichever way ranks are put on nodes
+        # both axes cross nodes or stay inside one, however ranks are put on nodes
         "parallel": {"layout": {4: "tp=2,dp=2,ep=2", 2: "dp=2,ep=2"}[ranks]},
         "data": {"tokenizer": str(folder / "toy" / "tokenizer.model")},
         "optimizer": {"learning_rate": 3e-3},
@@ -175,18 +177,18 @@ def find_task(run: Run, rank: int) -> int:
     raise AssertionError(f"no process is rank {rank} of {run.config}")
 
 
-# What may happen to a job. Each function does it to a run that stands still, lets the run go on,
-# and returns once Slurm has the job in its queue again, or has started it again.
+# Things that may happen to a job. Each function does one to a waiting run and lets the run go on.
+# It returns when Slurm has the job in its queue again, or has started it again.
 Disturbance = Callable[[Cluster, Run, str], None]
 
 
 def wait_for_line(cluster: Cluster, number: str, line: str, count: int = 1) -> None:
-    """Until the job's log has it so many times."""
+    """Wait until the job's log has the line this many times."""
     cluster.wait(number, lambda job: cluster.log(job).count(line) >= count, timeout=300)
 
 
 def signalled(cluster: Cluster, run: Run, number: str) -> None:
-    """SIGUSR1 to the batch script, as some minutes before the end of the job's time."""
+    """Send SIGUSR1 to the batch script, as Slurm does some minutes before the time limit."""
     asked = cluster.log(cluster.job(number)).count("told to stop")
     cluster.run("scancel", "--batch", "--signal=USR1", number)
     wait_for_line(cluster, number, "told to stop", asked + 1)
@@ -194,7 +196,7 @@ def signalled(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def preempted(cluster: Cluster, run: Run, number: str) -> None:
-    """A job of a higher priority wants both nodes."""
+    """Submit a job of a higher priority that wants both nodes."""
     asked = cluster.log(cluster.job(number)).count("told to stop")
     options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip()
@@ -204,8 +206,8 @@ def preempted(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def requeued(cluster: Cluster, run: Run, number: str) -> None:
-    """An administrator, or the user, wants it to start again; it gets no time to save anything: let
-    go at once, it could come to its end while Slurm waits to kill it."""
+    """Requeue the job, as an administrator or the user may. It gets no time to save anything. Were
+    it let go immediately, it could end while Slurm waits to kill it."""
     before = cluster.restarts(number)
     cluster.run("scontrol", "requeue", number)
     cluster.wait(
@@ -216,8 +218,8 @@ def requeued(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def node_failed(cluster: Cluster, run: Run, number: str) -> None:
-    """The second node is gone from one moment to the next, and comes back later. The tasks of the
-    first one fail at once, long before Slurm notices."""
+    """The second node disappears suddenly and comes back later. The tasks on the first node fail
+    immediately, long before Slurm notices."""
     before = cluster.restarts(number)
     cluster.kill(cluster.nodes[1])
     run.let_go()
@@ -226,24 +228,24 @@ def node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """What Slurm does by itself at times, in a start after one whose node was gone: signals to that
-    one's tasks, which could not be delivered then, reach those of this one."""
+    """Slurm itself sometimes does this after a node was gone: signals to the tasks of the earlier
+    start, which could not be delivered then, reach the tasks of this start."""
     cluster.run("scancel", "--signal=KILL", f"{number}.0")
     run.let_go()
 
 
 def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """The same where only the second node was gone. Nothing is left there to say who was killed;
-    the tasks of the first node lose their connections and end with an error of their own."""
+    """The same when only the second node was gone. Then nobody reports who was killed. The tasks on
+    the first node lose their connections and end with an error of their own."""
     assert cluster.restarts(number) > 0, "late signals do not reach a first start"
     task = psutil.Process(find_task(run, rank=1))
-    for process in (task.parent(), task):  # the shell of the task, too
+    for process in (task.parent(), task):  # also the shell of the task
         process.kill()
     run.let_go()
 
 
 def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
-    """The node with the batch script is gone; Slurm has noticed."""
+    """The node with the batch script disappears, and Slurm has noticed it."""
     name = cluster.nodes[0]
     cluster.kill(name)
     cluster.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
@@ -252,7 +254,7 @@ def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def disturb(cluster: Cluster, run: Run, number: str, disturbance: Disturbance) -> None:
-    """Do it once the run stands still; returns when the job has been restarted."""
+    """Do this to the waiting run. Returns when the job has been restarted."""
     run.wait_until_held(cluster, number)
     before = cluster.restarts(number)
     disturbance(cluster, run, number)

@@ -1,7 +1,8 @@
-"""Slurm's programs for a test cluster: Debian packages, unpacked into a cache, not installed.
+"""Slurm's programs for a test cluster: Debian packages that are unpacked into a cache, not
+installed.
 
-Needs apt-get and dpkg-deb, and no root. The cache is outside the repository and shared by all
-checkouts; a folder in it has its final name only once it is whole.
+Needs apt-get and dpkg-deb, but not root. The cache is outside the repository and shared by all
+checkouts. A folder in it gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ PACKAGES = (
 )
 _TIMEOUT_SECONDS = 240
 _RELEASE = Path("/etc/os-release")
-_VERSION = 1  # of what is done with the packages
+_VERSION = 1  # the version of this file's work on the packages
 
 
 class Unavailable(Exception):  # noqa: N818 (a reason to skip)
-    """Why there are no packages here."""
+    """Raised with the reason why this machine has no packages."""
 
 
 def slurm_prefix() -> Path:
-    """A folder with usr/bin, usr/sbin and usr/lib of Slurm and munge. Raises Unavailable."""
+    """The folder with Slurm's and munge's usr/bin, usr/sbin and usr/lib. Raises Unavailable."""
     for program in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(program) is None:
             raise Unavailable(f"no {program}: Slurm's packages are fetched on Debian and its kin")
@@ -40,7 +41,7 @@ def slurm_prefix() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     final = cache / f"prefix-{_VERSION}-{_system()}"
     with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test runs one fetches
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test runs fetches
         if not final.exists():
             with tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as scratch:
                 _fill(Path(scratch), cache)
@@ -49,7 +50,8 @@ def slurm_prefix() -> Path:
 
 
 def _system() -> str:
-    """A home folder may be shared by machines whose packages do not run on each other."""
+    """A name for this kind of system. Machines may share a home folder, but not each other's
+    packages."""
     release = _RELEASE.read_text(encoding="utf-8") if _RELEASE.exists() else ""
     values = dict(line.split("=", 1) for line in release.splitlines() if "=" in line)
     words = [values.get("ID", "linux"), values.get("VERSION_ID", ""), os.uname().machine]
@@ -57,13 +59,14 @@ def _system() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the packages are kept."""
+    """The folder where the packages are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "gspo-megatron" / "slurm"
 
 
 def program_environment(prefix: Path) -> dict[str, str]:
-    """What the unpacked programs need to find each other and their libraries."""
+    """The environment variables with which the unpacked programs find each other and their
+    libraries."""
     libraries = [str(path) for path in sorted(prefix.glob("usr/lib/*")) if path.is_dir()]
     plugins = [str(path) for path in prefix.glob("usr/lib/*/slurm-wlm")]
     inherited = [text for text in [os.environ.get("LD_LIBRARY_PATH")] if text]
@@ -81,7 +84,8 @@ def _fill(scratch: Path, cache: Path) -> None:
     for deb in sorted(debs.glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(deb), str(prefix)], debs)
     programs = prefix / "usr" / "sbin"
-    for name in ("slurmctld", "slurmd", "slurmstepd"):  # what the packages' scripts would do
+    # done otherwise by the packages' own scripts
+    for name in ("slurmctld", "slurmd", "slurmstepd"):
         if not (programs / name).exists():
             (programs / name).symlink_to(f"{name}-wlm")
     for name in ("slurmctld", "slurmd", "munged"):
@@ -89,7 +93,7 @@ def _fill(scratch: Path, cache: Path) -> None:
 
 
 def _download(debs: Path, cache: Path) -> None:
-    """With the machine's lists of packages; with lists of our own where it has none or old ones."""
+    """Download with the machine's package lists, or with fresh lists if it has none or old ones."""
     try:
         _run(["apt-get", "download", *PACKAGES], debs)
     except Unavailable:

@@ -1,9 +1,9 @@
-"""Runs a command and outlives none of it: python subreaper.py COMMAND ARGUMENT ...
+"""Run a command, and end all its descendants with it: python subreaper.py COMMAND ARGUMENT ...
 
-A daemon's grandchildren leave its process group, its session and its parent; Slurm's job steps do.
-This process is the subreaper of all of them (Linux, prctl(2)), so that they stay its descendants.
-When the command ends, when SIGTERM comes or when standard input reaches its end, because the
-process that holds the other end has died in whatever way, all of them are killed.
+The grandchildren of a daemon leave its process group, its session and its parent, and so do Slurm's
+job steps. This process is the subreaper of all of them (Linux, prctl(2)), so they remain its
+descendants. All are killed when the command ends, on SIGTERM, or at the end of standard input: then
+the process with the other end has died.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def kill_descendants() -> None:
-    """SIGKILL all of them; who is started meanwhile, too."""
+    """Kill all descendants, also those that start in the meantime."""
     while True:
         found = [p for p in psutil.Process().children(recursive=True) if not _has_ended(p)]
         if not found:
@@ -42,7 +42,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def _reap_orphans(child: int) -> None:
-    """Take the exit codes of all that ended, but of `child`, whose own is wanted."""
+    """Collect the exit codes of all that ended, except of `child`, whose own is needed."""
     with contextlib.suppress(ChildProcessError):
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

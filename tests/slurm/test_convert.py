@@ -1,4 +1,4 @@
-"""convert.sbatch there and back, as a job and one that depends on it."""
+"""convert.sbatch in both directions: as a job, and as a job that depends on another."""
 
 from __future__ import annotations
 

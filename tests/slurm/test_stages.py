@@ -22,11 +22,12 @@ from tests.slurm.jobs import (
     signalled,
 )
 
-pytestmark = pytest.mark.timeout(1200)  # many starts; minutes on a machine with other work
+# there are many starts, which take minutes on a busy machine
+pytestmark = pytest.mark.timeout(1200)
 
 
 def completed(cluster: Cluster, run: Run, number: str) -> str:
-    """The job's log, once it is COMPLETED with a record of every step."""
+    """Check that the job is COMPLETED with a record of every step. Returns its log."""
     log = cluster.ended(number, "COMPLETED 0:0", timeout=600)
     steps = [(record["phase"], record["step"]) for record in records(run.out)]
     assert steps == [(run.script, step) for step in range(1, STAGE_STEPS + 1)]
@@ -37,8 +38,8 @@ def completed(cluster: Cluster, run: Run, number: str) -> str:
 
 
 def stop(cluster: Cluster, run: Run, number: str) -> None:
-    """SIGUSR1 to the batch script in the middle of the run: a rank is frozen until Slurm has it,
-    and the others wait for that rank."""
+    """Send SIGUSR1 to the batch script in the middle of the run. A rank is frozen until Slurm has
+    sent it, and the others wait for that rank."""
     wait_until((run.out / "metrics.jsonl").exists, seconds=600)
     frozen = find_task(run, rank=1)
     os.kill(frozen, signal.SIGSTOP)
@@ -69,7 +70,7 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     sft, pretrain = (make_stage_run(tmp_path / stage, stage) for stage in ("sft", "pretrain"))
-    # 7 samples on 2 data-parallel ranks; and a file of the other stage
+    # 7 samples on 2 data-parallel ranks, and a file of the other stage
     bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
     foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")
     good = sft.submit(cluster, "--check-only")
@@ -77,5 +78,6 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     for number, text in told.items():
         log = cluster.ended(number, "COMPLETED 0:0" if number == good else "FAILED 2:0")
         assert text in log and "Traceback" not in log
-        assert not re.search(r"^\d: ", log, re.MULTILINE), log  # what a task prints begins so
+        # each line that a task prints begins in this way
+        assert not re.search(r"^\d: ", log, re.MULTILINE), log
     assert not sft.out.exists() and not pretrain.out.exists()

@@ -32,13 +32,15 @@ from tests.slurm.jobs import (
     wait_for_line,
 )
 
-pytestmark = pytest.mark.timeout(1200)  # many starts; a minute each on a machine with other work
+# there are many starts, each of which takes a minute on a busy machine
+pytestmark = pytest.mark.timeout(1200)
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # calls of the reward
+IN_STEP_2 = CALLS_PER_STEP + 5  # counted in calls of the reward
 
 
 def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
-    """The job's log, once it is COMPLETED with what the undisturbed run left behind."""
+    """Check that the job is COMPLETED with the same results as the undisturbed run. Returns its
+    log."""
     log = cluster.ended(number, "COMPLETED 0:0")
     run.assert_same_as(undisturbed)
     assert not list(run.folder.glob(".gspo-megatron*"))
@@ -46,14 +48,14 @@ def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
 
 
 def lines_of(task: int, log: str) -> list[str]:
-    """What a task printed."""
+    """The lines that one task printed."""
     return [line for line in log.splitlines() if line.startswith(f"{task}: ")]
 
 
 def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_to(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # Half of it happens at one checkpoint, and late signals of Slurm's own may come on top.
+    # Half of it happens at one checkpoint. Late signals of Slurm itself may come in addition.
     run = make_run(tmp_path, training={"idle_restarts": 20})
     everything = [signalled, preempted, node_failed, killed_late, second_node_killed_late, requeued]
     number = run.submit_held(cluster, IN_STEP_2)
@@ -64,10 +66,10 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    assert log.count("stopped as asked") >= 2  # the others may get too little time for it
+    assert log.count("stopped as asked") >= 2  # the other starts may get too little time for it
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())
-    # More where Slurm's own late signals came, too.
+    # There are more restarts if Slurm's own late signals came.
     assert int(environment["slurm"]["restarts"]) >= len(everything)
 
 
@@ -86,7 +88,7 @@ def test_each_disturbance_by_itself(
 def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # Longer than the limit of the first start: the run stops as soon as it can.
+    # This takes longer than the limit of the first start, so the run stops as soon as it can.
     run = make_run(tmp_path, training={"stop_margin_seconds": 700})
     number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
     cluster.wait(number, lambda job: job["Restarts"] == "1")
@@ -102,7 +104,7 @@ def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
 ) -> None:
     run = make_run(tmp_path, training={"stop_margin_seconds": 0})
     run.hold(IN_STEP_2)
-    # Of two minutes Slurm sends the signal after at most one; it may be a minute early.
+    # With a limit of two minutes, Slurm sends the signal after one minute or earlier.
     number = run.submit(cluster, options=["--time=2", "--signal=B:USR1@60"])
     wait_for_line(cluster, number, "told to stop")
     run.let_go()
@@ -117,7 +119,8 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, run
     since = time.monotonic()
     run.let_go()
     log = cluster.ended(number, "FAILED 1:0")
-    assert time.monotonic() - since < 120  # the others would wait for half an hour
+    # without a restart the others would wait for half an hour
+    assert time.monotonic() - since < 120
     assert cluster.restarts(number) == 0
     traceback = lines_of(1, log)
     assert any("ArithmeticError: a failure made for the test" in line for line in traceback)
@@ -132,7 +135,7 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, run: Run) -> None:
     run.let_go()
     job = cluster.finish(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    time.sleep(3)  # longer than a script takes to put it back
+    time.sleep(3)  # longer than a script takes to requeue it
     assert cluster.job(number)["JobState"] == "CANCELLED"
 
 
@@ -154,7 +157,7 @@ def test_a_wrong_configuration_is_refused_before_any_task_starts(
     cluster: Cluster, run: Run
 ) -> None:
     checked = run.submit(cluster, "--check-only")
-    # 2 tasks do not make 3 pipeline stages
+    # 2 tasks cannot be 3 pipeline stages
     refused = run.submit(cluster, "parallel.layout=pp=3")
     logs = cluster.ended(checked, "COMPLETED 0:0"), cluster.ended(refused, "FAILED 2:0")
     assert not any(lines_of(0, log) for log in logs)

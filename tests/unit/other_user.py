@@ -18,8 +18,8 @@ needs_root = pytest.mark.skipif(
 
 
 def program(code: str, *words: object) -> subprocess.Popen[str]:
-    """A Python program that runs as this user, with pipes. A system's own interpreter: the
-    environment of the tests may be in a folder that only root can read."""
+    """Start a Python program as this user, with pipes. It uses a system's own interpreter, because
+    the environment of the tests may be in a folder that only root can read."""
     return subprocess.Popen(
         ["/usr/bin/env", "-i", _interpreter(), "-I", "-S", "-c", code, *map(str, words)],
         stdin=subprocess.PIPE,
@@ -34,7 +34,7 @@ def program(code: str, *words: object) -> subprocess.Popen[str]:
 
 
 def said_by(code: str, *words: object) -> str:
-    """What the program prints, once it has ended well."""
+    """The output of a program that ends successfully."""
     with program(code, *words) as process:
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

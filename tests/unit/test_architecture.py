@@ -1,4 +1,4 @@
-"""What the import-linter contracts in pyproject.toml cannot say about the architecture."""
+"""Rules of the architecture that the import-linter contracts in pyproject.toml cannot express."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of each import of a file, those inside functions included."""
+    """The line and dotted name of each import of a file, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -44,7 +44,7 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def imports_of(name: str, files: list[Path]) -> list[str]:
-    """`file:line` of each import of a module or of what is inside it."""
+    """The `file:line` of each import of a module or of something inside it."""
     return [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
@@ -54,7 +54,7 @@ def imports_of(name: str, files: list[Path]) -> list[str]:
 
 
 def modules_of(*names: str) -> list[str]:
-    """Dotted names of all modules of packages of ours."""
+    """The dotted names of all modules in our packages."""
     files = [path for name in names for path in python_files(f"gspo_megatron/{name}")]
     dotted = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     return sorted(name.removesuffix(".__init__") for name in dotted)
@@ -100,12 +100,13 @@ def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
         if not path.relative_to(PACKAGE).as_posix().startswith(MAY_IMPORT_MEGATRON)
     ]
     assert imports_of("megatron", others) == []
-    assert imports_of("megatron", python_files("gspo_megatron"))  # the check sees those that may
+    # the check does see the modules that may import it
+    assert imports_of("megatron", python_files("gspo_megatron"))
 
 
 def import_cycle(package: str) -> list[str] | None:
-    """The modules of one import cycle in a package, the first again at the end; None: no cycle.
-    Imports inside functions count, those for type checkers do not."""
+    """The modules of one import cycle in a package, with the first one again at the end; None if
+    there is no cycle. Imports inside functions count, but those for type checkers do not."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     try:
@@ -116,8 +117,8 @@ def import_cycle(package: str) -> list[str] | None:
 
 
 def test_folders_that_other_ranks_may_make_are_made_in_one_place() -> None:
-    """`files.make_folder` bears with file systems that show a new folder late. The heartbeat asks
-    for the opposite: who was first."""
+    """`files.make_folder` copes with file systems that show a new folder late. The heartbeat needs
+    the opposite: which process was first."""
     found = [
         str(path.relative_to(PACKAGE))
         for path in python_files("gspo_megatron")
@@ -155,7 +156,7 @@ def test_the_check_for_cycles_sees_every_kind_of_import(
 
 
 def test_every_package_has_an_init_file() -> None:
-    # setuptools leaves a folder without one out of the installed package.
+    # setuptools does not install a folder without one.
     folders = {path.parent for path in python_files("gspo_megatron")}
     for data in ("cli/new_templates", "rollout/vllm/worker"):  # setup.py names their files
         folders.remove(PACKAGE / data)
@@ -174,7 +175,7 @@ def pins_of(path: Path) -> dict[str, str]:
 def test_requirements_are_names_with_exact_versions(version: str) -> None:
     pins = pins_of(ROOT / "requirements" / f"cpu-py{version}.txt")
     assert {"torch", "megatron-core", "pytest", "ruff"} <= pins.keys()
-    assert "apex" not in pins  # on the package indices that name is not NVIDIA's
+    assert "apex" not in pins  # on package indexes that name does not belong to NVIDIA
     cuda_pins = pins_of(ROOT / "requirements" / f"cuda-torch-{pins['torch']}.txt")
     assert {"triton", "nvidia-nccl-cu13"} <= cuda_pins.keys()
     assert not pins.keys() & cuda_pins.keys()

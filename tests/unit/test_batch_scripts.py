@@ -1,5 +1,5 @@
-"""What the batch scripts make of their arguments and settings, with stand-ins for Slurm's programs
-and for Python, that write down how they were called. On a real cluster: tests/slurm."""
+"""How the batch scripts read their arguments and settings. Stand-ins for Slurm's programs and for
+Python record how they are called. tests/slurm has a real cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-# Runs what follows srun's options as two tasks; both of them, whatever the first one does.
+# Run the words after srun's options as two tasks, even if one of them fails.
 _SRUN = """
 echo "srun $*" >>"$CALLS"
 [ "${!#}" != true ] || exit "${PROBE:-0}"
@@ -37,7 +37,8 @@ show*) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
 requeue*) ;;
 esac
 """
-# "check" ends with $CHECK; a rank with $TASK_0 or $TASK_1, the rank $SLOW later than the others.
+# "check" ends with $CHECK. A rank ends with $TASK_0 or $TASK_1, and the rank $SLOW later than the
+# others.
 _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
@@ -79,13 +80,13 @@ class Job:
         )
 
     def end(self, *words: str, script: str = "train_gspo") -> tuple[int, str]:
-        """Exit code and output."""
+        """The exit code and the output."""
         process = self.start(*words, script=script)
         out, _ = process.communicate(timeout=60)
         return process.returncode, out
 
     def run(self, *words: str, expect: int = 0, script: str = "train_gspo") -> str:
-        """The output, of the exit code that is expected."""
+        """The output. Checks the exit code."""
         code, out = self.end(*words, script=script)
         assert code == expect, out
         return out
@@ -237,7 +238,7 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
         ({**STOPPED, "JOB_STATE": "CANCELLED"}, {75}, "the job is CANCELLED", False),
         ({**STOPPED, "GSPO_REQUEUE": "0"}, {75}, "GSPO_REQUEUE", False),
         ({"TASK_1": "3"}, {3}, 'first in task 1 on n1, whose lines begin with "1: "', False),
-        # a task that lost another one may be the first to say so
+        # a task that lost another one may report first
         (
             {"TASK_0": "76", "TASK_1": "3", "SLOW": "1"},
             {3},
@@ -316,7 +317,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
     assert killed(0) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
     assert [killed(start) for start in range(1, 4)] == [(75, True)] * 3
-    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # one that was saved counts for none
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # a task that was saved does not count
     job.run("c.yaml", expect=75)
     assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
     assert killed(10) in [(137, False), (143, False)]
@@ -324,7 +325,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
 
 
 def test_a_signal_reaches_the_tasks(job: Job) -> None:
-    # A shell could not: the signal is ignored until a program asks for it.
+    # A shell cannot do this: the signal is ignored until a program asks for it.
     job.environ["WAIT_FOR_USR1"] = (
         "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
         "time.sleep(60)"

@@ -1,4 +1,4 @@
-"""The decisions: heads, index, and the files that they name."""
+"""The decisions: their heads, the index, and the files that they name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_replaced_decision_names_a_later_one_that_exists() -> None:
 
 
 def test_accepted_decisions_name_only_files_that_exist() -> None:
-    """A decision that outlived its code must become `superseded` or `dropped`."""
+    """If its code is gone, a decision must become `superseded` or `dropped`."""
     named = 0
     for each in read_decisions():
         text = (FOLDER / each.file).read_text(encoding="utf-8")

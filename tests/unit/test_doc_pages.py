@@ -1,4 +1,4 @@
-"""The pages recipes, coming_from, troubleshooting and limits, held against the code."""
+"""The pages recipes, coming_from, troubleshooting and limits, compared with the code."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ PAGES = (
 )
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
-# "# FILE; N ranks[: X GB]", the first line of a block of recipes.md
+# "# FILE; N ranks[: X GB]" is the first line of a block in recipes.md
 HEAD = re.compile(r"# (\S+); (\d+) ranks?(?:: ([\d.]+) GB)?\n")
 PRESETS = {1: "tiny", 16: "qwen3-30b-a3b", 32: "qwen3-30b-a3b", 256: "qwen3-235b-a22b"}
-Recipe = tuple[str, str, int, "float | None"]  # what it changes, in which file; ranks, GB
+# the changes, the file that they change, the ranks, GB
+Recipe = tuple[str, str, int, "float | None"]
 
 
 def read(page: str) -> str:
@@ -42,7 +43,7 @@ def read(page: str) -> str:
 
 
 def ours(page: str) -> str:
-    """The text of a page; of coming_from.md only the cells that speak of our keys."""
+    """The text of a page. From coming_from.md, only the cells with our keys."""
     text = read(page)
     if page != "coming_from":
         return text
@@ -69,7 +70,7 @@ def test_every_key_that_a_page_names_exists(page: str) -> None:
 
 
 def test_the_keys_of_trl_are_those_of_the_installed_version() -> None:
-    """Text of its source: importing TRL takes half a minute."""
+    """The text of TRL's source is searched, because importing TRL takes half a minute."""
     site = Path(pytest.__file__).parents[1]
     sources = [site / "trl/trainer/grpo_config.py", site / "transformers/training_args.py"]
     if not all(path.is_file() for path in sources):
@@ -97,7 +98,7 @@ def recipes() -> list[Recipe]:
 
 
 def merged(body: str, file: str, folder: Path) -> Path:
-    """The whole configuration of a recipe as a file."""
+    """The whole configuration of a recipe, as a file."""
     if file == "laptop.yaml":
         base = yaml.safe_load(recipes()[0][0])
     else:
@@ -112,7 +113,7 @@ def merged(body: str, file: str, folder: Path) -> Path:
 
 
 def shape_of(file: str, ranks: int) -> list[str]:
-    """The words that name the model's sizes, where its folder has no config.json."""
+    """Overrides with the model's sizes, if its folder has no config.json."""
     has_own = (ROOT / file).with_name("config.json").exists()
     return [] if has_own else [f"model.preset={PRESETS[ranks]}"]
 
@@ -159,7 +160,7 @@ def test_the_sections_of_coming_from_are_legal(tmp_path: Path) -> None:
 
 
 def messages() -> str:
-    """All strings of the package, with … for what is filled in."""
+    """All strings of the package, with … for the parts that are filled in."""
     found = []
     for path in (ROOT / "gspo_megatron").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -172,7 +173,7 @@ def messages() -> str:
 
 
 def quoted() -> list[str]:
-    """The messages of troubleshooting.md: blocks of text, and the tables of messages."""
+    """The messages in troubleshooting.md: blocks of text, and the tables of messages."""
     text = read("troubleshooting")
     blocks = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]

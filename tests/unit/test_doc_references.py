@@ -1,4 +1,4 @@
-"""Commands, options, keys, paths and make targets that the pages show exist."""
+"""The commands, options, keys, paths and make targets in the pages exist."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PAGES = [
 ]
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
-# Folders whose paths a page may name in backticks, and what a command line leaves behind there.
+# Folders whose paths a page may name in backticks, and files that commands leave there.
 ROOTS = ("gspo_megatron/", "tests/", "tools/", "docs/", "examples/", "slurm/", "requirements/")
 ROOTS += ("pretrain_scripts/",)
 PATH = re.compile(rf"(?<![\w./<-])((?:{'|'.join(ROOTS)})[\w./-]+\.\w+)")
-ELSEWHERE = {"slurm/site.sh", "tools/preprocess_data.py"}  # a user's; Megatron-LM's
+ELSEWHERE = {"slurm/site.sh", "tools/preprocess_data.py"}  # a user's file; a script of Megatron-LM
 BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +58,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words after `gspo-megatron`, of code blocks and of `…` in the text."""
+    """The words after `gspo-megatron`, in code blocks and in `…` in the text."""
     blocks = re.findall(r"^ *```(?:bash|sh|text)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     rest = BLOCK.sub("", text)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
@@ -68,7 +68,7 @@ def commands(text: str) -> Iterator[list[str]]:
         if found:
             try:
                 yield shlex.split(found[1])
-            except ValueError:  # a quote that goes on in the next line
+            except ValueError:  # a quotation that continues in the next line
                 yield found[1].split()
 
 
@@ -87,7 +87,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_keys_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    if page.name == "coming_from.md":  # the first column has keys of others
+    if page.name == "coming_from.md":  # the first column has keys of other projects
         rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
         text = "\n".join(cells[1] for cells in rows if len(cells) > 1)
     given = [word for words in commands(text) for word in words if "=" in word]

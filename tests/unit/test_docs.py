@@ -1,4 +1,4 @@
-"""What docs/objectives.md says, held against the code: a document that nothing checks rots."""
+"""docs/objectives.md compared with the code, because a page that nothing checks becomes wrong."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from tests.unit.objectives.batches import make_inputs
 PAGE = ROOT / "docs" / "objectives.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 OWN = ROOT / "examples" / "objectives" / "custom_objective.py"
-MAX_CODE_LINES = 25  # "an own loss in a screenful"
+MAX_CODE_LINES = 25  # for "an own loss in a screenful"
 
 
 def table(first_header: str) -> list[dict[str, str]]:
-    """The rows of the one table whose first column has this header, by header."""
+    """The rows of the only table whose first column has this header. Each row is a mapping by
+    header."""
     lines = TEXT.splitlines()
     [start] = [n for n, line in enumerate(lines) if line.startswith(f"| {first_header} |")]
     headers = cells(lines[start])
@@ -53,19 +54,19 @@ def cells(line: str) -> list[str]:
 
 
 def code(cell: str) -> list[str]:
-    """What stands between backticks."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def numbers(cell: str) -> dict[str, float]:
-    """`name=value` of a cell; names without a value are left out."""
+    """The `name=value` pairs of a cell, without names that have no value."""
     return {
         name: float(value) for name, _, value in (s.partition("=") for s in code(cell)) if value
     }
 
 
 def section(text: str) -> ObjectiveSection:
-    """An `objective` section written in YAML, without regard to what its keys say together."""
+    """An `objective` section in YAML, without the rules about several keys."""
     values = {"data": {"tokenizer": "t"}, "objective": yaml.safe_load(text)}
     return parse_config(values).objective
 
@@ -87,7 +88,7 @@ def test_a_presets_row_is_its_recipe(name: str) -> None:
     recipe = RECIPES[name]
     parts = [recipe.ratio, recipe.rule, recipe.aggregation, recipe.advantage]
     assert code(row["parts"]) == parts
-    assert not recipe.corrections  # the table has no column for it
+    assert not recipe.corrections  # the table has no column for corrections
     assert numbers(row["defaults"]) == dict(recipe.parameters)
     links = dict(re.findall(r"\[(arXiv [\d.]+)\]\((\S+)\)", row["source"]))
     assert links == {name: f"https://arxiv.org/abs/{name.split()[1]}" for name in links}
@@ -103,7 +104,7 @@ def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
         row = rows[name]
         assert tuple(code(row["on ratios"])) == rule.ratios
         assert [each.partition("=")[0] for each in code(row["reads"])] == list(rule.defaults)
-        # the numbers it has with an objective to which this rule is foreign
+        # the numbers of this rule when the objective normally has another one
         foreign = "grpo" if name != "min_clip" else "sapo"
         ratio = "token" if "token" in rule.ratios else rule.ratios[0]
         resolved = resolve_objective(ObjectiveSection(name=foreign, rule=name, ratio=ratio))
@@ -162,7 +163,7 @@ def test_the_shares_of_noise_outside_the_clip_range() -> None:
     def below(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
-    sigma = 0.011 * math.sqrt(math.pi / 2)  # of a Gaussian with that mean |x|
+    sigma = 0.011 * math.sqrt(math.pi / 2)  # of a normal distribution with this mean |x|
     for row in table("response tokens"):
         deviation = sigma / math.sqrt(int(row["response tokens"].replace(",", "")))
         share = below(-3e-4 / deviation) + below(-4e-4 / deviation)
@@ -196,7 +197,7 @@ def test_every_metric_that_the_page_explains_is_measured() -> None:
     objective = build_objective(section(yaml.safe_dump({"name": "grpo"} | settings)), 8)
     inputs = make_inputs(0, with_reference=True)
     means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}
-    measured = {*objective.complete(means), *KEYS}  # KEYS: of a run
+    measured = {*objective.complete(means), *KEYS}  # KEYS are written by every run
     teacher = torch.tensor([0.7, 0.3]).log().expand(len(inputs.mask), 2)
     form = DistillationSection(form="forward_kl_topk")
     distilled = with_divergence(

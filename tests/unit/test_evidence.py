@@ -1,5 +1,5 @@
-"""examples/evidence: its estimators against gradients whose bias and noise are known by hand, its
-laboratory against enumeration, and the page against the kept lines."""
+"""examples/evidence: its estimators compared with gradients of known bias and noise, its laboratory
+compared with enumeration, and the page compared with the kept lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ import records
 from estimators import GROUPS, effective_share, figures, mean_interval, ratio_figures
 from laboratory import GROUP, PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 
-# A policy of two tokens: pi(1) = sigmoid(theta). A response has LENGTH of them, independent; its
-# reward is the share of ones. It was sampled at OLD and is trained at NEW.
+# A policy with two tokens: pi(1) = sigmoid(theta). A response has LENGTH independent tokens, and
+# its reward is the share of ones. It was sampled at OLD and is trained at NEW.
 LENGTH, OLD, NEW = 3, -0.3, 0.8
 
 
@@ -47,7 +47,7 @@ def everything(theta: float) -> list[tuple[float, int]]:
 
 
 def gradient(ones: int, weight: str) -> float:
-    """w (R - 1/2) d log pi / d theta of one response, at NEW, with its importance weight."""
+    """w (R - 1/2) d log pi / d theta of one response at NEW, with its importance weight w."""
     score = ones - LENGTH * chance(NEW)
     log_ratio = ones * math.log(chance(NEW) / chance(OLD))
     log_ratio += (LENGTH - ones) * math.log((1 - chance(NEW)) / (1 - chance(OLD)))
@@ -60,14 +60,15 @@ def gradient(ones: int, weight: str) -> float:
 
 
 def moments(theta: float, weight: str) -> tuple[float, float]:
-    """Mean and variance of `gradient` over responses of the policy `theta`, by enumeration."""
+    """The mean and variance of `gradient` over responses of the policy `theta`, by enumeration."""
     mean = sum(p * gradient(n, weight) for p, n in everything(theta))
     square = sum(p * gradient(n, weight) ** 2 for p, n in everything(theta))
     return mean, square - mean**2
 
 
 def drawn(theta: float, weights: tuple[str, ...], groups: int, size: int, seed: int) -> np.ndarray:
-    """[weights, groups]: the mean gradients of groups of `size` responses, the same for each."""
+    """The mean gradients [weights, groups] of groups of `size` responses; all weights have the same
+    groups."""
     rng = np.random.default_rng(seed)
     ones = rng.binomial(LENGTH, chance(theta), (groups, size))
     tables = [[gradient(n, weight) for n in range(LENGTH + 1)] for weight in weights]
@@ -89,7 +90,7 @@ def test_bias_and_noise_are_those_computed_by_hand(weight: str) -> None:
     size, groups = 8, 10_000
     found = {name: values[0] for name, values in measured(groups, size, 1)[weight].items()}
     (mean, variance), (true, true_variance) = moments(OLD, weight), moments(NEW, "none")
-    if weight == "product":  # the one that is unbiased
+    if weight == "product":  # the only weight that is unbiased
         assert mean == pytest.approx(true, rel=1e-12)
         assert found["projection"] == pytest.approx(1.0, abs=1e-9)
     # standard errors of the means over all responses, relative to the true gradient
@@ -111,7 +112,7 @@ def test_the_control_variate_takes_away_noise() -> None:
     plain, controlled = (
         np.array([each[name][0] - expected for each in found]) for name in ("plain", "projection")
     )
-    # the truth of 200 groups has its own noise, which no control variate removes
+    # the reference value of 200 groups has noise, too, which no control variate removes
     assert controlled.std() < 0.8 * plain.std()
     assert abs(controlled.mean()) < 4 * controlled.std() / math.sqrt(len(found))
 
@@ -199,21 +200,24 @@ def test_slopes_are_the_gradients_step(small: Laboratory) -> None:
     for batch, slope in zip(batches, slopes, strict=True):
         c = slope.sign()  # so that the terms do not cancel
         whole = small.gradient(batch, c, "now")
-        # a central difference of 0.02 in fp32 log-probs
+        # a central difference with steps of 0.02 in fp32 log-probs
         assert float((c * slope).sum(1).mean()) == pytest.approx(float(whole @ direction), rel=2e-3)
-        torch.testing.assert_close(small.gradient(batch, c), whole)  # natural routes: the same
+        # with the router's own routes the result is the same
+        torch.testing.assert_close(small.gradient(batch, c), whole)
 
 
 def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) -> None:
-    """All responses of two tokens to one prompt, enumerated, against samples with the credits."""
-    before = 7  # the last token of the prompt decides what is right first
+    """All responses of two tokens to one prompt are enumerated, and compared with samples and their
+    credits."""
+    before = 7  # the last token of the prompt decides which first token is right
     prompt = torch.full((RESPONSES, PROMPT_TOKENS), before)
     generator = torch.Generator().manual_seed(3)
     direction = uphill(small)
     size = 0.003 / float(direction.norm())
 
     def mean_reward() -> float:
-        """J of the present weights: every first token with its chance of a right second one."""
+        """The mean reward of the present weights: each first token with the probability of a right
+        second one."""
         first = torch.arange(VOCABULARY)
         grid = torch.stack([first.repeat(2), torch.zeros(RESPONSES, dtype=torch.long)], dim=1)
         wide, weights = small.widened(
@@ -239,13 +243,14 @@ def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) 
     steps = []
     for _ in range(30):
         first = torch.multinomial(reach, RESPONSES, replacement=True, generator=generator)
-        tokens = torch.cat([prompt, torch.stack([first, first], 1)], 1)  # the last is not used
+        # the last token is not used
+        tokens = torch.cat([prompt, torch.stack([first, first], 1)], 1)
         wide, weights = small.widened(small.batch_of(tokens, torch.zeros(RESPONSES, 2)))
         slopes = small.slopes([wide], "now", direction)[0]
         steps.append(float((slopes * weights).sum(1).mean()))
     error = np.std(steps) / math.sqrt(len(steps))
     assert np.mean(steps) == pytest.approx(exact, abs=4 * error + 0.02 * abs(exact))
-    assert abs(exact) > 6 * error  # the test can fail
+    assert abs(exact) > 6 * error  # so the test can fail
 
 
 def test_coefficients_are_those_of_the_papers(small: Laboratory) -> None:
@@ -293,10 +298,11 @@ def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
         return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
 
     lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
-    others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]  # not asked for
+    # other cases, which are not asked for
+    others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]
     found = draw.by_seed(lines + others, 8, "a", "b")
-    assert np.exp(found) == pytest.approx([2.0, 8.0])  # the root of 1 times 4; and 8
-    # by hand: the mean of log 2 and log 8, and Student's 12.706 for one degree of freedom
+    assert np.exp(found) == pytest.approx([2.0, 8.0])  # the root of 1 times 4, and 8
+    # computed by hand: the mean of log 2 and log 8, and Student's 12.706 for one degree of freedom
     half = 12.706 * math.log(4) / 2
     wanted = [4.0, 4 / math.exp(half), 4 * math.exp(half)]
     assert draw.exponentials(found) == pytest.approx(wanted, rel=1e-3)
@@ -314,7 +320,7 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
 
 
 def test_the_answers_quote_their_own_figures() -> None:
-    """Not only some number of some table: these, of these lines."""
+    """Not just some number of some table, but the numbers of these lines."""
     lines, engine, moved, runs = (
         records.read(records.RESULTS / f"{name}.jsonl")
         for name in ("gradients", "likelihoods", "volatility", "frontier")

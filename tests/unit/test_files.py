@@ -102,7 +102,7 @@ def test_names_that_no_file_below_a_folder_has(name: str, fault: str | None) -> 
 
 
 class Lag:
-    """A client of a shared file system that does not see a new folder at its first looks."""
+    """A client of a shared file system that at first does not see a new folder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, looks: int) -> None:
         self.left, self._is_dir, self._folder = looks, Path.is_dir, folder

@@ -39,17 +39,18 @@ EVIDENCE = Path(long_addition.__file__).parent
 
 @pytest.fixture(autouse=True)
 def no_losses_of_other_models() -> None:
-    """Megatron-Core keeps auxiliary losses by layer for a whole process, for the first model."""
+    """Reset auxiliary losses, which Megatron-Core keeps by layer for a whole process, with the
+    layers of the first model."""
     tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)
     tracker().clear()
 
 
 def curve(*parts: tuple[float, int]) -> list[float]:
-    """Rewards: each value, so many times."""
+    """Rewards: pairs of a value and how often it comes."""
     return [value for value, count in parts for _ in range(count)]
 
 
-# By hand, with a start of 0.4: converged from 0.7 on, collapsed below 0.2.
+# By hand, for a start of 0.4: converged from 0.7 on, collapsed below 0.2.
 @pytest.mark.parametrize(
     ("rewards", "ends"),
     [
@@ -57,9 +58,9 @@ def curve(*parts: tuple[float, int]) -> list[float]:
         (curve((0.4, 10), (0.69, LAST)), "stuck"),
         (curve((0.4, 10), (0.2, LAST)), "stuck"),
         (curve((0.4, 10), (0.19, LAST)), "collapsed"),
-        (curve((0.4, 5), (0.0, 20), (0.9, LAST)), "converged"),  # dips and climbs back
-        (curve((0.4, 5), (0.9, 20), (0.0, LAST)), "collapsed"),  # climbs and falls
-        (curve((0.9, 20), (0.0, 1), (0.9, LAST - 1)), "converged"),  # 0.72: a mean decides
+        (curve((0.4, 5), (0.0, 20), (0.9, LAST)), "converged"),  # falls and recovers
+        (curve((0.4, 5), (0.9, 20), (0.0, LAST)), "collapsed"),  # rises and falls
+        (curve((0.9, 20), (0.0, 1), (0.9, LAST - 1)), "converged"),  # the mean decides: 0.72
     ],
 )
 def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -> None:
@@ -68,17 +69,18 @@ def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -
 
 def test_outcome_is_measured_from_the_start() -> None:
     rewards = curve((0.61, 20))
-    assert outcome(rewards, start=0.2) == "converged"  # from 0.6 on
+    assert outcome(rewards, start=0.2) == "converged"  # converged from 0.6 on
     assert outcome(rewards, start=0.5) == "stuck"
 
 
 def test_a_collapse_is_resumed_from_the_newest_checkpoint_that_was_still_good() -> None:
-    # checkpoints at 10, 20 and 30; the mean of the five steps up to 20 is 0.4, up to 30 below it
+    # checkpoints at 10, 20 and 30; the mean of the five steps up to 20 is 0.4, and up to 30 it is
+    # lower
     assert last_good_checkpoint(curve((0.4, 25), (0.1, 15)), start=0.4) == 20
     assert last_good_checkpoint(curve((0.4, 26), (0.39, 14)), start=0.4) == 20
     assert last_good_checkpoint(curve((0.5, 30), (0.0, 10)), start=0.4) == 30
     assert last_good_checkpoint(curve((0.3, 40)), start=0.4) == 0
-    # the state after the last step is the collapsed one, and is no checkpoint
+    # the state after the last step has collapsed, and is not a checkpoint
     assert last_good_checkpoint(curve((0.4, 40)), start=0.4) == 30
 
 
@@ -89,7 +91,7 @@ def test_lowest_is_the_lowest_mean_of_five_steps() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 11])
 def test_bisection_finds_every_edge_with_few_questions(count: int) -> None:
     values = [2.0**n for n in range(count)]
-    for number in range(count + 1):  # how many values hold
+    for number in range(count + 1):  # the number of values for which it holds
         asked: list[float] = []
 
         def holds(value: float, number: int = number, asked: list[float] = asked) -> bool:
@@ -114,7 +116,7 @@ def test_no_seed_is_run_after_the_first_that_fails() -> None:
 
 
 def test_intervals_are_those_of_clopper_and_pearson() -> None:
-    # closed forms where none or all hit: 1 - (alpha/2)^(1/n); and a value from their table
+    # closed forms if none or all succeed: 1 - (alpha/2)^(1/n); and a value from their table
     assert interval(5, 5) == pytest.approx((0.025**0.2, 1.0))
     assert interval(0, 5) == pytest.approx((0.0, 1 - 0.025**0.2))
     assert interval(1, 10) == pytest.approx((0.0025, 0.4450), abs=5e-5)
@@ -126,7 +128,7 @@ def test_answers_of_the_task_are_sums() -> None:
     numbers = [made["answer"][at : at + 3] for at in range(0, len(made["answer"]), 3)]
     values = [10 * int(n[2]) + "abcdefghij".index(n[0]) for n in numbers]
     assert values == [(15 + 23 * k) % 100 for k in range(1, NUMBERS + 1)]
-    # 5+3, 8+3 carries, 1+3, 4+3, 7+3 carries
+    # 5+3, 8+3 with carry, 1+3, 4+3, 7+3 with carry
     assert [n[1] for n in numbers[:5]] == list("-+--+")
 
 
@@ -141,9 +143,9 @@ def test_reward_counts_the_numbers_that_follow_from_the_one_before() -> None:
     assert graded(right[:30]) == pytest.approx(10 / NUMBERS)
     assert graded(right + "a") == pytest.approx(NUMBERS / (NUMBERS + 1))
     assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)  # no number at all
-    # a wrong carry costs its own number only: the next needs units and tens
+    # a wrong carry costs only its own number: the next one needs units and tens
     assert graded(right[:1] + "+" + right[2:]) == pytest.approx((NUMBERS - 1) / NUMBERS)
-    # one wrong sum costs one number, if the rest goes on from it
+    # one wrong sum costs one number, if the rest continues from it
     goes_on = "a-0" + row(0, 23)["answer"][: 3 * (NUMBERS - 1)]
     assert graded(goes_on) == pytest.approx((NUMBERS - 1) / NUMBERS)
 
@@ -157,7 +159,7 @@ def test_careless_answers_have_the_stated_share_of_mistakes() -> None:
 
 
 def cell(value: float, outcomes: str) -> Cell:
-    """With a run for each letter: c(onverged), s(tuck), x (collapsed)."""
+    """A cell with a run for each letter: c(onverged), s(tuck), x (collapsed)."""
     named = {"c": "converged", "s": "stuck", "x": "collapsed"}
     return Cell(value, [{"outcome": named[letter]} for letter in outcomes])
 
@@ -165,7 +167,7 @@ def cell(value: float, outcomes: str) -> Cell:
 def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
     row = [cell(1, "c"), cell(2, "ccccc"), cell(3, "cc"), cell(4, "cs"), cell(5, "ccccc")]
     good, bad = edge(row, "converged")
-    assert good is row[1]  # one run is no edge, and above the failure nothing counts
+    assert good is row[1]  # one run is not an edge, and nothing counts above the failure
     assert bad is row[3]
     assert edge(row, "not collapsed") == (row[4], None)
     assert edge([cell(1, "x")], "not collapsed")[0] is None
@@ -178,7 +180,7 @@ def test_runs_are_compared_with_those_of_the_same_value_and_seed() -> None:
     right = [line(1, 1, 0.5), line(1, 2, 0.7), line(2, 1, 0.1), line(2, 3, 0.9)]
     left = [line(2, 1, 0.3), line(1, 2, 0.9), line(1, 1, 0.4), line(3, 1, 0.0)]
     count, gap, low, high = paired(left, right, lambda each: each["reward"])
-    # by hand: the gaps 0.2, 0.2 and -0.1, and Student's 4.303 for two degrees of freedom
+    # by hand: the differences 0.2, 0.2 and -0.1, and Student's 4.303 for two degrees of freedom
     assert (count, gap) == (3, pytest.approx(0.1))
     error = math.sqrt(0.03 / 3)
     assert (low, high) == pytest.approx((0.1 - 4.3027 * error, 0.1 + 4.3027 * error), abs=1e-4)
@@ -200,7 +202,7 @@ def test_a_step_gets_the_responses_of_older_weights(
 
 
 def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
-    """By transformers, which knows nothing of the trick."""
+    """transformers computes both, and does not know the trick."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -214,7 +216,7 @@ def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
         head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
-        initializer_range=0.3,  # so that attention is far from even
+        initializer_range=0.3,  # so that attention is far from uniform
     )
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     with torch.no_grad():
@@ -235,7 +237,7 @@ def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
 def test_an_engines_responses_become_flat() -> None:
     tokens = joined([[1, 2], [3]], np.array([4, 5, 6]), np.array([1, 2]))
     assert tokens.tolist() == [1, 2, 4, 3, 5, 6]
-    # experts of all but each sequence's last token
+    # the experts of all tokens except the last one of each sequence
     routes = np.arange(1, 5)[:, None, None]
     assert with_void_rows(routes, np.array([3, 3])).flatten().tolist() == [1, 2, 0, 3, 4, 0]
 
@@ -307,8 +309,9 @@ def test_kept_outcomes_follow_from_the_kept_rewards() -> None:
 def test_a_run_measures_what_one_update_changes(
     arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small change is proportional to the learning rate, as each weight moves by as much. Tokens
-    take all 8 experts here: otherwise some would change them, and log-probs would jump."""
+    """A small change is proportional to the learning rate, because each weight changes in
+    proportion. Tokens use all 8 experts here. With fewer, some would change their experts, and
+    log-probs would jump."""
     monkeypatch.setattr(frontier, "STEPS", 1)
     long_addition.make_data(tmp_path)
     laboratory = frontier.Laboratory(tmp_path / "results.jsonl", tmp_path / "scratch")

@@ -1,4 +1,4 @@
-"""The runner of a GPU visit: limits, what is kept, what is packed, and the page's table."""
+"""The runner of a GPU visit: its limits, what it keeps and packs, and the table of the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ VISIT = ROOT / "tools" / "gpu_visit"
 
 
 def load(name: str) -> ModuleType:
-    """A script of tools/gpu_visit as a module; `steps` under the name that run.py imports."""
+    """A script of tools/gpu_visit as a module. `steps` has the name under which run.py imports
+    it."""
     spec = importlib.util.spec_from_file_location(name, VISIT / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +49,7 @@ def python(steps: ModuleType, name: str, code: str, **options: Any) -> Any:
 def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
     steps: ModuleType, run: ModuleType, tmp_path: Path
 ) -> None:
-    mark = f"gpu-visit-child-{os.getpid()}"  # no other tests' on this machine
+    mark = f"gpu-visit-child-{os.getpid()}"  # other tests on this machine do not have it
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}']); import time; print('began', flush=True); time.sleep(99)"  # noqa: E501
     chosen = [
         (python(steps, "good", "print('rate=2.5 name=x equal=1')"), 20.0),
@@ -91,7 +92,8 @@ def test_what_was_seen_is_kept_when_the_time_is_over(
 def test_results_are_printed_where_they_cannot_be_written(
     steps: ModuleType, run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("visit.json", "visit.txt"):  # a folder in the way, as good as a full disk
+    # a folder in the way of a file has the effect of a full disk
+    for name in ("visit.json", "visit.txt"):
         (tmp_path / f"{name}.part").mkdir()
     results: dict[str, Any] = {"machine": {}, "steps": {}}
     chosen = [(python(steps, name, f"print('{name}=1')"), 20.0) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""That tests use no GPU, but for those of tests/gpu: four ranks on one would be refused."""
+"""Tests outside of tests/gpu use no GPU, because four ranks on one GPU would be refused."""
 
 from __future__ import annotations
 

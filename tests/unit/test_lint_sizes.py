@@ -1,4 +1,4 @@
-"""The lint of docstrings: what it finds, and that the package keeps the rule."""
+"""The lint of docstrings: what it finds, and that the package follows the rule."""
 
 from __future__ import annotations
 

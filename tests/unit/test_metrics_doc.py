@@ -15,7 +15,7 @@ from tests.programs import ROOT, gspo
 from tests.unit.objectives.batches import make_inputs, make_objective
 
 PAGE = ROOT / "docs" / "metrics.md"
-# The page calls a part NAME, too.
+# Also the page writes NAME for a part.
 REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
 ENVIRONMENT = """
 class Twice:
@@ -42,7 +42,7 @@ ALL_OPTIONS = {  # an RL run with everything that adds metrics
     },
     "routing": {"replay": "r2", "volatility": True},
 }
-# Written by runs with servers only: tests/vllm holds such a run against this set.
+# Only runs with servers write these. tests/vllm compares such a run with this set.
 SERVED = {
     *("sync/seconds", "sync/bytes", "sync/version"),
     *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
@@ -50,24 +50,25 @@ SERVED = {
     *("engine/busy_share", "perf/engines_idle_share"),
     *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
-# Written by runs with a teacher: tests/e2e/test_distillation.py, tests/vllm/test_distillation.py.
+# Only runs with a teacher write these: tests/e2e/test_distillation.py,
+# tests/vllm/test_distillation.py.
 DISTILLED = {
     *("distill/kl", "distill/teacher_seconds"),
     *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
 }
-# Written by runs with a reward model: tests/e2e/test_reward_model.py.
+# Only runs with a reward model write these: tests/e2e/test_model_rewards.py.
 SCORED = {
     *("reward_model/mean", "reward_model/std", "reward_model/tokens", "reward_model/cut"),
     *("reward_model/running_mean", "reward_model/running_std", "response/repeated"),
     *("perf/reward_model_seconds", "perf/reward_model_scores_per_second"),
     "perf/reward_model_tokens_per_second",
 }
-# Written by runs that collapse: tests/e2e/test_collapse.py.
+# Only runs that collapse write these: tests/e2e/test_collapse.py.
 COLLAPSED = {"collapse/alarm", "collapse/rollbacks"}
 
 
 def documented() -> set[str]:
-    """The keys in the first column of the page's tables; {a,b} stands for both."""
+    """The keys in the first column of the page's tables. {a,b} stands for both."""
     cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     keys = set()
     for name in re.findall(r"`([^`]+)`", " ".join(cells)):

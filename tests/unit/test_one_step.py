@@ -1,4 +1,4 @@
-"""examples/one_step.py: the step learns, and its hand-written loss is the package's."""
+"""examples/one_step.py: the step learns, and its hand-written loss is that of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/stability.md promises exists, and is all that the public modules export."""
+"""Everything that docs/stability.md promises exists, and the public modules export nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts in tools/ can be started: their imports are there, and they say what they do."""
+"""The scripts in tools/ start: their imports work, and they describe themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/upcycle.py: a dense model and its MoE compute the same, by transformers."""
+"""tools/upcycle.py: transformers computes the same with a dense model and with its MoE."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.unit.hf.published import VOCABULARY, read_folder, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 from tools.upcycle import MOE_OF, Plan, upcycle
 
-# fp32 logits of size 3 to 5 from four layers: experts add up in another order
+# fp32 logits of size 3 to 5 from four layers; experts are summed in another order
 TOLERANCE = 2e-5
 WHOLE = Plan(experts=4, top_k=2)
-# transformers wants experts of a multiple of 16 bytes
+# transformers needs experts of a multiple of 16 bytes
 VARIANTS: list[tuple[str, dict[str, Any], Plan]] = [
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True}, WHOLE),
     (
@@ -64,7 +64,7 @@ def test_without_noise_the_function_stays(
     )
     assert not after.complaints
     torch.testing.assert_close(after.logits, before.logits, rtol=0, atol=TOLERANCE)
-    # and the package knows the model
+    # the package knows the model, too
     folder = HfFolder(tmp_path / "moe")
     shape = shape_of(folder.describe())
     checked_folder(folder.path, shape, VOCABULARY)
@@ -92,7 +92,7 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
 
 
 def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
-    """Three tensors of 35 MB become twelve; what the process has before is not counted."""
+    """Three tensors of 35 MB become twelve. Memory of the process from before is not counted."""
     dense = write_model(
         tmp_path / "dense", "qwen3", seed=6, intermediate_size=200_000, num_hidden_layers=1
     )

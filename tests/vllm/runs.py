@@ -1,4 +1,4 @@
-"""Small RL runs with vLLM servers, as a user starts them, and their processes."""
+"""Small RL runs with vLLM servers, started as a user starts them, and their processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
-# What is said of a response is arbitrary, and the same everywhere; in `calls`, a line is a call.
+# The reward of a response is arbitrary, but the same everywhere. Each call adds a line to the file
+# `calls`.
 _REWARD = """
 import json, zlib
 from pathlib import Path
@@ -33,7 +34,7 @@ def reward(sample):
 
 @dataclass
 class Run:
-    """Everything of one run lies in `folder`."""
+    """A run. All its files are in `folder`."""
 
     folder: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Run:
         return self.folder / "run"
 
     def start(self, *overrides: str, **environ: str) -> subprocess.Popen[str]:
-        """The train command, as in a terminal."""
+        """Start the train command, as in a terminal."""
         words = [sys.executable, "-m", "gspo_megatron", "train", str(self.folder / "config.yaml")]
         path = os.pathsep.join([str(ROOT), str(self.folder)])
         process = subprocess.Popen(
@@ -54,13 +55,13 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # with the tests
+            preexec_fn=end_with_parent,  # the run ends with the tests
         )
         self.processes.append(process)
         return process
 
     def wait(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
-        """Until the condition is something, while the run goes on."""
+        """Wait until the condition returns something true, while the run goes on."""
 
         def look() -> Any:
             assert process.poll() is None, process.communicate()[0][-6000:]
@@ -69,7 +70,7 @@ class Run:
         return wait_for(look, 600)
 
     def finish(self, process: subprocess.Popen[str], code: int = 0, seconds: float = 600) -> str:
-        """Wait for its end; returns what it printed."""
+        """Wait for its end. Returns its output."""
         said, _ = process.communicate(timeout=seconds)
         assert process.returncode == code, said[-6000:]
         return said
@@ -88,7 +89,7 @@ class Run:
         return [p for p in self._below() if "gspo_megatron.rollout.vllm.service" in p.cmdline()]
 
     def trainers(self) -> list[psutil.Process]:
-        """The command itself, and its ranks."""
+        """The processes of the command itself and of its ranks."""
         below = [p for p in self._below() if "gspo_megatron" in p.cmdline()]
         return [*below, *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]
 
@@ -104,7 +105,7 @@ class Run:
 
 
 def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
-    """One rank and one server, unless sections say otherwise."""
+    """Make a run with one rank and one server, unless sections say otherwise."""
     (folder / "vllm_test_reward.py").write_text(_REWARD)
     write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
     config: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A killed process that nobody has waited for yet is dead."""
+    """Whether a process is alive. A killed process that nobody has waited for counts as dead."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -146,7 +147,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
-    """Until the condition is something; returns it."""
+    """Wait until the condition returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"

@@ -30,10 +30,10 @@ from gspo_megatron.rollout.vllm.process import (
 )
 from tests.programs import command_environment
 
-START_SECONDS = 300  # 9 on an idle machine
+START_SECONDS = 300  # it takes 9 on an idle machine
 _REQUEST_SECONDS = 120
 _STOP_SECONDS = 20
-_TAIL = 3000  # characters of the log, in a failure
+_TAIL = 3000  # characters of the log that a failure shows
 
 ENVIRONMENT = common_environment(token="") | cpu_environment()
 
@@ -50,8 +50,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server; `log` has what it printed. A request that it refuses raises AssertionError
-    with its answer."""
+    """A running server. `log` is the file of its output. If it refuses a request, AssertionError
+    with its answer is raised."""
 
     port: int
     log: Path
@@ -68,13 +68,13 @@ class Server:
         return self._send("POST", address, {} if body is None else body)()
 
     def sample(self, prompt: Sequence[int], tokens: int, **parameters: object) -> Sample:
-        """One response of exactly this many tokens."""
+        """Get one response of exactly this many tokens."""
         return self.start_sample(prompt, tokens, **parameters)()
 
     def start_sample(
         self, prompt: Sequence[int], tokens: int, **parameters: object
     ) -> Callable[[], Sample]:
-        """Send the request; the result waits for its response."""
+        """Send the request. The returned function waits for the response."""
         asked = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **parameters}
         body = {"token_ids": list(prompt), "sampling_params": asked}
         answer = self._send("POST", "/inference/v1/generate", body)
@@ -93,7 +93,8 @@ class Server:
         return self.post("/collective_rpc", body)["results"]
 
     def _send(self, method: str, path: str, body: object = None) -> Callable[[], Any]:
-        """Not by urllib: proxies of the environment do not know this machine's loopback."""
+        """Send without urllib, whose proxies from the environment do not know this machine's
+        loopback."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_REQUEST_SECONDS)
         connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
 
@@ -108,7 +109,8 @@ class Server:
 
 
 def run_options(model: Path) -> dict[str, Any]:
-    """Of a server of a Hugging Face folder in fp32, as those that a run starts; without a token."""
+    """The options of a server of a Hugging Face folder in fp32, as a run starts it, but without a
+    token."""
     needed = needed_arguments(str(model), "float32", routes=True, on_cpu=True)
     return {
         **needed,
@@ -121,9 +123,9 @@ def run_options(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Server]:
-    """A server with these options of vLLM, by the Python of its environment; its log goes to
-    `folder`. It ends with this process, too. Raises AssertionError with the end of the log where
-    it does not start."""
+    """A server with these options of vLLM, run by the Python of its environment. Its log goes to
+    `folder`. It ends when this process ends. Raises AssertionError with the end of the log if it
+    does not start."""
     held = hold_port("127.0.0.1", 0)
     port = held.getsockname()[1]
     server = Server(port, folder / "server.log")
@@ -136,7 +138,7 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own: it starts processes, too
+            start_new_session=True,  # a process group, because the server starts other processes
             preexec_fn=end_with_parent,
         )
     try:
@@ -161,7 +163,8 @@ def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """The server ends its engine on SIGTERM; what is left of the group after it is killed."""
+    """End the server by SIGTERM, on which it ends its engine. Then kill what is left of the process
+    group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_SECONDS)

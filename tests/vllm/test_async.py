@@ -1,5 +1,5 @@
-"""Runs whose servers draw ahead: the prompts of each step are the synchronous run's, no token is
-too old, and what is killed costs no finished response."""
+"""Runs whose servers generate ahead. The prompts of each step are those of the synchronous run, no
+token is too old, and a kill costs no finished response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.vllm.runs import Run, is_alive, make_run, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE, PROMPTS, GROUP, SEED = 64, 6, 4, 1
 STALENESS = 2
-# "server" and "service" together: at one moment, so nobody is left to end the server's engine
+# "server" and "service" are killed at the same moment, so nobody is left to end the server's engine
 VICTIMS = ["trainer", "service", "server", "all", "server and service"]
 
 
@@ -54,13 +54,13 @@ def finished_steps(run: Run) -> int:
 
 
 def draws_ahead(run: Run) -> bool:
-    """Of a step, while the one before is not trained yet, some groups are finished."""
+    """Whether groups of a step are finished before the step before it is trained."""
     later = run.out / "rollouts" / f"step_{finished_steps(run) + 2:08d}_0.groups"
     return later.exists() and bool(read_groups(later))
 
 
 def trained_prompts(run: Run) -> dict[int, list[str]]:
-    """By step, in their order."""
+    """The prompts of each step, in the order of training."""
     found = defaultdict(list)
     for line in (run.out / "samples.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -69,7 +69,7 @@ def trained_prompts(run: Run) -> dict[int, list[str]]:
 
 
 def synchronous_prompts(steps: int) -> dict[int, list[str]]:
-    """What a run that draws nothing ahead trains."""
+    """The prompts that a run without generating ahead trains."""
     loader = PromptLoader(FILE, PROMPTS, SEED)
     return {
         step: [f"train.jsonl:{row + 1}" for row in loader.next() for _ in range(GROUP)]
@@ -78,7 +78,8 @@ def synchronous_prompts(steps: int) -> dict[int, list[str]]:
 
 
 class Killer:
-    """Kills processes of a run at random moments, and starts what does not start by itself."""
+    """Kills processes of a run at random moments, and restarts those that do not restart by
+    themselves."""
 
     def __init__(self, run: Run, random: Random) -> None:
         self.run, self.random = run, random
@@ -101,14 +102,14 @@ class Killer:
         if victim in ("trainer", "all"):
             self.process.communicate()
             wait_for(lambda: not any(map(is_alive, self.seen)), seconds=120)
-            # The service has ended by itself, unless it had only begun: then it had no server yet,
-            # and the next start clears its folder.
+            # The service has ended by itself, unless it had only just begun. In that case it had no
+            # server yet, and the next start clears its folder.
             if victim == "trainer" and had_server:
                 assert not weights_folders(load_config(run.folder / "config.yaml"))
             self.process = run.start()
 
     def kill_after(self, step: int, victim: str, seconds: float) -> None:
-        """At any moment of the next step, or of what begins again."""
+        """Kill at any moment of the next step, or of a restart."""
         self.run.wait(self.process, lambda: finished_steps(self.run) >= step)
         time.sleep(self.random.uniform(0, seconds))
         self.kill(victim)
@@ -125,13 +126,13 @@ class Killer:
 def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     vllm_python: Path, tmp_path: Path, victims: list[str]
 ) -> None:
-    """And every response is scored once: what was finished is not drawn again, but for a group that
-    was being scored at a kill."""
+    """Every response is scored once. Finished responses are not generated again, except for a group
+    that was being scored at the time of a kill."""
     kills = len(victims)
     steps = kills + 3
     run, random = run_with(tmp_path, vllm_python, steps), Random(kills)
     killer = Killer(run, random)
-    # the first step is saved; before that a start is a new run
+    # the first step is saved; before it, a start is a new run
     run.wait(killer.process, lambda: finished_steps(run) > 1 and draws_ahead(run))
     for number, victim in enumerate(random.sample(victims, kills)):
         killer.kill_after(2 + number, victim, seconds=1.0)
@@ -141,7 +142,7 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     assert trained_prompts(run) == synchronous_prompts(steps)
     oldest = [record["staleness/max"] for record in run.steps()]
-    # the first draws are begun with the first weights
+    # the first requests begin with the first weights
     assert all(age <= min(STALENESS, n) for n, age in enumerate(oldest)) and max(oldest) > 0
     assert all(0 <= record["staleness/mean"] <= age for record, age in zip(run.steps(), oldest))
     rows = Counter(row for row, _ in run.calls())
@@ -151,7 +152,8 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
 
 
 def assert_layouts_agree(run: Run, step: int) -> None:
-    """What servers drew with several versions of the weights gives the same update everywhere."""
+    """Check that responses from several versions of the weights give the same update on every
+    layout."""
     words = ["verify", run.out, "--step", step, "--layouts", "tp=2,pp=2,ep=2"]
     done = subprocess.run(
         [sys.executable, "-m", "gspo_megatron", *map(str, words)],

@@ -1,6 +1,7 @@
-"""What rollouts by vLLM rely on. A newer vLLM that breaks one of these facts is noticed here.
+"""Facts about vLLM on which the rollouts rely. These tests notice a newer vLLM that breaks one of
+them.
 
-The reference is transformers with the same weights, in fp32, and shares no code with vLLM.
+The reference is transformers with the same weights, in fp32. It shares no code with vLLM.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from tests.vllm.servers import Sample, Server
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first test may make vLLM's environment
+    pytest.mark.timeout(1800),  # the first test may have to make vLLM's environment
 ]
 TEMPERATURE = 0.7
 VOCABULARY = 257
-SAME = 1e-5  # nats: what is left between two fp32 implementations
-WRONG = 1e-2  # nats: three orders above
-SAME_EXPERTS = 0.999  # of the rows, where two experts may have nearly equal weights
+SAME = 1e-5  # nats: the difference of two fp32 implementations
+WRONG = 1e-2  # nats: a thousand times that
+SAME_EXPERTS = 0.999  # the share of equal rows: in a few rows two experts have nearly equal weights
 LAYERS, TOP_K = 4, 2
-OLD, NEW = 0, 1  # seeds of two sets of weights; the server starts with the old ones
-FIRST_VERSION = "default"  # of a server before any update
+OLD, NEW = 0, 1  # the seeds of two sets of weights; the server starts with the old ones
+FIRST_VERSION = "default"  # the version of a server before any update
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The server, and the weights to give it."""
+    """The server, and sets of weights to give it."""
 
     server: Server
     folder_of: Callable[[int], Path]
@@ -53,9 +54,10 @@ class Policy:
         return self.start_sample(prompt, tokens)()
 
     def update(self, seed: int, *, forget: bool = True, clear: bool = True) -> None:
-        """Give the running server other weights. What is left out makes them a mixture."""
+        """Give the running server other weights. Weights that are left out keep their old
+        values."""
         server = self.server
-        # The help of clear_cache says that `keep` ignores it. That is not so: see the tests.
+        # The help of clear_cache says that it ignores `keep`. That is wrong: see the tests.
         server.post("/pause", mode="keep", clear_cache=str(clear).lower())
         if forget:
             assert server.call_workers("forget_prepacked_experts") == [str(LAYERS)]
@@ -67,7 +69,7 @@ class Policy:
         server.post("/resume")
 
     def errors(self, sample: Sample, seed: int, replay_from: int = 0) -> torch.Tensor:
-        """(response,): by how much each log-prob differs from transformers', in nats."""
+        """The difference of each log-prob from transformers', in nats: [response tokens]."""
         expected = reference_logprobs(self.folder_of(seed), sample, replay_from)
         return (expected - torch.tensor(sample.logprobs)).abs()
 
@@ -86,9 +88,10 @@ def reference(folder: Path) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.Tensor:
-    """(response,) float32, at the temperature, with the server's experts from this row on. Two
-    experts of nearly equal weight may change places, and all later log-probs change with them;
-    that the server's choice is right is a test of its own."""
+    """The log-probs [response tokens] by transformers, in float32 and at the temperature, with the
+    server's experts from this row on. Two experts of nearly equal weight may change places, which
+    changes all later log-probs. Another test checks that the server's choice of experts is
+    right."""
 
     def replay(layer: int, result: Any) -> Any:
         logits, weights, experts = result
@@ -105,7 +108,7 @@ def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.
 
 @torch.no_grad()
 def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
-    """(prompt + response - 1, layers, k): what the routers of transformers choose."""
+    """The experts that the routers of transformers choose: (prompt + response - 1, layers, k)."""
     chosen = []
     with gate_hooks(reference(folder), lambda _, result: chosen.append(result[2])) as model:
         model(torch.tensor([sample.prompt + sample.tokens[:-1]]))
@@ -116,8 +119,8 @@ def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
 def gate_hooks(
     model: Qwen3MoeForCausalLM, hook: Callable[[int, Any], Any]
 ) -> Iterator[Qwen3MoeForCausalLM]:
-    """Call `hook(layer, (logits, weights, experts))` after each router; what it returns, if not
-    None, takes the result's place."""
+    """Call `hook(layer, (logits, weights, experts))` after each router. If it returns something
+    other than None, that becomes the router's result."""
 
     def register(number: int, gate: torch.nn.Module) -> RemovableHandle:
         return gate.register_forward_hook(lambda _gate, _inputs, result: hook(number, result))
@@ -131,7 +134,8 @@ def gate_hooks(
 
 
 def same_experts(sample: Sample, folder: Path) -> np.ndarray:
-    """(prompt + response - 1, layers) booleans: the same experts as transformers', in any order."""
+    """Where the experts are those of transformers, in any order: (prompt + response - 1, layers)
+    booleans."""
     expected = np.sort(reference_experts(folder, sample), axis=-1)
     return (np.sort(sample.experts, axis=-1) == expected).all(axis=-1)
 
@@ -143,7 +147,7 @@ def shared_policy(vllm_server: Server, tiny_qwen3_moe: Callable[[int], Path]) ->
 
 @pytest.fixture
 def policy(shared_policy: Policy) -> Policy:
-    """With the old weights and nothing else, whatever the test before it did."""
+    """The server with the old weights and an empty cache, whatever the test before did."""
     version = shared_policy.server.get("/weight_info")["weight_version"]
     if version not in (FIRST_VERSION, version_of(OLD)):
         shared_policy.update(OLD)
@@ -170,14 +174,15 @@ def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
 
 
 def test_more_tokens_than_one_pass_takes_are_no_trouble_for_seeds(policy: Policy) -> None:
-    """A pass takes 2,048 tokens. In chunks of a prompt, vLLM on CPUs dies of a request's seed."""
+    """A pass takes 2,048 tokens. If prompts are split into chunks, vLLM on CPUs dies because of a
+    request's seed."""
     calls = [policy.start_sample(policy.prompt(300), 4) for _ in range(20)]
     assert all(policy.error(call(), OLD) < SAME for call in calls)
 
 
 def test_a_running_server_takes_new_weights(policy: Policy) -> None:
     prompt = policy.prompt(30)
-    assert policy.error(policy.sample(prompt, 48), NEW) > WRONG  # the weights differ
+    assert policy.error(policy.sample(prompt, 48), NEW) > WRONG  # the two sets of weights differ
     policy.update(NEW)
     assert policy.error(policy.sample(prompt, 48), NEW) < SAME
     assert policy.server.get("/weight_info") == {"weight_version": version_of(NEW)}
@@ -195,26 +200,28 @@ def test_without_a_reset_a_known_prompt_has_the_old_cache(policy: Policy) -> Non
     policy.sample(prompt, 8)
     policy.update(NEW, clear=False)
     assert policy.error(policy.sample(prompt, 48), NEW) > WRONG
-    assert policy.error(policy.sample(policy.prompt(300), 48), NEW) < SAME  # nothing else is wrong
+    # everything else is right
+    assert policy.error(policy.sample(policy.prompt(300), 48), NEW) < SAME
     assert policy.server.post("/reset_prefix_cache") == {"success": True}
     assert policy.error(policy.sample(prompt, 48), NEW) < SAME
 
 
 def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy) -> None:
-    """With clear_cache the pause drops the keys and values of responses in flight, too. Their
-    earlier tokens are computed again with the new weights, and keep their log-probs and experts."""
+    """With clear_cache, a pause drops the keys and values of responses in progress. Their earlier
+    tokens are computed again with the new weights, but keep their old log-probs and experts."""
     prompt, folder_of = policy.prompt(100), policy.folder_of
     finish = policy.start_sample(prompt, 1500)
-    policy.server.sample(prompt[:1], 60)  # a clock: the response grows in the same batches
+    policy.server.sample(prompt[:1], 60)  # a clock: this response grows in the same batches
     policy.update(NEW)
     sample = finish()
-    # Where two experts have nearly equal weights, a single token may not look like its weights.
+    # If two experts have nearly equal weights, a single token may have unexpected log-probs.
     looks_old = torch.where(policy.errors(sample, OLD) < SAME, 1, -1)
     first_new = int(looks_old.cumsum(0).argmax()) + 1
     assert 0 < first_new < 1500, "the update came before the response or after it"
-    row = len(prompt) + first_new - 1  # the row that the first new token is drawn from
-    # The median: the choice of experts for the rows computed again is not returned, and if one of
-    # them differs, all later log-probs do a little. With the old keys and values the median is 1.
+    row = len(prompt) + first_new - 1  # the row from which the first new token was sampled
+    # The median, because the server does not return the experts of rows that it computes again. If
+    # one of them differs, all later log-probs change a little. With the old keys and values the
+    # median would be 1.
     assert policy.errors(sample, NEW, replay_from=row)[first_new:].median() < WRONG
     assert same_experts(sample, folder_of(OLD))[:row].mean() >= SAME_EXPERTS
     assert same_experts(sample, folder_of(NEW))[row:].mean() >= SAME_EXPERTS

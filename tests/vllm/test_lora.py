@@ -1,4 +1,5 @@
-"""Adapters whose responses come from real vLLM servers: merged on the way, or as adapters."""
+"""Adapters whose responses come from real vLLM servers: merged into the weights that are sent, or
+as adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from tests.unit.hf.published import write_model
 from tests.vllm.runs import Run, make_run
 
-# Sizes that the kernels for CPUs take.
+# Sizes that the kernels for CPUs support.
 KERNELS = {"head_dim": 32, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -38,7 +39,7 @@ def test_servers_sample_from_the_base_with_its_adapters(vllm_python: Path, tmp_p
 
 
 def adapter_run(folder: Path, python: Path, steps: int = 2, staleness: int = 0, **vllm: Any) -> Run:
-    """Of a dense model: vLLM 0.30 runs no adapters of models with experts on CPUs."""
+    """A run of a dense model, because vLLM 0.30 runs no adapters of models with experts on CPUs."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     source = write_model(folder / "source", "qwen3", seed=9, vocab_size=53, **heads, **KERNELS)
     return make_run(
@@ -61,7 +62,7 @@ def adapter_run(folder: Path, python: Path, steps: int = 2, staleness: int = 0, 
 
 
 def names_in_log(run: Run, done: str) -> list[str]:
-    """Of adapters, as the server says that it has loaded or removed them, in order."""
+    """The names of adapters in the server's log, in the order of loading and removing."""
     logs = (run.out / "rollouts" / "servers").glob("*.log")
     text = "".join(path.read_text() for path in logs)
     return re.findall(rf"{done} LoRA adapter: name '([^']+)'", text)
@@ -77,7 +78,7 @@ def test_servers_sample_with_the_adapters_of_each_version(
     for record in steps:
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-3, record["step"]
-        # of rank 4 in fp32, not of the model
+        # of rank 4 in fp32; the model is far larger
         assert record["sync/bytes"] == 4 * 4 * 4 * (
             2 * (64 + 128) + 2 * (64 + 64) + 3 * (64 + 64)
         ), record["step"]
@@ -86,7 +87,7 @@ def test_servers_sample_with_the_adapters_of_each_version(
 
 
 def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path: Path) -> None:
-    """And a server that is started again gets the newest one."""
+    """A server that is started again gets the newest adapter."""
     run = adapter_run(tmp_path, vllm_python, steps=4, staleness=1)
     process = run.start()
     run.wait(process, lambda: (run.out / "rollouts" / "step_00000002_0.groups").exists())
@@ -97,17 +98,19 @@ def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path:
     assert [record["sync/version"] for record in steps] == [1, 2, 3, 4]
     assert max(record["staleness/max"] for record in steps) == 1
     assert max(record["engine/restarts"] for record in steps) == 1
-    assert steps[0]["mismatch/abs_mean"] <= 1e-5  # the only responses of the step's own policy
+    # only the responses of this step come from its own policy
+    assert steps[0]["mismatch/abs_mean"] <= 1e-5
     loaded = names_in_log(run, "Loaded new")
     assert sorted(set(loaded)) == [f"policy-{version}" for version in range(5)]
-    assert len(loaded) - len(set(loaded)) <= 1  # the newest one once more, after the restart
+    # the newest one is loaded once more after the restart
+    assert len(loaded) - len(set(loaded)) <= 1
     assert "policy-3" in names_in_log(run, "Removed")
 
 
 def test_a_server_that_drops_a_part_of_an_adapter_is_told(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """vLLM itself says nothing; at the start B is zero, and no log-prob shows it either."""
+    """vLLM itself reports nothing. At the start B is zero, so log-probs do not show it either."""
     options = {"lora_target_modules": "down_proj"}
     run = adapter_run(tmp_path, vllm_python, options=options, restarts=0)
     said = run.finish(run.start(), code=2)

@@ -1,4 +1,4 @@
-"""Several responses for one request, by our middleware in a real server."""
+"""Several responses to one request, by our middleware in a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_equal(first: Response, second: Response) -> None:
 
 
 def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server) -> None:
-    """One after the other in both forms, because a batch of another size rounds otherwise."""
+    """The two forms run one after the other, because a batch of another size rounds differently."""
 
     async def draw() -> tuple[list[Response], list[Response]]:
         async with connected_session() as session:

@@ -1,4 +1,4 @@
-"""Phases of a run whose servers generate ahead: at a border they generate nothing ahead."""
+"""Phases of a run whose servers generate ahead. At a border they generate nothing ahead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """Of the border's weights and of the phase's lengths; within a phase they are a step older. A
-    run that is killed at the border takes each prompt once."""
+    """They have the weights at the border and the lengths of the phase; within a phase they are a
+    step older. A run that is killed at the border takes each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
@@ -45,6 +45,6 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     longest = {step: records[step]["response/length_max"] for step in range(1, 5)}
     assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 12
     lines = map(json.loads, (run.out / "samples.jsonl").read_text().splitlines())
-    # one order of prompts goes through all phases: each is drawn once, with two responses
+    # one order of prompts goes through all phases: each prompt comes once, with two responses
     prompts = Counter(line["row_id"] for line in lines)
     assert len(prompts) == 16 and set(prompts.values()) == {2}

@@ -3,6 +3,8 @@ folder, and its scores are those of transformers."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import re
 import subprocess
@@ -149,6 +151,23 @@ def test_a_wrong_key_and_another_tokenizer_are_told_in_one_line(
     monkeypatch.setenv(KEY_VARIABLE, scorer.key)
     with pytest.raises(RewardError, match="makes other tokens of a text than reward.model.token"):
         ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples)
+
+
+def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) -> None:
+    """Promised in docs/security.md."""
+
+    def status(path: str, key: str | None) -> int:
+        connection = http.client.HTTPConnection(scorer.url.removeprefix("http://"), timeout=60)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        with contextlib.closing(connection):
+            connection.request("POST", path, "{}", headers | {"Content-Type": "application/json"})
+            return connection.getresponse().status
+
+    for path in ("/classify", "/pooling", "/tokenize", "/collective_rpc", "/nothing"):
+        assert status(path, None) == status(path, f"{scorer.key}x") == 401
+    for path in ("/collective_rpc", "/update_weights", "/sleep"):
+        assert status(path, scorer.key) == 404
+    assert status("/classify", scorer.key) == 400  # it is there
 
 
 def test_a_run_of_two_steps_learns_from_the_scores(

@@ -1,4 +1,5 @@
-"""`gspo-megatron serve`: a server of a run's newest checkpoint, which another run draws from."""
+"""`gspo-megatron serve` serves a run's newest checkpoint, and another run gets responses from
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _NONE = {"servers": 0, "python": None}
 
 
 def status(url: str, token: str | None) -> int:
-    """Of an answer."""
+    """The status of an HTTP answer."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
@@ -55,7 +56,7 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         stdout=log,
         stderr=(tmp_path / "errors").open("w"),
         start_new_session=True,
-        preexec_fn=end_with_parent,  # with the tests
+        preexec_fn=end_with_parent,  # the server ends with the tests
     )
     try:
         told = lambda: Path(log.name).read_text()  # noqa: E731

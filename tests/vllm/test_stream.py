@@ -1,4 +1,4 @@
-"""rollout.vllm.weight_transport: nccl with real vLLM servers; on CPUs the tensors go over gloo."""
+"""rollout.vllm.weight_transport = nccl with real vLLM servers. On CPUs the tensors go over gloo."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
     versions += [each.name for each in folder.iterdir()]
     run.wait(process, lambda: begun(run, 3))
     versions += [each.name for each in folder.iterdir()]
-    assert set(versions) <= {"version_00000000"}  # of the start; nothing was written since
-    run.servers()[0].kill()  # while it generates
+    # the version at the start; nothing was written later
+    assert set(versions) <= {"version_00000000"}
+    run.servers()[0].kill()  # during generation
     run.wait(process, lambda: any(each.name > "version_00000000" for each in folder.iterdir()))
     run.wait(process, lambda: begun(run, 5))
     run.services()[0].kill()  # its servers end, and new ones need the weights of step 4

@@ -1,4 +1,4 @@
-"""An ASGI application behind aiohttp, as vLLM's is behind uvicorn: for simulated servers."""
+"""An ASGI application in aiohttp, as vLLM's is in uvicorn. Simulated servers use it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp import web
 
 
 def handler_of(app: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler for all paths. Its runner needs `handler_cancellation`: a handler that is cancelled
-    is how aiohttp says that the client has left."""
+    """A handler for all paths. Its runner needs `handler_cancellation`, because aiohttp cancels the
+    handler when the client has left."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body, left = [await request.read()], asyncio.Event()

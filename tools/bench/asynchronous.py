@@ -40,7 +40,7 @@ _STALENESS = (0, 1, 2)
 
 def config_of(arguments: argparse.Namespace, folder: Path, staleness: int) -> dict[str, Any]:
     return {
-        # heads of 32 channels are the smallest that vLLM's kernels take
+        # vLLM's kernels need heads of at least 32 channels
         "model": {
             "megatron": {
                 "kv_channels": 32,
@@ -67,7 +67,8 @@ def config_of(arguments: argparse.Namespace, folder: Path, staleness: int) -> di
         },
         "reward": {"name": "per_character"},
         "objective": {"name": "gspo", "mini_batches": 4},
-        "optimizer": {"learning_rate": 1e-6},  # lengths stay as they are
+        # so small that the lengths of responses do not change
+        "optimizer": {"learning_rate": 1e-6},
         "training": {"steps": arguments.steps, "precision": "fp32", "micro_batch_tokens": 4096},
         "checkpoint": {"interval": 0},
         "logging": {"dir": str(folder / f"run_{staleness}"), "plots": False},
@@ -75,7 +76,7 @@ def config_of(arguments: argparse.Namespace, folder: Path, staleness: int) -> di
 
 
 def pin_server(arguments: argparse.Namespace, folder: Path, core: int) -> None:
-    """folder/python: the server's interpreter on a core of its own."""
+    """Pin the server's interpreter, folder/python, to a core of its own."""
     path = folder / "python"
     words = shlex.join(["taskset", "-c", str(core), arguments.python])
     path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')

@@ -61,8 +61,8 @@ SIDES = ("ours", "bare")
 
 
 def draw_batch(size: str) -> RolloutBatch:
-    """This rank's share of a step's sequences: random tokens, with the probability that a model
-    without any knowledge gives them."""
+    """This rank's share of a step's sequences: random tokens, with the probability that an
+    untrained model gives them."""
     work, vocabulary = WORKLOADS[size], SHAPES[size]["vocab_size"]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     samples = torch.arange(rank, work.responses, ranks)
@@ -113,8 +113,8 @@ class Step:
             model.__class__, model.output_layer.__class__ = model_class, layer_class
 
     def _train(self) -> None:
-        """The train_step of a pre-training script, for each mini-batch. Megatron-Core's own end of
-        the backward pass divides the gradients by the number of tokens."""
+        """The train_step of a pre-training script, for each mini-batch. The end of the backward
+        pass in Megatron-Core divides the gradients by the number of tokens."""
         config = self.loop.run_components.policy.config
         with changed([(config, "finalize_model_grads_func", finalize_model_grads)]):
             self._updates()
@@ -163,8 +163,8 @@ def pretraining_step(
 
 
 def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each side's update in each round, of the slowest rank by the clock, and of all
-    ranks together by processor time."""
+    """The seconds of each side's update in each round: by the clock for the slowest rank, and in
+    processor time for all ranks together."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {
         side: {"clock": [], "processor": []} for side in SIDES

@@ -75,7 +75,7 @@ _CHECK = WeightCheck([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 def body(lengths: int, rng: np.random.Generator | None) -> bytes:
-    """A response as vLLM gives it; without `rng` the one to the probe."""
+    """A response in vLLM's form; without `rng`, the one to the probe."""
     if rng is None:
         ids, logprobs = [1] * lengths, [-0.5] * lengths
     else:
@@ -85,7 +85,7 @@ def body(lengths: int, rng: np.random.Generator | None) -> bytes:
         {"token": f"token_id:{n}", "logprob": x, "bytes": None}
         for n, x in zip(ids, logprobs, strict=True)
     ]
-    content = [{**each, "top_logprobs": [each]} for each in named]  # the sampled one comes twice
+    content = [{**each, "top_logprobs": [each]} for each in named]  # the sampled token comes twice
     choice = {
         "index": 0,
         "logprobs": {"content": content},
@@ -97,7 +97,7 @@ def body(lengths: int, rng: np.random.Generator | None) -> bytes:
 
 
 def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: float) -> Any:
-    """What a vLLM server answers, as an ASGI application."""
+    """The answers of a vLLM server, as an ASGI application."""
     paths = (GENERATE, "/server_info", "/collective_rpc", "/update_weight_version")
     fixed: dict[str, Any] = {
         "/weight_info": {"weight_version": "0"},
@@ -125,7 +125,7 @@ def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: floa
             if seed is not None and speed:
                 await asyncio.sleep(lengths[seed % _BODIES] / speed)
         elif scope["path"] == ABOUT:
-            status = 404  # as a server without our middleware
+            status = 404  # as a server without our middleware answers
         await send({"type": "http.response.start", "status": status, "headers": ()})
         await send({"type": "http.response.body", "body": content})
 
@@ -133,7 +133,7 @@ def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: floa
 
 
 def serve(arguments: argparse.Namespace, told: Connection) -> None:
-    """All servers, until the process is ended. Tells their ports, and the mean length."""
+    """Serve all servers until the process is ended. Prints their ports and the mean length."""
     rng = np.random.default_rng(0)
     median, ninetieth = map(float, arguments.lengths.split(","))
     deviation = np.log(ninetieth / median) / _NINETIETH
@@ -186,7 +186,7 @@ def write_config(folder: Path, groups: int) -> Path:
 
 
 async def draw_all(scheduler: Scheduler, draws: ServedRequests, step: int, groups: int) -> float:
-    """Have a draw of so many prompts; the CPU seconds of this thread."""
+    """Request so many prompts. Returns the CPU seconds of this thread."""
     seconds = time.thread_time()
     running = draws.begin(
         RolloutRequest(

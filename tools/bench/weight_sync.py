@@ -41,8 +41,8 @@ PARTS = ("export", "expected", "load", "check")
 
 
 def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
-    """`model` of the configuration. Sizes are such that vLLM's kernels for CPUs take them: heads of
-    32, 64 or 128 channels, and a multiple of 32 for the hidden size."""
+    """The section `model` of the configuration. The sizes suit vLLM's kernels for CPUs: heads of
+    32, 64 or 128 channels, and a hidden size that is a multiple of 32."""
     parameters = gigabytes * 1e9 / {"fp32": 4, "bf16": 2}[precision]
     others = 2 * _VOCABULARY * _HIDDEN + _LAYERS * 3 * _HIDDEN**2
     experts = max(4, round((parameters - others) / (_LAYERS * 3 * _HIDDEN * _WIDTH)))

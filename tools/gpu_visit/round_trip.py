@@ -1,5 +1,5 @@
-"""A run's checkpoint to a Hugging Face folder, back to a checkpoint, and to a second folder, whose
-tensors must be those of the first: `round_trip.py RUN OUT`."""
+"""Convert a run's checkpoint to a Hugging Face folder, back to a checkpoint, and to a second
+folder. Both folders must have the same tensors: `round_trip.py RUN OUT`."""
 
 from __future__ import annotations
 

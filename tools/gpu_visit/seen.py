@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, VISITS = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu_visits"
 BEGIN, END = "<!-- visits: begin -->", "<!-- visits: end -->"
-MOST_FIGURES = 6  # of a step, in the table; the JSON has all
-# The figures that say most, first.
+MOST_FIGURES = 6  # of a step in the table; the JSON has all
+# The most important figures, which come first.
 IMPORTANT = (
     *("equal", "worst_error", "tensors", "train_share_of_matmul", "logprob_share_of_matmul"),
     *("generated_per_second", "trained_tokens_per_second", "peak_memory_gb", "estimated_memory_gb"),
@@ -71,7 +71,7 @@ def _said(record: dict[str, Any]) -> str:
 
 
 def add(source: Path, name: str) -> None:
-    """Copy a result without what identifies a machine."""
+    """Copy a result without the names that identify a machine."""
     text = source.read_text()
     visit = json.loads(text)
     for secret in ("system", "host", "command", "time", "world_size", "slurm"):

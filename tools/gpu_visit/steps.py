@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 GSPO = (sys.executable, "-m", "gspo_megatron")
-NOT_HERE = 69  # exit code of a step that this machine cannot do, which is no failure
+NOT_HERE = 69  # the exit code of a step that this machine cannot do, which is not a failure
 TOOLS = Path(__file__).resolve().parents[1]
 
 
@@ -27,12 +27,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the commands of the steps are made from."""
+    """The values from which the commands of the steps are made."""
 
     out: Path  # folder of runs, data and logs
     gpus: int  # ranks to start
     seen: int  # GPUs that torch sees
-    rehearsed: bool  # there are no kernels of a GPU: small sizes are enough
+    rehearsed: bool  # without a GPU's kernels, small sizes are enough
     vllm_python: str | None  # interpreter of an environment with vLLM
 
     @property
@@ -126,7 +126,7 @@ def _with_transformer_engine(machine: Machine) -> list[Step]:
 
 
 def _hour_alone(machine: Machine) -> list[Step]:
-    """The checks that a visit has no time for."""
+    """The checks that are too long for a visit."""
     out = machine.out
     told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
     return [
@@ -149,7 +149,7 @@ def _hour_alone(machine: Machine) -> list[Step]:
 
 
 def _train(machine: Machine, name: str, shows: str, *settings: str, run: str | None = None) -> Step:
-    """A run of the toy task, in the folder `run` or one of the step's name."""
+    """A run of the toy task. Its folder is `run` or has the step's name."""
     folder = machine.out / (run or name)
     words = ("--nproc", str(machine.gpus), f"logging.dir={folder}", *settings)
     command = (*GSPO, "train", str(machine.config), *words)
@@ -171,8 +171,9 @@ def _write_data(out: Path) -> tuple[str, ...]:
 
 
 def _synchronise(machine: Machine) -> tuple[str, ...]:
-    """Train with a vLLM server. The server serves nothing before the sums of its tensors and its
-    log-probs of a probe are the trainer's: a run that ends has shown it for each version."""
+    """Train with a vLLM server. Before a server serves a version, the sums of its tensors and its
+    log-probs of a probe must be the trainer's. So a run that ends has checked this for each
+    version."""
     if machine.vllm_python is None:
         return _say("set VLLM_PYTHON to the python of an environment with vLLM")
     ranks = min(machine.gpus, machine.seen - 1) if machine.seen else machine.gpus

@@ -20,7 +20,8 @@ SMALLEST = 2**20  # smaller files of a wheel have no kernels worth a look
 
 
 def remove_other_kernels(content: bytearray, arch: int) -> tuple[int, int]:
-    """Overwrite the kernels that are not for `arch` with zeros; bytes (kept, removed)."""
+    """Overwrite the kernels that are not for `arch` with zeros. Returns the bytes (kept,
+    removed)."""
     kept = removed = 0
     place = content.find(MAGIC)
     while place != -1:

@@ -41,7 +41,7 @@ TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query
         "moe_ffn_hidden_size": 32}  # fmt: skip
 TINY_VOCABULARY = 512
 PROFILED, MEASURED = 2, 3  # numbers of steps
-# What the host calls to start a kernel, and to wait for the device, by CUPTI's names.
+# CUPTI's names of the calls that start a kernel, and that wait for the device.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 NO_KERNEL = {
     *("as_strided", "view", "_unsafe_view", "_reshape_alias", "detach", "alias", "resolve_conj"),
@@ -135,7 +135,7 @@ def forward_flops(shape: Any, work: Workload, vocab_size: int) -> tuple[float, f
 
 
 def has_kernels() -> bool:
-    """Whether there is a GPU, and not a device that a test stands in for one."""
+    """Whether there is a GPU, and not a device that a test puts in its place."""
     import torch
 
     return torch.cuda.is_available() and torch.version.cuda is not None
@@ -143,8 +143,8 @@ def has_kernels() -> bool:
 
 @dataclass
 class Calls:
-    """What the host asked of the device in a part of a step. Without kernels of a GPU, operators
-    that call no other stand for launches, and the rehearsed device counts the waits."""
+    """The host's calls to the device in a part of a step. Without a GPU's kernels, operators that
+    call no other operator count as launches, and the rehearsed device counts the waits."""
 
     launches: float = 0.0
     waits: float = 0.0
@@ -158,8 +158,8 @@ class Calls:
 
 @contextlib.contextmanager
 def profiled(title: str) -> Iterator[Calls]:
-    """Profile what runs inside, and print where its time goes (without a GPU: which operators are
-    called most, and which lines wait)."""
+    """While it lasts, profile, and then print where the time goes (without a GPU: the most frequent
+    operators, and the lines that wait)."""
     import torch
 
     calls, rehearsal = Calls(), sys.modules.get("tests.cuda_rehearsal.runtime")
@@ -219,7 +219,7 @@ def profiled_decoding(loop: Any) -> dict[str, float]:
 
 
 def measure(case: Case, config: Any) -> dict[str, float]:
-    """Figures of a step, as shares of the ceilings where there is a GPU."""
+    """Figures of a step, as shares of the ceilings if there is a GPU."""
     import torch
     from our_step import loop_of
 
@@ -299,7 +299,7 @@ def main() -> None:
         path = Path(folder, "config.yaml")
         path.write_text(to_yaml(config))
         figures = measure(case, config)
-        print(line_of(figures), flush=True)  # in case that the estimate takes too long
+        print(line_of(figures), flush=True)  # print now, because the estimate may take too long
         figures["estimated_memory_gb"] = estimated_gb(path)
     figures["seconds"] = time.perf_counter() - started
     print(line_of(figures))

@@ -64,8 +64,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.unflatten(0, (len(rows), -1)).transpose(0, 1).flatten(2)
 
     def _packed(self, layers: Any, bounds: list[tuple[int, int]], is_causal: bool) -> Tensor:
-        """[tokens, heads, dim] -> the same. Of context-parallel ranks each has the chunks r and
-        2 * ranks - 1 - r of every sequence."""
+        """Attention of packed [tokens, heads, dim]. With context parallelism each rank r has the
+        chunks r and 2 * ranks - 1 - r of every sequence."""
         query, key, value = layers
         ranks = 1 if self.cp_group is None else self.cp_group.size()
         rank = 0 if ranks == 1 else self.cp_group.rank()
@@ -102,7 +102,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _places(start: int, stop: int, ranks: int) -> list[Tensor]:
-    """Positions of a sequence's tokens, by rank."""
+    """The positions of a sequence's tokens, by rank."""
     positions = torch.arange(stop - start)
     if ranks == 1:
         return [positions]
@@ -119,7 +119,7 @@ def apply_rotary_pos_emb(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Of [s, b, h, d] or [t, h, d]."""
+    """Rotary embedding of [s, b, h, d] or [t, h, d]."""
     if tensor_format == "sbhd":
         return _turn(t, freqs[: len(t)], interleaved)
     assert cu_seqlens is not None

@@ -1,8 +1,8 @@
-"""What Transformer Engine demands of the arguments of a call, by `contract.json`.
+"""Transformer Engine's requirements for the arguments of a call, from `contract.json`.
 
-Each demand is an expression of Python over the call's arguments, `self` and the names below, and
-names the argument that it is about and where Transformer Engine's source demands it, by version. A
-version that is not named does not demand it.
+A requirement is a Python expression of the call's arguments, `self` and the names below. It names
+the argument that it is about, and for each version the place in Transformer Engine's source that
+requires it. A version that is not named does not require it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ContractError(TypeError):
-    """Transformer Engine would refuse the call, or read wrong memory."""
+    """Transformer Engine would refuse the call, or read the wrong memory."""
 
 
 def _ranks(group: Any) -> int:
@@ -43,7 +43,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _sums_of(tensor: Tensor) -> bool:
-    """Whether it begins with 0 and never falls."""
+    """Whether the values are running sums: the first is 0, and they never fall."""
     values = tensor.tolist()
     return values[0] == 0 and values == sorted(values)
 
@@ -79,9 +79,9 @@ def demands() -> dict[str, list[dict[str, Any]]]:
 
 
 def contract_of(name: str, version: str) -> Callable[..., None]:
-    """check(arguments, self): raises ContractError where the version refuses them.
+    """check(arguments, self) raises ContractError if the version refuses them.
 
-    An argument that is left out is Unknown where the table does not have its default.
+    An argument that is left out is Unknown if the table does not have its default.
     """
     found = [
         (compile(d["demand"], name, "eval"), compile(d.get("when", "True"), name, "eval"), d)
@@ -94,7 +94,7 @@ def contract_of(name: str, version: str) -> Callable[..., None]:
         names = {**NAMES, "self": owner, **given, "__builtins__": {}}
         for code, when, demand in found:
             if arguments.get(demand["argument"]) is Unknown:
-                continue  # left out: it is Transformer Engine's own default
+                continue  # it was left out, so it is Transformer Engine's own default
             if not eval(when, names):
                 continue
             try:

@@ -22,7 +22,8 @@ def moe_permute_with_probs(
 
 
 def _order(routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens by expert; each token's new rows, -1 where none; and the experts of the rows."""
+    """The tokens by expert; for each token its new rows (-1 if none); and the experts of the
+    rows."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.bool().t().contiguous().view(-1).nonzero()[:, 0]
     rows, of_experts = by_expert % tokens, by_expert // tokens

@@ -1,4 +1,4 @@
-"""What of Transformer Engine the stand-in computes, by its names there."""
+"""The part of Transformer Engine that the stand-in computes, by its names there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cuda_rehearsal.engine import attention, experts, layers, optimizers, 
 
 
 class QuantizedTensor(torch.Tensor):
-    """Weights that are stored in FP8, which no run of the package has."""
+    """A class for weights that are stored in FP8, which no run of the package has."""
 
 
 class Float8Tensor(QuantizedTensor):
@@ -82,7 +82,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "pytorch.tensor.mxfp8_tensor.MXFP8Tensor": MXFP8Tensor,
     "pytorch.tensor.nvfp4_tensor.NVFP4Tensor": NVFP4Tensor,
 }
-# Of the compiled part, which the tables do not have: it has no signatures in Python.
+# Names of the compiled part. It has no signatures in Python, so the tables do not have them.
 COMPILED: dict[str, Any] = {
     **_names(optimizers, "pytorch.optimizers", "multi_tensor_l2norm", "multi_tensor_scale"),
 }

@@ -1,4 +1,4 @@
-"""Linear layers and norms: weights by Transformer Engine's names, products by torch."""
+"""Linear layers and norms: weights have Transformer Engine's names, products are torch's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.cuda_rehearsal.engine.precision import (
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """What its modules share: where FP8 keeps its scales, and the extra state of checkpoints."""
+    """The common part of its modules: where FP8 keeps its scales, and the extra state of
+    checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.fp8_meta[key] = State(recipe, count, recipe.fp8_format.value[number])
 
     def get_extra_state(self) -> Tensor:
-        """Empty: the package stores scales by itself (see checkpoint/model_pieces.py)."""
+        """The extra state is empty, because the package stores scales itself (see
+        checkpoint/model_pieces.py)."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
@@ -70,7 +72,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A matrix product of operands that FP8 holds, forward and backward."""
+    """A matrix product of operands that are rounded to FP8, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, module: Any, gemm: int) -> Tensor:
@@ -301,7 +303,7 @@ class LayerNorm(RMSNorm):
 def _norm(
     inp: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, kind: str
 ) -> Tensor:
-    """In float32, in the dtype of the weight."""
+    """The norm, computed in float32 and returned in the dtype of the weight."""
     values = inp.float()
     if kind == "LayerNorm":
         values = values - values.mean(-1, keepdim=True)
@@ -340,7 +342,7 @@ def general_gemm(
     layout: str,
     bias: Tensor | None,
 ) -> list[Tensor | None]:
-    """Of matrices by columns: "TN" is B times A transposed."""
+    """A product of matrices that are stored by columns: "TN" is B times A transposed."""
     left = B.t() if layout[1] == "T" else B
     right = A.t() if layout[0] == "T" else A
     out = left.float() @ right.float()

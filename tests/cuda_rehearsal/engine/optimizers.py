@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As Transformer Engine's, it counts steps in the group, not in the state of a parameter."""
+    """Like Transformer Engine's, it counts steps in the parameter group, not in the state of a
+    parameter."""
 
     def __init__(
         self,

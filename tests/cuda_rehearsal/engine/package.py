@@ -1,7 +1,8 @@
-"""Builds the modules of the stand-in from a table of signatures and the implementations.
+"""Build the modules of the stand-in from a table of signatures and the implementations.
 
-A name that the table lacks is not there. A function that nothing implements says so when it is
-called. Every call is bound to the table's parameters, checked by the contract, and written down.
+A name that the table lacks does not exist. A function without an implementation says so when it is
+called. The arguments of every call are bound to the table's parameters, checked by the contract,
+and recorded.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from tests.cuda_rehearsal.engine.contract import contract_of
 from tests.cuda_rehearsal.engine.tables import Table, Unknown, with_defaults
 
-VERSION = "CUDA_REHEARSAL_ENGINE"  # of Transformer Engine, whose table it is
+VERSION = "CUDA_REHEARSAL_ENGINE"  # the version of Transformer Engine whose table is used
 ROOT = "transformer_engine"
-ANYTHING = "(*args, **kwargs)"  # of a class of torch
+ANYTHING = "(*args, **kwargs)"  # the signature of a class of torch
 reached: set[str] = set()  # names of the table that this process has called
 
 
@@ -36,9 +37,9 @@ def fill() -> None:
         path = f"{ROOT}.{path}"
         names = [name for name in known if name == path or name.startswith(f"{path}.")]
         if not names and path.removeprefix(f"{ROOT}.") not in COMPILED:
-            continue  # this version lacks it, or nobody asks for it
+            continue  # this version lacks it, or nobody needs it
         if isinstance(implementation, types.FunctionType):
-            text = known.get(path, "value")  # of what is no function in Python, its own
+            text = known.get(path, "value")  # a value that is not a function in Python
             own = inspect.signature(implementation)
             signature = with_defaults(text) if text.startswith("(") else own
             implementation = _call(path, signature, implementation)
@@ -55,7 +56,7 @@ def fill() -> None:
 
 
 def _wrap(path: str, text: str, implementation: type, member: str) -> None:
-    """Of a class: the method that the name stands for."""
+    """For a class: the method that the name stands for."""
     if not text.startswith("(") or text == ANYTHING:
         return
     member, signature = member or "__init__", with_defaults(text)
@@ -63,7 +64,7 @@ def _wrap(path: str, text: str, implementation: type, member: str) -> None:
     if isinstance(function, staticmethod):
         setattr(implementation, member, staticmethod(_call(path, signature, function.__func__)))
     elif isinstance(function, types.FunctionType):
-        function = getattr(function, "__wrapped__", function)  # that of a class above
+        function = getattr(function, "__wrapped__", function)  # the method of a base class
         setattr(implementation, member, _call(path, signature, function, is_method=True))
 
 
@@ -91,7 +92,7 @@ def _call(
         values = {n: v for n, v in bound.arguments.items() if v is not Unknown}
         plain = values.pop(stars[0], ()) if stars else ()
         more = values.pop(rest[0], {}) if rest else {}
-        if stars:  # what comes before them has to come by position
+        if stars:  # arguments before these must be positional
             before = list(signature.parameters)[: list(signature.parameters).index(stars[0])]
             first = [values.pop(n) for n in before]
             return function(*owner, *first, *plain, **more)
@@ -125,7 +126,7 @@ def _module(path: str) -> types.ModuleType:
 
 
 def _owner(path: str) -> Any:
-    """A module, or a class in one."""
+    """The module or class that owns a name."""
     above, _, name = path.rpartition(".")
     if path not in sys.modules and above and name[:1].isupper():
         return getattr(_owner(above), name)

@@ -190,9 +190,9 @@ def recipe(kind: str = "DelayedScaling", fp8_format: str = "HYBRID") -> None:
 @dataclass(frozen=True)
 class Plant:
     call: Callable[..., None]
-    argument: str  # that the message names
+    argument: str  # the argument in the message
     changes: Callable[[], dict[str, Any]]  # made on the rank
-    only: str | None = None  # the version that refuses it; None: all
+    only: str | None = None  # the only version that refuses it; None: all do
 
 
 def _of(call: Callable[..., None], argument: str, value: Callable[[], Any], **more: Any) -> Plant:
@@ -284,7 +284,8 @@ PLANTS = {
 
 
 def refusals() -> dict[str, str]:
-    """What each mistake is refused with ("": it is not); the calls without it are taken."""
+    """The message that refuses each mistake ("": it is not refused). Also checks that the calls
+    without the mistake are accepted."""
     for call in {plant.call for plant in PLANTS.values()}:
         call()
     found = {}

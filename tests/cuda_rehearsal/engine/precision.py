@@ -1,4 +1,4 @@
-"""Recipes of FP8, the region in which they hold, and what a module rounds its operands to."""
+"""Recipes of FP8, the region in which they apply, and how a module rounds its operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Format(enum.Enum):
-    """(largest of activations and weights, largest of gradients)"""
+    """The formats: (largest value of activations and weights, largest value of gradients)"""
 
     E2M1 = (6.0, 6.0)
     E4M3 = (448.0, 448.0)
@@ -22,14 +22,14 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """What a call has been given, as attributes."""
+    """The arguments of a call, as attributes."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__ |= fields
 
 
 class DelayedScaling(Recipe):
-    """By the largest values of earlier steps."""
+    """Scales from the largest values of earlier steps."""
 
     def __init__(self, **fields: Any) -> None:
         fields.setdefault("fp8_format", Format.HYBRID)
@@ -37,7 +37,7 @@ class DelayedScaling(Recipe):
 
 
 class Float8CurrentScaling(Recipe):
-    """By the largest value of the whole tensor."""
+    """Scales from the largest value of the whole tensor."""
 
     block = None
 
@@ -51,7 +51,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 class State:
-    """Scales and histories of a module's tensors, in one direction."""
+    """The scales and histories of a module's tensors, in one direction."""
 
     def __init__(self, recipe: DelayedScaling, tensors: int, largest: float) -> None:
         device = torch.cuda.current_device()
@@ -73,18 +73,18 @@ class State:
 
 
 class _Region:
-    """Of the process: the innermost region, and the states that it has to update."""
+    """The state of the process: the innermost region, and the states to update."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """As a process begins: the groups and modules of an earlier task are gone."""
+        """Start as a new process does: forget the groups and modules of an earlier task."""
         self.enabled = self.recomputing = self.is_first_module = False
         self.recipe: Any = None
         self.group: Any = None
         self.depth = 0
-        # in the order of the model, which is that of all ranks
+        # in the order of the model, which is the same on all ranks
         self.states: dict[bool, dict[State, None]] = {True: {}, False: {}}
 
 
@@ -92,7 +92,7 @@ region = _Region()
 
 
 class FP8GlobalStateManager:
-    """What Megatron-Core asks for."""
+    """The functions that Megatron-Core calls."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -112,7 +112,7 @@ class FP8GlobalStateManager:
 
 
 def update_scales(forward: bool) -> None:
-    """Of all modules that have computed in FP8 since the last time."""
+    """Update the scales of all modules that have computed in FP8 since the last time."""
     for state in list(region.states[forward]):
         state.update(region.group)
     region.states[forward].clear()
@@ -137,12 +137,12 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
 def autocast(
     enabled: bool, recipe: Any, amax_reduction_group: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """The newer name."""
+    """The newer name of the function above."""
     return fp8_autocast(enabled, recipe, amax_reduction_group)
 
 
 def quantized(tensor: Tensor, recipe: Any, state: State | None, index: int, largest: float) -> Any:
-    """The tensor as FP8 would hold it, in its own dtype. `index`: of the module's tensors."""
+    """The tensor rounded to FP8, in its own dtype. `index`: the tensor's number in the module."""
     if state is not None:
         scale = state.scale[index]
         if not region.recomputing and tensor.numel():

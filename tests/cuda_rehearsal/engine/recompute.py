@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass, and the generators of ranks."""
+"""Recomputation of activations in the backward pass, and the generators of ranks."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class CudaRNGStatesTracker:
 
 
 def get_cpu_offload_context(enabled: bool) -> tuple[Any, Any]:
-    """Megatron-Core asks for it always, and uses what it gets if `enabled`."""
+    """Megatron-Core always calls this, and uses the result if `enabled`."""
     assert not enabled, "the stand-in does not offload"
     return contextlib.nullcontext(), lambda tensor: tensor

@@ -1,7 +1,7 @@
-"""The kept tables of Transformer Engine's signatures.
+"""The recorded signatures of Transformer Engine.
 
-"(parameters)" of a function, a class or a method, without self; "module" or "value" of what is none
-of them; null where there is no such name.
+An entry is "(parameters)" for a function, a class or a method, without self; "module" or "value"
+for other things; null if there is no such name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")
 
 
 class Table:
-    """What each dotted name is, in one version."""
+    """The entry of each dotted name, in one version."""
 
     def __init__(self, version: str) -> None:
         content = json.loads(TABLES[version].read_text())
@@ -37,7 +37,8 @@ class Table:
 
 
 def versions() -> list[str]:
-    """Of the tables: what we install with this Megatron-Core, and later ones."""
+    """The versions of the tables: the one that we install with this Megatron-Core, and later
+    ones."""
     found = importlib.metadata.version("megatron-core")
     pins = (ROOT / "requirements" / f"gpu-megatron-{found}.txt").read_text().splitlines()
     (pin,) = (line.partition("==")[2] for line in pins if line.startswith("transformer-engine=="))
@@ -48,7 +49,8 @@ def versions() -> list[str]:
 def signature_of(
     text: str, default: Callable[[ast.expr], Any] = lambda node: None
 ) -> inspect.Signature:
-    """Of "(parameters)" in Python's notation, without annotations. `default`: of a node."""
+    """The signature of "(parameters)" in Python's notation, without annotations. `default`: makes a
+    default from a node."""
     (function,) = ast.parse(f"def f{text}: pass").body
     assert isinstance(function, ast.FunctionDef)
     given, kinds = function.args, inspect.Parameter
@@ -68,7 +70,7 @@ def signature_of(
 
 
 class Unknown:
-    """A default that is no literal."""
+    """A default that is not a literal."""
 
 
 def literal(node: ast.expr) -> object:

@@ -1,4 +1,4 @@
-"""What ranks do with the stand-in."""
+"""Functions that ranks run with the stand-in."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.cuda_rehearsal.engine.precision import region
 from tests.cuda_rehearsal.tasks import train
 from tests.gpu import one_step
 
-CAPABILITIES = {"mxfp8": (10, 0)}  # of the GPU that the device stands for; others: (9, 0)
-CUDA = (12, 9)  # that torch would be built for
+CAPABILITIES = {"mxfp8": (10, 0)}  # of the GPU that the device stands for; all others have (9, 0)
+CUDA = (12, 9)  # the version that torch would be built for
 
 
 def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str]]:
@@ -31,7 +31,7 @@ def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str
 
 @contextlib.contextmanager
 def _gpu_for(precision: str) -> Iterator[None]:
-    """The device stands for a GPU that can do the precision."""
+    """Let the device stand for a GPU that supports the precision."""
     capability = CAPABILITIES.get(precision, (9, 0))
     with (
         mock.patch.object(transformer_config, "built_for_cuda", return_value=CUDA),

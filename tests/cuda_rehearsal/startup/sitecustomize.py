@@ -1,5 +1,5 @@
-"""Puts the rehearsed device under a process whose PYTHONPATH names this folder: before its first
-import of torch, and only then. A launcher or a service that needs no torch pays nothing."""
+"""Load the rehearsed device into a process whose PYTHONPATH names this folder, just before its
+first import of torch. So a launcher or a service that needs no torch pays nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.a
 
 
 class _BeforeTorch:
-    """Finds torch as others do, and has the device loaded before and completed after it."""
+    """A finder of modules that has the device loaded before torch and completed after it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":

@@ -26,7 +26,8 @@ PAD = 7
 class Batch:
     tokens: list[Tensor]
     response_lengths: list[int]
-    response_offsets: list[int]  # with gaps: not all of a rank's sequences are packed together
+    # with gaps, because not all of a rank's sequences are packed together
+    response_offsets: list[int]
     flat_responses: list[int]
 
     def pack(self, members: list[int], shape: BatchShape | None = None, **spec: Any) -> PackedBatch:
@@ -62,7 +63,7 @@ def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
 
 
 def predictions_of(packed: PackedBatch) -> list[tuple[int, int, int, int, int]]:
-    """Of one rank's shard, packed or with a row for each sequence."""
+    """The predictions of one rank's shard, packed or with a row for each sequence."""
     rows = packed.input_ids.shape[0]
     step, row = packed.token_rows // rows, packed.token_rows % rows  # of [tokens / CP, rows]
     assert rows == 1 or torch.equal(row, packed.sequence_index)
@@ -92,7 +93,7 @@ def test_rows_predict_the_response_tokens_in_order(seed: int) -> None:
     ]
     ends = torch.tensor([0] + [len(batch.tokens[i]) for i in members]).cumsum(0)
     assert packed.boundaries.tolist() == ends.tolist()
-    assert packed.boundaries.dtype == torch.int32  # what attention kernels take
+    assert packed.boundaries.dtype == torch.int32  # the type that attention kernels take
     assert packed.longest == max(len(batch.tokens[i]) for i in members)
     assert packed.response_lengths.tolist() == [batch.response_lengths[i] for i in members]
     assert packed.members == tuple(members)
@@ -172,7 +173,7 @@ def test_shards_are_in_megatrons_zigzag_order(cp: int) -> None:
     for _ in range(5):
         boundaries.append(boundaries[-1] + 2 * cp * source.randint(0, 4))
     for rank in range(cp):
-        # as megatron.core.utils.get_batch_on_this_cp_rank cuts one sequence
+        # megatron.core.utils.get_batch_on_this_cp_rank cuts a sequence in the same way
         pieces = [
             torch.arange(start, end).view(2 * cp, -1)[[rank, 2 * cp - 1 - rank]].flatten()
             for start, end in zip(boundaries, boundaries[1:])
@@ -277,10 +278,10 @@ def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, rank: int) -> None:
-    """But for the loss, which has one number for all of a member."""
+    """Only the loss differs: it has one number for all branches of an episode."""
     place = {"padded": padded, "context_parallel_size": cp, "context_parallel_rank": rank}
     apart = random_batch(7)
-    owners = [1, 1, 1, 0, 2, 2, 0]  # of the branches, which stand in this order
+    owners = [1, 1, 1, 0, 2, 2, 0]  # the owners of the branches, which are in this order
     order = sorted(range(7), key=lambda number: owners[number])
     expected = apart.pack(order, **place)
     tokens, branches, offsets, responses = [], [], [], []
@@ -300,7 +301,7 @@ def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, ra
     assert found.response_lengths.tolist() == responses
     of_branch = torch.tensor([owners[number] for number in order])
     assert torch.equal(found.sequence_index, of_branch[expected.sequence_index])
-    # end to end, as the response vectors of a member are
+    # joined, as the response vectors of an episode are
     starts = torch.tensor([apart.response_lengths[n] for n in order]).cumsum(0)
     starts -= torch.tensor([apart.response_lengths[n] for n in order])
     within = (

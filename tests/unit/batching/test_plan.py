@@ -1,4 +1,4 @@
-"""Who trains on which sequence, when: budgets and balance."""
+"""The plan of which rank trains on which sequence, and when: budgets and balance."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_levelling_the_number_of_micro_batches_keeps_to_the_token_budget() -> No
 
 
 def test_a_rank_with_fewer_micro_batches_splits_rather_than_idles() -> None:
-    # Rank 0 has 59 and 2, one too many for the budget; the two of 30 of rank 1 would fit together.
+    # Rank 0 has sequences of 59 and 2 tokens, one token too many for the budget. The two of 30 on
+    # rank 1 would fit together.
     (mini_batch,) = plan_step(
         [59, 30, 30, 2], [1] * 4, mini_batches=1, data_parallel_size=2, token_budget=60
     )
@@ -137,12 +138,13 @@ def test_tokens_are_balanced_over_ranks() -> None:
 
 def random_lengths(seed: int) -> list[int]:
     source = random.Random(seed)
-    largest = source.choice([3, 20, 150])  # at 150 some sequences alone exceed the budget
+    largest = source.choice([3, 20, 150])  # with 150, some single sequences exceed the budget
     return [source.randint(1, largest) for _ in range(source.randint(0, 40))]
 
 
 def first_fit(lengths: list[int], budget: int) -> list[list[int]]:
-    """Longest first, each into the first bin with room; bins looked through one by one."""
+    """Put the longest sequence first, each into the first bin with room. The bins are searched one
+    by one."""
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for members in bins:

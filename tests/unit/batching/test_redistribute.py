@@ -111,7 +111,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_the_number_of_operations_does_not_grow_with_the_sequences() -> None:
-    """A step of a large run has 65,536 sequences: an operation for each would take seconds."""
+    """A step of a large run has 65,536 sequences. One operation for each would take seconds."""
     counts = []
     for size in (8, 512):
         ones = torch.ones(size, dtype=torch.long)

@@ -41,7 +41,7 @@ def test_tied_copies_must_be_the_same(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "hf", config, tensors | {"lm_head.weight": copy})
     hf_to_megatron(source, tmp_path / "ours")
     megatron_to_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(read_folder(tmp_path / "back"), tensors)  # published without the copy
+    assert_same_bits(read_folder(tmp_path / "back"), tensors)  # the published folder lacks the copy
     other = write_folder(tmp_path / "other", config, tensors | {"lm_head.weight": copy + 1})
     (line,) = lines_of(lambda: hf_to_megatron(other, tmp_path / "no"))
     assert "tie_word_embeddings, and lm_head.weight differs from model.embed_tokens.weight" in line
@@ -91,7 +91,7 @@ def ours(converted: Path, tmp_path: Path) -> Path:
 
 
 def change_model(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change model.json, and the manifest with it."""
+    """Change model.json, and the manifest to match."""
     document = json.loads((checkpoint / "model.json").read_text())
     change(document)
     (checkpoint / "model.json").write_text(json.dumps(document))
@@ -104,13 +104,15 @@ def sign(checkpoint: Path) -> None:
 
 
 def make_trained(checkpoint: Path, tokenizer: Path) -> None:
-    """As of a run that started from a Hugging Face model and had this tokenizer."""
+    """Make the checkpoint of a run that started from a Hugging Face model and had this
+    tokenizer."""
     shutil.rmtree(checkpoint / "hf")
     change_model(checkpoint, lambda document: document.update(tokenizer=str(tokenizer)))
 
 
 def test_the_export_of_a_run_says_where_its_answers_end(ours: Path, tmp_path: Path) -> None:
-    """By its tokenizer, wherever the training began; a folder that came as it is goes as it is."""
+    """The run's tokenizer says it, wherever the training began. A folder that was only converted is
+    exported as it was."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)
@@ -174,7 +176,7 @@ def flip(file: Path, place: float = 0.5) -> None:
     ("name", "damage", "expected"),
     [
         ("model/__0_0.distcp", flip, "altered, its checksum is not the manifest's"),
-        ("model/__0_0.distcp", lambda f: flip(f, 1.0), "altered"),  # what no tensor is in
+        ("model/__0_0.distcp", lambda f: flip(f, 1.0), "altered"),  # bytes that no tensor covers
         ("model/.metadata", lambda f: os.truncate(f, 50), "cut short"),
         ("model.json", flip, "altered"),
         ("model/__5_0.distcp", lambda f: f.write_text("x"), "foreign"),

@@ -1,4 +1,4 @@
-"""Files to files: every bit there and back, and what a model loads."""
+"""Conversion from files to files: every bit comes back, and a model loads the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ VARIANTS: list[Variant] = [
 
 
 def there_and_back(source: Path, **options: Any) -> dict[str, Tensor]:
-    """The tensors of the export of the import, in the folders ours and back beside the source."""
+    """Import and export a folder. Returns the tensors of the export. The folders `ours` and `back`
+    are beside the source."""
     ours, back = source.with_name("ours"), source.with_name("back")
     hf_to_megatron(source, ours)
     megatron_to_hf(ours, back, **options)
@@ -61,7 +62,7 @@ def test_it_works_without_megatron_core() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None:
     family, changes = variant
-    ends = {"eos_token_id": [5, 7]}  # of answers and of turns
+    ends = {"eos_token_id": [5, 7]}  # the ends of responses and of turns
     source = write_model(tmp_path / "hf", family, seed=3, **changes | ends)
     (source / "generation_config.json").write_text(json.dumps(ends | {"top_k": 3}))
     assert_same_bits(there_and_back(source, max_shard_bytes=30_000), read_folder(source))
@@ -79,7 +80,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None
 def test_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, limit: int
 ) -> None:
-    """Blocks that end in the middle of an expert, a query group, a matrix, a row; also where
+    """Blocks may end in the middle of an expert, a query group, a matrix or a row, also where
     queries, keys and values come from one matrix."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", family, seed=4, num_hidden_layers=2)
@@ -91,7 +92,7 @@ def test_any_block_size(
 
 @pytest.mark.parametrize("family", ["qwen3", "minimax_m2", "ernie4_5_moe"])
 def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, family: str) -> None:
-    """Norms and gates of routers are published in fp32 beside bf16."""
+    """Norms and gates of routers are published in fp32 next to bf16 tensors."""
     config = model_config(family, torch_dtype="bfloat16")
     tensors = random_tensors(config, seed=6)
     for name, tensor in tensors.items():
@@ -102,7 +103,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bit_pattern(tmp_path: Path, dtype: str) -> None:
-    """Random bits: every exponent, NaN with payloads, -0.0."""
+    """The bits are random: every exponent, NaN with payloads, and -0.0."""
     config = model_config("qwen3_moe", torch_dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     tensors = {}
@@ -146,7 +147,8 @@ def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> None:
-    """The same tensors that a model of this shape saves, and the weights that it reads itself."""
+    """The result has the tensors that a model of this shape saves, and the weights that the model
+    reads itself."""
     family, changes = variant
     source = write_model(tmp_path / "hf", family, seed=7, **changes)
     hf_to_megatron(source, tmp_path / "ours")
@@ -166,7 +168,7 @@ def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> N
 
 
 def emptied(policy: Policy) -> dict[str, Tensor]:
-    """The weights of a model on one rank, which then loses them."""
+    """The weights of a model on one rank. The model then loses them."""
     (model,) = policy.models
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -179,7 +181,7 @@ def emptied(policy: Policy) -> dict[str, Tensor]:
 def test_stock_megatron_core_loads_what_was_converted(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)  # no padding
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)  # without padding
     hf_to_megatron(source, tmp_path / "ours")
     policy = policy_of(config_of(source))
     expected = emptied(policy)
@@ -207,7 +209,8 @@ def test_export_of_what_a_model_saved(tmp_path: Path, family: str) -> None:
 
 
 def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[BaseException]:
-    """Do `work` as so many processes that convert together, in threads; returns their errors."""
+    """Do `work` in threads that stand for processes which convert together. Returns their
+    errors."""
     barrier = threading.Barrier(count, timeout=60)
     values: list[Any] = [None] * count
     failures: list[BaseException] = []
@@ -237,7 +240,7 @@ def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[Base
 
 
 def test_several_processes_write_one_folder(tmp_path: Path) -> None:
-    """Each its own files, by threads that wait for each other."""
+    """Each writes its own files, and they wait for each other."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
     hf_to_megatron(source, tmp_path / "ours")
     back = tmp_path / "back"
@@ -249,7 +252,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run publishes another one when the first process has just looked."""
+    """The run publishes another checkpoint when the first process has just looked."""
     sources = [write_model(tmp_path / f"hf{seed}", "qwen3", seed=seed) for seed in (11, 12)]
     checkpoints, lock = tmp_path / "run/checkpoints", threading.Lock()
     names = ["rl_00000001", "rl_00000002"]

@@ -1,4 +1,4 @@
-"""The folder of a new run where an earlier one of its name is in the way."""
+"""An earlier run is in the folder of a new run."""
 
 from __future__ import annotations
 

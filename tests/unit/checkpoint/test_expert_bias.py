@@ -1,4 +1,5 @@
-"""The routers' biases of aux-loss-free balancing, which Megatron-Core keeps in float32."""
+"""The routers' biases for balancing without auxiliary loss, which Megatron-Core keeps in
+float32."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def biases(policy: Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_model_that_has_not_run_yet_takes_them_back(precision: str, tmp_path: Path) -> None:
-    """They are float32 in every precision."""
+    """The biases are float32 in every precision."""
     saved = policy_of(precision)
     generator = torch.Generator().manual_seed(1)
-    for bias in biases(saved).values():  # values that bf16 does not have
+    for bias in biases(saved).values():  # values that do not exist in bf16
         bias.data = torch.rand(bias.shape, generator=generator)
     save_tensors(tmp_path, saved, None, asynchronous=False).result()
     loaded = policy_of(precision)

@@ -1,4 +1,4 @@
-"""The places of FP8 scales in a checkpoint: every expert's go with the expert."""
+"""The places of FP8 scales in a checkpoint: the scales of every expert move with the expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HISTORY = 4
 
 
 def module_of(experts: range) -> SimpleNamespace:
-    """What Transformer Engine's linear module of these experts holds: value e.k is the k-th tensor
-    of expert e, in the history plus 100 for each row."""
+    """The contents of Transformer Engine's linear module for these experts. Value e.k is the k-th
+    tensor of expert e; in the history there is 100 more for each row."""
 
     def state(tensors: int) -> SimpleNamespace:
         scale = torch.tensor([e + k / 10 for e in experts for k in range(tensors)])
@@ -28,7 +28,7 @@ def module_of(experts: range) -> SimpleNamespace:
 
 
 def joined(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """The global tensors; every element written exactly once."""
+    """The global tensors. Checks that every element is written exactly once."""
     found: dict[str, torch.Tensor] = {}
     for piece in pieces:
         whole = found.setdefault(piece.key, torch.full(piece.global_shape, torch.nan))

@@ -1,4 +1,4 @@
-"""The checkpoint manager: metrics of the best, room on the disk, what is removed."""
+"""The checkpoint manager: the metric of the best checkpoint, disk space, and what is removed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ MISSED = "warning: checkpoint.best_metric = 'evaluation/accuracy': step 9 has no
 
 @pytest.mark.parametrize(
     ("section", "ends", "warning"),
-    [  # the metrics at the end of a step, and how much was noted so far; step 1 is not saved
+    # the metrics at the end of a step, and how many values were noted so far; step 1 is not saved
+    [
         ({"best_metric": "reward/maen"}, {1: (REWARDED, 0), 2: (REWARDED, 1), 4: (REWARDED, 1)},
          MISTYPED),
         ({"best_metric": "evaluation/accuracy"},
@@ -95,7 +96,8 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
         (RolloutError("wrong"), "once servers answer"),
         (EpisodeError("wrong"), "once the environment works"),
         (error_of("UnplayableError", "wrong"), "once the environment works"),
-        (error_of("EpisodeError", "wrong"), "once the environment works"),  # of the service
+        # an error of the service
+        (error_of("EpisodeError", "wrong"), "once the environment works"),
         (DataError("wrong"), "once that is mended"),
     ],
 )
@@ -114,7 +116,7 @@ def test_a_run_that_an_error_ends_says_what_has_to_work_again(
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
-    """A run that was resumed before a damaged checkpoint keeps the newest whole ones."""
+    """A run that was resumed before a damaged checkpoint keeps the newest complete ones."""
     checkpoints = manager(tmp_path, [], keep_last=2)
     for step in (1, 2, 3, 5, 6):  # 5 and 6 are damaged: the run was resumed from 2
         (checkpoints.folder / Position(RL, step).name).mkdir(parents=True)
@@ -144,6 +146,6 @@ def test_room_that_a_removal_is_making_is_waited_for(
     assert refusal is None and writer.finish() is None
     assert published == [tmp_path / "new"]
 
-    surplus.mkdir()  # and nobody removes it
+    surplus.mkdir()  # nobody removes it
     refusal = writer.begin("newer", None, lambda _: None, published.append, asynchronous=False)
     assert refusal is not None and "0 are free" in refusal

@@ -1,4 +1,4 @@
-"""What a manifest tells of a checkpoint's files."""
+"""A manifest, and what it shows about the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_block_that_is_read_is_a_sign_of_life(
     with heard_by(lambda: signs.append("")):
         record_of(tmp_path / "file")
     assert len(signs) == 4
-    record_of(tmp_path / "file")  # and nobody hears it
+    record_of(tmp_path / "file")  # nobody gets the messages
     assert len(signs) == 4
 
 

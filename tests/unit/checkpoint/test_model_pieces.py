@@ -1,4 +1,4 @@
-"""A rank's parameters as boxes of global tensors, however an optimizer cuts them."""
+"""A rank's parameters as boxes of global tensors, for any cut by an optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece, boxes
 
 
 def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
-    """The global tensor as filled by ranges of `flat`; each element once."""
+    """Assemble the global tensor from ranges of `flat`. Each element must come once."""
     whole = torch.full(piece.global_shape, -1, dtype=flat.dtype)
     for first, last in zip(cuts, cuts[1:]):
         for part in piece.range_of(flat[first:last], first, "key"):
@@ -24,7 +24,7 @@ def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
 
 
 def test_expert_of_a_stack_that_axes_before_it_number() -> None:
-    """As Transformer Engine's and Megatron-Core's own experts say where they are."""
+    """Transformer Engine's and Megatron-Core's own experts describe their places in this way."""
     parameter = torch.arange(6.0).view(2, 3)
     shard = ShardedTensor.from_rank_offsets(
         "experts.weight", parameter, (0, 3, 5), (1, 1, 2), replica_id=(0, 0, 7), prepend_axis_num=1
@@ -39,7 +39,7 @@ def test_expert_of_a_stack_that_axes_before_it_number() -> None:
 
 
 def test_half_of_a_parameter() -> None:
-    """Gate and up projection lie in one parameter, and apart in the global tensor."""
+    """Gate and up projection are together in one parameter, and separate in the global tensor."""
     parameter = torch.arange(20.0).view(10, 2)
     gate, up = (
         _piece(ShardedTensor.from_rank_offsets("fc1", half, (0, 1 + 3 * number, 6)), parameter, 45)
@@ -53,8 +53,8 @@ def test_half_of_a_parameter() -> None:
 
 
 def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do() -> None:
-    """One matrix for gate and up projection, split over two tensor-parallel ranks as Megatron-Core
-    says where it is."""
+    """Gate and up projection are one matrix, split over two tensor-parallel ranks in
+    Megatron-Core's way."""
     experts, width, hidden = 3, 4, 5
     whole = torch.full((experts, 2, width, hidden), -1.0)
     weights = torch.arange(float(whole.numel())).view(experts, 2, width, hidden)
@@ -97,7 +97,7 @@ def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (3, 2, 4), (2, 1, 3, 2)])
 def test_every_run_in_order(shape: tuple[int, ...]) -> None:
-    """All runs of all these shapes: the boxes hold the run's elements, in its order."""
+    """For all runs of all these shapes, the boxes hold the run's elements in its order."""
     count = math.prod(shape)
     whole = torch.arange(count).view(shape)
     for start in range(count + 1):

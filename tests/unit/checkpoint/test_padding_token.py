@@ -1,4 +1,4 @@
-"""The pad_token_id of the weights' config.json reaches the policy wherever they come from."""
+"""The policy gets the pad_token_id of config.json, wherever its weights come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving up where restarts get no further."""
+"""Restarts stop when the run makes no progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.models.one_rank import tiny_config
 def restart(
     folder: Path, number: int, step: int | None, *, job: str = "7", allowed: int = 2
 ) -> None:
-    """A start of the job, with the newest checkpoint after `step`."""
+    """Start the job, with the newest checkpoint after `step`."""
     training = SimpleNamespace(idle_restarts=allowed)
     config = SimpleNamespace(training=training, logging=SimpleNamespace(dir=str(folder)))
     state = None if step is None else SimpleNamespace(position=Position("rl", step))
@@ -37,7 +37,7 @@ BEGUN = "restarted 3 times before its first checkpoint"
         ([(number + again, number) for number in range(20) for again in (0, 1)], None),
         # the first start may have written the checkpoint
         ([(n, 5) for n in (1, 2, 3, 4)], "restarted 3 times at rl_00000005.*idle_restarts = 2"),
-        ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # and before it, the first start counts
+        ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # before that, the first start counts
     ],
     ids=["they get further", "at the same point", "before the first checkpoint"],
 )
@@ -52,7 +52,7 @@ def test_the_last_of_too_many_restarts_ends_the_run(
 
 def test_a_first_start_leaves_no_file(tmp_path: Path) -> None:
     restart(tmp_path, 0, step=None)
-    assert not (tmp_path / RESTARTS_FILE).exists()  # --fresh wants an empty folder
+    assert not (tmp_path / RESTARTS_FILE).exists()  # --fresh needs an empty folder
 
 
 def test_they_are_counted_on_where_the_start_before_is_moved_aside(tmp_path: Path) -> None:

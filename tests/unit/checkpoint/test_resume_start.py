@@ -1,4 +1,4 @@
-"""What a run starts from: the checkpoints in its folder, or weights that are given to a new run."""
+"""What a run starts from: the checkpoints in its folder, or weights that a new run is given."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def state_at(config: Config, position: Position) -> RunState:
 
 
 def add(config: Config, position: Position, **of_state: Any) -> Path:
-    """A checkpoint without tensors; `of_state`: other fields of its RunState."""
+    """Add a checkpoint without tensors. `of_state`: fields of its RunState."""
     state = dataclasses.replace(state_at(config, position), **of_state)
     publication = Publication(Path(str(config.logging.dir)) / CHECKPOINTS, position.name)
     publication.begin()
@@ -146,7 +146,8 @@ def test_when_a_run_is_finished(
 def test_a_run_whose_last_step_was_not_evaluated_is_not_finished(
     config: Config, unevaluated: dict[str, float] | None, finished: bool
 ) -> None:
-    """Resumed, it evaluates that step; called finished, its metrics would never be written."""
+    """After a resume the run evaluates that step. If it counted as finished, the metrics would
+    never be written."""
     add(config, Position("rl", 9), unevaluated=unevaluated)
     start = preview(config, fresh=False)
     assert start.is_finished == finished
@@ -203,7 +204,7 @@ def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPa
 def test_an_own_function_whose_file_has_changed_is_told_of(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """It is found as it is imported, below the current directory too."""
+    """The file is found in the way of an import, also below the current directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "__init__.py").touch()
@@ -218,7 +219,7 @@ def test_an_own_function_whose_file_has_changed_is_told_of(
         f"resuming from {path} at step 4 of 9",
         f"changed since then, and may change results: {told}",
     ]
-    module.unlink()  # whoever loads it says so
+    module.unlink()  # the code that loads it reports that
     assert preview(config, fresh=False).notes == [f"resuming from {path} at step 4 of 9"]
 
 
@@ -278,6 +279,7 @@ def test_a_run_folder_that_cannot_be_one_is_refused(
 def test_a_run_folder_that_may_not_be_written_is_refused(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may all
+    # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(UserError, match=f"logging.dir = .*: {tmp_path} may not be written"):
         preview(config, fresh=False)

@@ -1,4 +1,4 @@
-"""The generators of one rank."""
+"""The random number generators of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw() -> list:
 
 
 def test_each_generator_goes_on(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # so that the second of a pair is waiting
+    random.gauss(0, 1)  # gauss makes numbers in pairs: the second one is now waiting
     np.random.randn()
     save_rng(tmp_path)
     expected = draw()

@@ -1,4 +1,4 @@
-"""What a run keeps to go back to, and the record of its going back."""
+"""The checkpoints that a run keeps for a rollback, and the record of rollbacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def a_record(**changed: object) -> Rollbacks:
 def test_a_healthy_checkpoint_follows_the_run_however_few_are_kept(
     interval: int, keep_last: int
 ) -> None:
-    """A run that is always healthy: the last healthy checkpoint is at most two intervals and two
+    """A run that is always healthy. Its last healthy checkpoint is at most two intervals and two
     windows old, and at most two are kept for it."""
     kept: list[Position] = []
     for step in range(interval, 200, interval):
@@ -53,7 +53,8 @@ def test_a_healthy_checkpoint_follows_the_run_however_few_are_kept(
 
 
 def test_a_healthy_checkpoint_stays_while_the_run_is_not() -> None:
-    """Healthy for sure until step 20, and by its looks until 25: nothing after that counts."""
+    """The run is certainly healthy until step 20, and seems healthy until 25. Later checkpoints do
+    not count."""
     found = [Position("rl", step) for step in range(5, 200, 5)]
     random.Random(1).shuffle(found)
     needed = to_go_back_to(found, healthy_step=20, healthy=25)
@@ -71,7 +72,7 @@ def test_what_is_taken_back_is_no_checkpoint_at_once(tmp_path: Path) -> None:
     finish_rollback(tmp_path)
     record = read_rollbacks(tmp_path)
     assert record is not None and record.undone == []
-    # the names are free for the steps that are done again
+    # steps that are done again may use these names
     (tmp_path / "rl_00000004").mkdir()
     finish_rollback(tmp_path)
     assert [position.name for position in positions(tmp_path)] == names[1::-1]
@@ -87,7 +88,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"number": 1, "more": 2}'])
 def test_a_damaged_record_is_an_error(tmp_path: Path, content: str) -> None:
-    """Without it, checkpoints of a collapse would be resumed from."""
+    """Without the record, the run would resume from checkpoints of a collapse."""
     (tmp_path / "rl_00000002").mkdir()
     (tmp_path / ROLLBACKS_FILE).write_text(content)
     with pytest.raises(DataError, match="rollbacks.json: not the record of a run's rollbacks"):

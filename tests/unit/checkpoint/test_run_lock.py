@@ -74,7 +74,7 @@ def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -
     lock = RunLock()
     lock.hold(tmp_path)
     lock.hold(tmp_path)
-    moved = tmp_path.rename(tmp_path.with_name("moved"))  # as an earlier run of the name is
+    moved = tmp_path.rename(tmp_path.with_name("moved"))  # as a new start moves an earlier run
     tmp_path.mkdir()
     lock.hold(tmp_path)
     assert (moved / LOCK_FILE).exists()
@@ -119,7 +119,7 @@ def test_what_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
 def test_a_folder_that_was_moved_aside_before_it_could_be_locked_is_not_the_run_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_again: bool
 ) -> None:
-    """Another start held it, gave it another name and died."""
+    """Another start held the folder, renamed it and died."""
     folder, moved = tmp_path / "run", tmp_path / "run.1"
     before = run_lock._lock
 

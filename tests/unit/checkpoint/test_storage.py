@@ -1,4 +1,4 @@
-"""Pieces of tensors in a folder, and folders that cannot be trusted."""
+"""Pieces of tensors in a folder, and folders with untrusted contents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone() -> Iterator[None]:
 
 
 def halves(key: str, whole: Tensor, cut: int) -> list[Piece]:
-    """Two pieces along the first axis; views."""
+    """Two pieces along the first axis, as views."""
     rest = (0,) * (whole.dim() - 1)
     shape = tuple(whole.shape)
     return [
@@ -79,7 +79,8 @@ def test_a_folder_that_another_rank_made_and_this_node_sees_late(
 def test_large_pieces_are_stored_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """So that a reader can hold one at a time; even rows are cut where they are too large."""
+    """With blocks, a reader can hold one at a time. Single rows are cut, too, if they are too
+    large."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", limit)
     whole, empty = torch.randn(7, 3, 2), torch.zeros(0, 3)
     write_pieces(tmp_path, [*halves("a", whole, 2), Piece("b", empty, (0, 3), (0, 0))])
@@ -167,7 +168,7 @@ def test_foreign_index(folder: Path, change: Callable[[Any], Any], message: str)
 
 
 def _shift(index: Any) -> None:
-    """As many elements as there ought to be, but some of them twice."""
+    """Change the pieces so that the number of elements is right, but some come twice."""
     [second] = [place for place in index.storage_data if place.offset[0] == 2]
     info = index.storage_data.pop(second)
     moved = torch.Size((1, 0))
@@ -210,7 +211,7 @@ class _Attribute:
 
 
 def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
-    """Python 3.11.2 pickles them as attributes of their class, others by their value."""
+    """Python 3.11.2 pickles them as attributes of their class, other versions by their value."""
     path = folder / ".metadata"
     content = io.BytesIO()
     _AsAttributes(content).dump(pickle.loads(path.read_bytes()))
@@ -228,7 +229,7 @@ def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
 
 
 def test_common_file_is_never_read(folder: Path) -> None:
-    """Stock Megatron-Core reads it; here nothing is in it."""
+    """Stock Megatron-Core reads it. Here there is nothing in it."""
     (folder / "common.pt").write_bytes(pickle.dumps(_Runs(folder / "intruded")))
     read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
     assert not (folder / "intruded").exists()
@@ -261,7 +262,7 @@ def test_each_tensor_that_is_written_or_read_is_a_sign_of_life(tmp_path: Path) -
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """The system refuses to let a file grow beyond 1 MB, as if the disk were full."""
+    """The system refuses files beyond 1 MB, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     yield

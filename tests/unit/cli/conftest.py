@@ -19,14 +19,15 @@ Command = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """A command makes variables of torchrun from those of srun."""
+    """Restore the environment: a command derives variables of torchrun from those of srun."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture
 def gspo(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `gspo-megatron` with the words given; returns exit code, stdout and stderr."""
+    """A function that runs `gspo-megatron` with these words. Returns exit code, stdout and
+    stderr."""
 
     def run(*words: object) -> tuple[object, str, str]:
         capsys.readouterr()
@@ -48,7 +49,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_config(tmp_path: Path, tokenizer: Path) -> ConfigWriter:
-    """Writes config.yaml and the prompts that it names; returns the file's path."""
+    """A function that writes config.yaml and the prompts that it names. Returns the file's path."""
 
     def write(prompts: tuple[str, ...] = ("abc", "hgfed")) -> Path:
         rows = [json.dumps({"prompt": text, "answer": text[::-1]}) for text in prompts]

@@ -1,4 +1,5 @@
-"""Variants, planned runs and what `ablate` does with them; the runs themselves are stand-ins."""
+"""Variants, planned runs, and what `ablate` does with them. Stand-ins take the place of the
+runs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Ablate = Callable[..., tuple[object, str]]
 
 @pytest.fixture
 def choose(write_config: ConfigWriter) -> Choose:
-    """The variants that the words name, of a configuration with overrides."""
+    """The variants that these words name, for a configuration with overrides."""
     path = write_config()
     return lambda words, *given: choose_variants(words, load_config(path, given))
 
@@ -54,14 +55,14 @@ def names(variants: Sequence[Variant]) -> list[str]:
 
 
 class Trainer:
-    """In the place of the launcher: writes what a run would have, or fails."""
+    """Stands in for the launcher: writes the results of a run, or fails."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[str, int]] = []  # folder, ranks
-        self.codes: dict[str, int] = {}  # by a part of the folder's name
+        self.made: list[tuple[str, int]] = []  # (folder, number of ranks)
+        self.codes: dict[str, int] = {}  # exit codes, by a part of the folder's name
 
     def __call__(self, command: Sequence[str], world_size: int) -> int:
-        words = parse(command[3:])  # after python -m gspo_megatron
+        words = parse(command[3:])  # without python -m gspo_megatron
         config = load_config(words.config, words.overrides)
         folder = Path(str(config.logging.dir))
         self.made.append((f"{folder.parent.name}/{folder.name}", world_size))
@@ -83,7 +84,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 @pytest.fixture
 def ablate(write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: Command) -> Ablate:
-    """The command with the given words, into tmp_path/out: its exit code and what it printed."""
+    """Run the command with these words, into tmp_path/out. Returns its exit code and output."""
     first = ("ablate", write_config(), f"training.steps={STEPS}", "-o", tmp_path / "out")
 
     def call(*words: str) -> tuple[object, str]:
@@ -97,7 +98,7 @@ def ablate(write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: C
 
 
 def test_the_default_variants_are_both_objectives_by_replay(plan: Plan) -> None:
-    """A clip range is for the objective that the configuration has."""
+    """The configured clip range applies to the configured objective only."""
     runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02")
     assert names([run.variant for run in runs]) == USUAL
     for run in runs:
@@ -132,7 +133,7 @@ def test_rewards_of_turns_and_the_own_objective_have_their_variants(
     given: list[str],
     objectives: list[str] | None,
 ) -> None:
-    """GSPO cannot use rewards of turns: GSPO-token stands in its place, with its clip range."""
+    """GSPO cannot use rewards of turns. GSPO-token takes its place, with its clip range."""
     (tmp_path / "games.py").write_text(GAME)
     monkeypatch.syspath_prepend(tmp_path)
     runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02", *given)
@@ -153,7 +154,8 @@ def test_without_replay_nothing_is_set_that_would_not_be_read(choose: Choose) ->
 
 def test_the_reference_replays_in_every_variant_what_the_configuration_says(plan: Plan) -> None:
     given = ["objective.kl=k3", "objective.kl_coefficient=0.1", "routing.reference_replay=r2"]
-    given.append("routing.store_on_host=true")  # which the reference's routes read in every variant
+    # every variant needs it for the routes of the reference
+    given.append("routing.store_on_host=true")
     runs = plan([], *given)
     assert all(run.config.routing.reference_replay == "r2" for run in runs)
     assert all(run.config.routing.store_on_host for run in runs)
@@ -279,11 +281,11 @@ def test_a_report_of_what_is_there_finds_the_seeds(ablate: Ablate, tmp_path: Pat
     words = ["training.seed=4", "--variants", "grpo", "gspo"]
     assert ablate(*words, "--seeds", "2")[0] == 0
     (tmp_path / "out" / "gspo" / "seed_5" / "metrics.jsonl").unlink()
-    (tmp_path / "out" / "gspo" / "seed_4.1").mkdir()  # one that was cut short
+    (tmp_path / "out" / "gspo" / "seed_4.1").mkdir()  # the folder of an interrupted run
     code, said = ablate(*words, "--report-only")
     assert code == 0 and "Left out, because not finished: gspo, seed 5 (no run)." in said
     assert "None of the 3 runs collapsed" in said
-    # more than those that are planned by default
+    # more seeds than the default
     assert ablate(*words[1:], "--seeds", "5")[0] == 0
     code, said = ablate(*words[1:], "--report-only")
     assert code == 0 and "None of the 10 runs collapsed" in said
@@ -326,7 +328,7 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(
 ) -> None:
     words = ["--variants", "gspo", "--seeds", "1"]
     assert ablate(*words)[0] == 0
-    assert ablate(*words, "logging.samples_per_step=1")[0] == 0  # makes no other run
+    assert ablate(*words, "logging.samples_per_step=1")[0] == 0  # this key makes no other run
     code, said = ablate(*words, "training.steps=2", "optimizer.learning_rate=1e-5")
     assert code == 2 and "gspo/seed_1: holds a finished run of another configuration" in said
     assert "optimizer.learning_rate: 1e-06 there" in said and "training.steps: 3 there" in said
@@ -343,7 +345,7 @@ def test_the_errors_of_all_variants_come_at_once_before_anything_runs(
     code, said = ablate("rollout.group_size=1", *wrong)
     assert code == 2 and trainer.made == []
     for start in (
-        "rollout.group_size = 1",  # of all variants: listed once
+        "rollout.group_size = 1",  # for all variants, but listed once
         "variant gspo, gspo+r2, gspo+r3: objective.clip_low = 0.5",
         "variant grpo+r2, gspo+r2: routing.replay",
         "variant grpo+r3, gspo+r3: routing.replay",

@@ -22,7 +22,8 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     path = write_config(("abc", "hgfed", "a"))
     code, out, _ = gspo("check", path, "--world-size", 4, "parallel.layout=tp=2")
     assert code == 0
-    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:9])  # tables follow
+    # tables follow after these lines
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:9])
     assert lines["layout"] == "tp=2 on 4 ranks, dp=2"
     assert lines["model"].startswith("tiny: 4 layers of 64, 2 of 8 experts, ")
     assert lines["weights"] == "random"
@@ -107,8 +108,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
     assert code == 2 and "model.vocab_size = 5: the tokenizer" in err
 
 
-# The published counts, https://huggingface.co/Qwen: all, and what one token passes ("3.3B active",
-# "22B active").
+# The published counts (https://huggingface.co/Qwen): of all parameters, and of those that one token
+# uses ("3.3B active", "22B active").
 @pytest.mark.parametrize(
     ("preset", "total", "active_billions"),
     [("qwen3-30b-a3b", 30_532_122_624, 3.3), ("qwen3-235b-a22b", 235_093_634_560, 22.2)],
@@ -124,7 +125,8 @@ def test_parameters_of_published_models(
 
 
 def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter) -> None:
-    # 2 layers of 8: 2 heads and 1 group of 4 wide; layer 0 has 3 experts of 5, layer 1 an MLP of 7.
+    # Width 8: 2 heads and 1 group of 4 channels. Layer 0 has 3 experts of width 5, layer 1 an MLP
+    # of width 7.
     sizes = (
         "num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_query_groups: 1, "
         "kv_channels: 4, num_moe_experts: 3, moe_ffn_hidden_size: 5, ffn_hidden_size: 7, "
@@ -139,8 +141,9 @@ def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter)
     assert count_parameters(shape, 11) == (always + 3 * expert, always + 2 * expert)
 
 
-# The model cards: "671B total, 37B activated", "16B total, 3B activated", "106B total, 12B active".
-# Here with input and output embedding, without the layers for further tokens.
+# From the model cards: "671B total, 37B activated", "16B total, 3B activated", "106B total, 12B
+# active". Here input and output embedding are included, but not the layers that predict further
+# tokens.
 @pytest.mark.parametrize(
     ("name", "active_billions"),
     [("DeepSeek-V3", 37.6), ("Moonlight-16B-A3B", 3.0), ("GLM-4.5-Air", 13.4)],
@@ -162,15 +165,15 @@ def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWrite
 
 
 def told(gspo: Command, *words: object) -> list[str]:
-    """The lines that a refused configuration gets."""
+    """The lines with which a configuration is refused."""
     code, _, err = gspo(*words)
     assert code == 2
     return err.splitlines()
 
 
 def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: Command) -> None:
-    """Values, an unknown key, a missing file, a module and rules of several keys, in one round and
-    with one line each, although no rule about layout or learning rate can be checked."""
+    """Values, an unknown key, a missing file, a module, and rules of several keys are reported
+    together, one line each. Only rules about layout and learning rate cannot be checked."""
     words = ("parallel.layout=tp=x", "optimizer.learning_rate=-1", "training.stpes=5")
     others = (
         "data.eval_prompts=none.jsonl",
@@ -197,7 +200,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
 @pytest.mark.parametrize(
     ("words", "count"),
     [
-        # each could have caused errors of rules, of files, or of the run folder
+        # each of them could have caused errors of rules, of files, or of the run folder
         (("data.tokenizer=5",), 1),
         (("data.tokenizer=5", "data.eval_prompts=none.jsonl"), 2),
         (("data.prompts=[]", "data.prompt=a.jsonl"), 1),

@@ -1,4 +1,5 @@
-"""What `check` says of an environment or reward that cannot work: exit code 2, all at once."""
+"""What `check` says about an environment or a reward that cannot work: exit code 2, and all
+problems at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dry run that `check` does when it is asked to: what it prints, and its exit codes."""
+"""The dry run of `check` on request: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     write_config: ConfigWriter, gspo: Command
 ) -> None:
     path = write_config(("abc", "hgfed"))
-    assert "parameters_total" not in gspo("check", path)[1]  # without being asked there is none
+    assert "parameters_total" not in gspo("check", path)[1]  # only on request
     overrides = ["parallel.layout=tp=2,pp=2", "model.vocab_size=80"]
     code, out, _ = gspo("check", path, "--memory", *overrides)
     found = estimate_layout(load_config(path, overrides), 4, 80, longest=5)
@@ -39,7 +39,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     assert float(said["bubble"]) == pytest.approx(found.bubble, abs=1e-4)
     assert "fits" not in said
     [ranks] = [line.split() for line in out.splitlines() if line.strip().startswith("rank 0")]
-    assert ranks == ["rank", "0", "rank", "2"]  # one of each stage
+    assert ranks == ["rank", "0", "rank", "2"]  # one rank of each stage
     assert said["world_size"] == "4"
 
 
@@ -55,7 +55,7 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
     table = lines[lines.index(next(line for line in lines if line.startswith("phases: "))) :]
     rows = [line.split() for line in table if line.split()[:1] in (["1"], ["2"])]
     assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "40"
-    # the longer responses need more, and the last line is about the phase that needs most
+    # the longer responses need more; the last line is about the phase that needs most
     assert float(rows[0][4]) < float(rows[1][4])
     assert int(pairs(out)["worst_rank_bytes"]) / 1e9 == pytest.approx(float(rows[1][4]), abs=1e-5)
 
@@ -63,7 +63,7 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
 def test_every_size_is_in_gb_and_says_what_it_is(
     write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal of 80 columns, with more stages than fit side by side."""
+    """The terminal has 80 columns, and there are more stages than fit side by side."""
     monkeypatch.setattr(check_tables, "console", lambda: Console(width=80, highlight=False))
     _, out, _ = gspo("check", write_config(), "--memory", "parallel.layout=pp=4")
     table, rest = out.split("most        rank ")
@@ -89,7 +89,7 @@ def test_every_size_is_in_gb_and_says_what_it_is(
 def test_selective_recompute_that_saves_nothing_is_told_with_the_reason(
     write_config: ConfigWriter, gspo: Command
 ) -> None:
-    """By default it recomputes the attention, which keeps no scores to be saved."""
+    """Selective recompute recomputes attention by default, which keeps no scores here."""
     words = ("check", write_config(), "--memory", "model.vocab_size=80")
     _, out, _ = gspo(*words)
     assert "selective saves little or nothing here: it recomputes attention" in out
@@ -112,7 +112,7 @@ def test_what_does_not_fit_exits_with_1(write_config: ConfigWriter, gspo: Comman
     code, out, _ = gspo(*words, 80)
     assert (code, pairs(out)["fits"]) == (0, "yes") and "fits: rank 0 needs" in out
     needed = int(pairs(out)["worst_rank_bytes"])
-    code, out, err = gspo(*words, needed / 1e9)  # no headroom
+    code, out, err = gspo(*words, needed / 1e9)  # without headroom
     assert (code, pairs(out)["fits"]) == (1, "no") and err.startswith("does not fit: rank 0 needs")
     assert gspo(*words, needed / 1e9 / 0.91)[0] == 0
 
@@ -170,8 +170,8 @@ def test_the_dry_run_sees_no_gpu_and_leaves_the_environment_as_it_was(
 
 
 def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Command) -> None:
-    """Each line is an override that `check` itself finds sound and small enough; the present layout
-    is neither allowed nor needed."""
+    """Each line is an override that `check` itself accepts and finds small enough. The present
+    layout need not be allowed."""
     sizes = ["model.vocab_size=80", "rollout.prompts_per_step=4", "model.max_sequence_length=64"]
     words = ["check", write_config(), "--no-files", "--world-size=4", "--gpu-memory=0.15", *sizes]
     code, out, err = gspo(*words, "--suggest", "parallel.layout=pp=3")
@@ -204,7 +204,7 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
         pytest.param(
             *("gpt_oss_20b", 16, "bf16", 20914757184, "worst_rank_bytes"), marks=pytest.mark.full
         ),
-        # nothing that FP8 needs is installed here; nobody asks for it without the files
+        # nothing that FP8 needs is installed here; without files it is not looked for
         pytest.param(
             *("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
             marks=pytest.mark.full,
@@ -214,7 +214,7 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
 def test_the_large_examples_fit(
     example: str, world_size: int, precision: str, parameters: int, quoted: str, gspo: Command
 ) -> None:
-    """With the figures that their pages quote."""
+    """The figures are those that their pages quote."""
     folder = ROOT / "examples" / example
     shape = f"model.preset={example.replace('_', '-')}"
     if (folder / "config.json").exists():

@@ -1,4 +1,4 @@
-"""What a run imports beside its own packages is looked for before it starts."""
+"""Optional packages that a run needs are looked for before it starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_packages_of_trackers_that_are_missing_are_named_all_at_once(
 
 
 def fake_python(folder: Path, packages: str | None) -> Path:
-    """An interpreter that finds packages in a folder of its own; None: a program that is none."""
+    """An interpreter that finds packages in a folder of its own. None: a program that is not an
+    interpreter."""
     path = folder / "python"
     path.write_text(
         "#!/bin/sh\nexit 1\n"
@@ -58,7 +59,7 @@ def test_an_interpreter_without_vllm_is_refused(
     (tmp_path / "packages" / "vllm" / "__init__.py").touch()
     words = ("check", config, *SERVERS, f"rollout.vllm.python={tmp_path / 'folder' / 'python'}")
     assert gspo(*words)[0] == 0
-    # of servers that run elsewhere nothing can be known
+    # nothing can be known about servers that run elsewhere
     monkeypatch.setenv("GSPO_ROLLOUT_NODES", "node7")
     words = ("check", config, *SERVERS, f"rollout.vllm.python={tmp_path / 'none' / 'python'}")
     assert gspo(*words)[0] == 0

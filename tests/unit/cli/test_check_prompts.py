@@ -1,4 +1,4 @@
-"""What `check` says of prompts that cannot be used: exit code 2 and one clear line each."""
+"""What `check` says about prompts that cannot be used: exit code 2 and one clear line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.cli.conftest import Command
 
-# Refuses a role, reads an option in several ways, and opens the answer.
+# A template that refuses a role, reads an option in several ways, and opens the response.
 TEMPLATE = (
     "{%- set thinking = enable_thinking if enable_thinking is defined else true -%}"
     "{%- for message in messages -%}"
@@ -40,7 +40,7 @@ ASSISTANT = {"role": "assistant", "content": "a"}
 
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer: Path) -> Path:
-    """A folder with a tokenizer that may be given a chat template."""
+    """A folder with a tokenizer, to which a chat template may be added."""
     shutil.copy(tokenizer, tmp_path / "letters.model")
     return tmp_path
 
@@ -59,7 +59,7 @@ def write(folder: Path, *files: Rows, template: str | None = TEMPLATE) -> Path:
 
 OPTION = "data.chat_template_options={%s: false}"
 LETTERS = "{folder}/letters.model: "
-# Faults of single rows: tests/unit/data/test_prompts.py.
+# Faults of single rows are in tests/unit/data/test_prompts.py.
 MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
     # the template
     (
@@ -187,7 +187,7 @@ def test_prompts_of_all_kinds_together_are_sound(folder: Path, gspo: Command) ->
 
 
 def test_rewards_take_the_answers_that_they_say(folder: Path, gspo: Command) -> None:
-    """`math` takes numbers, a function of the user whatever the row has, or nothing."""
+    """`math` takes numbers, a user's function takes what the row has, or nothing."""
     (folder / "own_reward.py").write_text("def reward(sample): return float(sample.answer is None)")
     path = write(folder, [row("abc", 82), row("abc", 0.5)], [row("a", "1/2")])
     answers = ["data.answer_field=", "reward.import_path=own_reward:reward"]

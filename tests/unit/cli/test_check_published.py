@@ -1,4 +1,4 @@
-"""Published models on 1,024 ranks: `check` finds each of them a sound run that fits into 80 GB."""
+"""Published models on 1,024 ranks: `check` accepts each run and finds that it fits into 80 GB."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.cli.test_check_estimate import pairs
 from tests.unit.families.test_published_sizes import PUBLISHED
 
 RANKS = 1024
-# Words of the command: of most models, and of those that do not fit so or have unequal stages.
+# The command's options for most models, and for those that need others or have unequal stages.
 EXPERTS = ("parallel.layout=tp=2,ep=4",)
 DENSE = ("parallel.layout=tp=2",)
 LAST = "model.megatron.num_layers_in_last_pipeline_stage"
@@ -57,8 +57,8 @@ training: {steps: 200, precision: bf16, micro_batch_tokens: 8192, recompute: ful
 model: {max_sequence_length: 6144}
 """
 QUICK = ("Moonlight-16B-A3B",)
-# Families of which fewer than three different config.json were published: later versions of their
-# models (MiniMax-M2.5, Hy3, OLMoE of 2025) have the same sizes.
+# Families with fewer than three different published config.json: later versions of their models
+# (MiniMax-M2.5, Hy3, OLMoE of 2025) have the same sizes.
 FEWER = {
     "qwen2_moe": 2,
     "glm4_moe_lite": 1,
@@ -71,7 +71,7 @@ FEWER = {
 
 
 def words_of(name: str, folder: Path) -> list[str]:
-    """The words of `check` for a published model, whose config.json is written to the folder."""
+    """The words of `check` for a published model. Its config.json is written to the folder."""
     hf, *_ = PUBLISHED[name]
     (folder / "config.json").write_text(json.dumps(hf))
     (folder / "run.yaml").write_text(CONFIG)
@@ -91,8 +91,8 @@ def test_the_layout_is_legal(name: str, tmp_path: Path) -> None:
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in PUBLISHED],
 )
 def test_a_rank_of_each_stage_fits(name: str, tmp_path: Path, gspo: Command) -> None:
-    """And all ranks together have the parameters of the model card, without the layers for further
-    tokens."""
+    """All ranks together have the number of parameters of the model card, without the layers that
+    predict further tokens."""
     words = ("--no-files", f"--world-size={RANKS}", "--gpu-memory=80")
     code, out, err = gspo("check", *words_of(name, tmp_path), *words)
     assert (code, err) == (0, "")
@@ -111,7 +111,8 @@ def test_each_family_has_three_published_models() -> None:
 
 
 def test_layers_that_no_number_of_stages_divides(tmp_path: Path, gspo: Command) -> None:
-    """DeepSeek-V3 has 61: `check` names the field that splits them, and takes its value."""
+    """DeepSeek-V3 has 61 layers. `check` names the field that splits them, and accepts its
+    value."""
     path, *words = words_of("DeepSeek-V3", tmp_path)
     words = ["check", path, "--no-files", f"--world-size={RANKS}", *words[:-1]]
     code, _, err = gspo(*words)

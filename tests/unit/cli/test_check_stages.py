@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run folders lie where the test is."""
+    """Put run folders into the folder of the test."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def sft(tmp_path: Path, tokenizer: Path) -> Path:
-    """Four examples of 2 to 9 tokens (an end-of-sequence token each)."""
+    """Four examples of 2 to 9 tokens, each with an end-of-sequence token."""
     pairs = [("a", ""), ("ab", "c"), ("abcd", "efgh"), ("h", "g")]
     rows = [json.dumps({"prompt": question, "answer": answer}) for question, answer in pairs]
     (tmp_path / "examples.jsonl").write_text("\n".join(rows) + "\n")
@@ -78,7 +78,7 @@ def test_each_stage_is_summed_up(sft: Path, pretrain: Path, gspo: Command) -> No
 
 
 def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, gspo: Command) -> None:
-    """No rollout, no cache, no reference, no replay."""
+    """There is no rollout, cache, reference or replay."""
     for path, batch in (
         (sft, "examples of 9, all learned but the first token); an update accumulates 1"),
         (pretrain, "(3 samples of 16); an update accumulates 2"),
@@ -96,7 +96,7 @@ def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, gspo: Com
 
 
 def test_suggestions_for_a_stage_pass_its_rules(pretrain: Path, gspo: Command) -> None:
-    """Five samples fall evenly on one data-parallel rank alone."""
+    """Five samples can be divided evenly only on one data-parallel rank."""
     sizes = ["model.vocab_size=80", "training.batch_size=5"]
     words = ("--suggest", "--gpu-memory=1", "--world-size=2", "parallel.layout=tp=2")
     code, text, _ = gspo("check", pretrain, *sizes, *words)
@@ -118,10 +118,10 @@ def test_problems_of_all_parts_of_a_stage_are_told_at_once(
     absent, template = err.splitlines()
     assert (code, absent) == (2, f"model.checkpoint_path = '{nothing}': no such folder")
     assert template.startswith("data.chat_template = true")
-    # with a shape, lengths are known too
+    # with the model's shape, the lengths are known too
     lines = gspo("check", sft, *words, "model.preset=tiny")[2].splitlines()
     assert [line.split(" = ")[0] for line in lines[:2]] == ["data.chat_template", "data.max_tokens"]
-    assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has none
+    assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has no chat template
 
     words = ["training.batch_size=5", "data.sequence_length=15", "parallel.layout=cp=2,dp=2"]
     lines = gspo("check", pretrain, *words, f"data.train=[{nothing}]")[2].splitlines()
@@ -134,7 +134,7 @@ def test_what_does_not_fit_the_stage_is_told(sft: Path, pretrain: Path, gspo: Co
     nothing = "data.examples = null: needed to train"
     for path, word, stage, told in (
         (sft, "data.examples=", "--stage=sft", nothing),
-        (sft, "data.examples=", "", nothing),  # epochs: fine-tuning alone has them
+        (sft, "data.examples=", "", nothing),  # only fine-tuning has epochs
         (pretrain, "data.train=[]", "--stage=pretrain", "data.train = []: needed to train"),
     ):
         code, _, err = gspo(*filter(None, ("check", path, word, stage)))
@@ -147,7 +147,7 @@ def test_what_does_not_fit_the_stage_is_told(sft: Path, pretrain: Path, gspo: Co
 def test_the_configurations_on_the_page_about_slurm_are_sound(
     stage: str, tmp_path: Path, gspo: Command
 ) -> None:
-    """And the one whose memory is quoted there has it."""
+    """The one whose memory is quoted there has that memory."""
     page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
     (text,) = re.findall(rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$", page)
     path = tmp_path / f"{stage}_30b.yaml"

@@ -1,4 +1,5 @@
-"""What `check` finds where a run of any stage begins: its run folder, and the weights it names."""
+"""What `check` finds out about the start of a run of any stage: its run folder, and the weights
+that it names."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from tests.unit.checkpoint.test_resume_start import add
 from tests.unit.cli.conftest import Command, ConfigWriter
 from tests.unit.hf.published import CONFIGS
 
-VOCAB = 48  # of the checkpoints that `add` writes
+VOCAB = 48  # the vocabulary of the checkpoints that `add` writes
 SIZE = f"model.vocab_size={VOCAB}"
 SMALL = CONFIGS["qwen3_moe"] | {"max_position_embeddings": 128}
 
 
 @pytest.fixture
 def config(write_config: ConfigWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)  # where the run folder is
+    monkeypatch.chdir(tmp_path)  # the run folder is here
     return write_config()
 
 
@@ -50,7 +51,7 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
-    # with everything else that is wrong
+    # together with all other problems
     absent, size = sorted(refused(gspo, config, nothing, "rollout.group_size=1"))
     assert size.startswith("rollout.group_size = 1")
     assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
@@ -76,10 +77,10 @@ def test_a_run_that_goes_on_and_one_that_cannot(
 ) -> None:
     path = add(load_any_config(config, [SIZE]), Position("rl", 3))
     assert weights(gspo, config, SIZE) == f"{path}: the run is resumed"
-    # these weights are not read then
+    # these weights are not read in this case
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
-    lines = refused(gspo, config, *words)  # the rules' problems hide no key that has changed
+    lines = refused(gspo, config, *words)  # problems of the rules hide no changed key
     changed = [line for line in lines if ": was " in line]
     assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
@@ -103,7 +104,7 @@ def test_a_hugging_face_folder_without_weights(config: Path, hf: Path, gspo: Com
 def test_the_advice_on_a_refused_change_can_be_followed(
     config: Path, hf: Path, gspo: Command
 ) -> None:
-    """Also by a run that began with a Hugging Face folder: its checkpoint gives the shape."""
+    """Also for a run that began with a Hugging Face folder: its checkpoint gives the shape."""
     (hf / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
     words = [f"model.hf_path={hf}", "rollout.temperature=0.7"]
     begun = load_any_config(config, words[:1])

@@ -1,4 +1,4 @@
-"""What the convert command takes, and what it says of it."""
+"""The arguments and messages of the convert command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole_run: Path, tmp_path: Path) -> Path:
-    """With three checkpoints; whatever harms them harms these alone."""
+    """A run with three checkpoints, which a test may damage."""
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
@@ -64,7 +64,7 @@ def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
 def test_altered_contents_end_the_command_and_are_named(
     run: Path, tmp_path: Path, gspo: Command
 ) -> None:
-    """They show while they are read; nothing older is taken in secret."""
+    """The command notices them while reading. It does not silently use an older checkpoint."""
     os.truncate(weights(run, 3), 9)
     alter(weights(run, 2))
     code, _, err = gspo(*EXPORT, run, tmp_path / "out")

@@ -18,14 +18,14 @@ GPU = {"names": ["H200", "H200"], "memory_bytes": [139 * 2**30, 140 * 2**30], "c
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The modules that can be found, to be filled by the test."""
+    """The modules that can be found, which the test fills."""
     present: set[str] = set()
 
     def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, None) if name in present else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    # it would look for bubblewrap with that, and remember
+    # it would use it to look for bubblewrap, and remember the result
     monkeypatch.setattr("gspo_megatron.process.sandbox_facts.protections", list)
     return present
 
@@ -40,7 +40,7 @@ def described(gpu: object = None, **versions: str | None) -> dict[str, object]:
 def table(
     gpu: object = None, trouble: str | None = None, **versions: str | None
 ) -> dict[str, tuple[str, str]]:
-    """What was found and what to do, by name."""
+    """The lines of the table by name: what was found, and what to do."""
     rows = doctor.findings(described(gpu, **versions), trouble)
     return {name: (text, remedy) for name, text, remedy in rows}
 
@@ -72,7 +72,7 @@ def test_processors_are_summed_up(
 
 def test_transformer_engine(modules: set[str]) -> None:
     assert "no FP8" in table()["transformer-engine"][0]
-    assert table()["transformer-engine"][1] == ""  # of no use without a GPU
+    assert table()["transformer-engine"][1] == ""  # it is of no use without a GPU
     assert table(GPU)["transformer-engine"][1].startswith("pip install 'gspo-megatron[gpu]'")
     assert "damaged" in table(transformer_engine="2.9")["transformer-engine"][0]
     modules.add("transformer_engine")
@@ -80,7 +80,7 @@ def test_transformer_engine(modules: set[str]) -> None:
 
 
 def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process and others find the modules in a folder."""
+    """Let this process and its children find the modules in a folder."""
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.syspath_prepend(folder)
     # hidden where a test before this one has imported Megatron-Core on a CPU
@@ -127,7 +127,7 @@ def test_the_command_tries_the_import(
     code, out, _ = gspo("doctor")
     assert code == 0 and "import fails: ImportError: undefined_symbol" in out
     [python] = [line.split() for line in out.splitlines() if line.startswith(" python")]
-    assert python[1:] == ["3.12.1", "nothing"]  # to do
+    assert python[1:] == ["3.12.1", "nothing"]  # nothing to do
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `evaluate` makes of the configurations that it finds."""
+"""How `evaluate` changes the configurations that it finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     stage: str, tmp_path: Path
 ) -> None:
-    """With the suites that are given, and with every key of its stage written down."""
+    """The suites are the given ones, and every key of the stage is written down."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
         "parallel": {"layout": "tp=2"},
@@ -48,7 +48,7 @@ def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
 def test_a_run_is_evaluated_from_another_folder_with_the_tokenizer_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path in its configuration is of the folder in which it was started."""
+    """The path in its configuration is relative to the folder in which it was started."""
     started, run = tmp_path / "started", tmp_path / "started" / "run"
     checkpoint = run / "checkpoints" / "sft_00000008"
     checkpoint.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""examples/lora: what its README says is what `check` finds."""
+"""examples/lora: `check` finds what its README says."""
 
 from __future__ import annotations
 

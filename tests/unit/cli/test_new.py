@@ -1,4 +1,4 @@
-"""What `gspo-megatron new` writes, and what it refuses; tests/e2e/test_new.py uses the folder."""
+"""What `gspo-megatron new` writes and what it refuses. tests/e2e/test_new.py uses the folder."""
 
 from __future__ import annotations
 

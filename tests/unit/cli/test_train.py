@@ -1,4 +1,4 @@
-"""How `train` decides what this process is: a rank, the only one, or the launcher."""
+"""How `train` decides whether this process is a rank, the only rank, or the launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_megatron.process.ranks import decide_world_size
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]
-TOLD_TO_STOP = 77  # steps of a run that pretends to have been
+TOLD_TO_STOP = 77  # steps of a run that was told to stop
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_layout_decides_unless_told_otherwise(
     assert decide("tp=2", 6) == decide("tp=2", None, 6) == decide("tp=1", 6, 6) == 6
     with pytest.raises(UserError, match="--nproc 2: this process is already one of 4 ranks"):
         decide("tp=1", 2, 4)
-    # a layout for a cluster is not started on one machine by mistake
+    # a cluster's layout is not started on one machine by mistake
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     with pytest.raises(UserError, match="takes 256 ranks.*--nproc 256"):
         decide("pp=4,ep=8,dp=64")

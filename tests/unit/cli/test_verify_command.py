@@ -24,7 +24,7 @@ NO_NUMBER = "is not a number of 0 or more"
             (("--tolerance=" + text,), f"{text!r} {NO_NUMBER}")
             for text in ("nan", "-1", "inf", "x")
         ),
-        # a layout for a cluster is not started here by itself
+        # a cluster's layout is not started here without being asked for
         (("parallel.layout=dp=4096",), "layout dp=4096: takes 4096 ranks, which are many"),
     ],
 )

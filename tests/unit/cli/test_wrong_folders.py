@@ -1,4 +1,4 @@
-"""A folder of the wrong kind is refused in one line that names the right key or command."""
+"""A folder of the wrong kind is refused with one line, which names the right key or command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHECKPOINT = "run/checkpoints/rl_00000002"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """config.yaml, Hugging Face models of which some are not supported or damaged, and runs of
-    which one is whole. No test changes it."""
+    """A folder with config.yaml, Hugging Face models (some not supported or damaged), and runs, one
+    of which is complete. No test changes it."""
     folder = tmp_path_factory.mktemp("folders")
     (folder / "prompts.jsonl").write_text('{"prompt": "abc", "answer": "cba"}\n')
     path = folder / "config.yaml"
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
                 (whole / "manifest.json").unlink()
             elif name == "cut":
                 (whole / "model" / "__0_0.distcp").write_bytes(b"")
-        if name == "of_small":  # `add` says 48
+        if name == "of_small":  # `add` writes 48
             document = json.loads((whole / "model.json").read_text())
             (whole / "model.json").write_text(json.dumps(document | {"vocab_size": 5}))
     (folder / "empty").mkdir()
@@ -120,7 +120,8 @@ def test_convert_names_the_other_direction(
 
 
 def test_vllm_is_looked_for_before_a_checkpoint_is_converted(gspo: Command, tmp_path: Path) -> None:
-    """A conversion of a large model takes minutes; here there is not even one to convert."""
+    """Converting a large model takes minutes. Here there is no model to convert, and the missing
+    vLLM is reported first."""
     code, _, err = gspo("serve", tmp_path, "--python", tmp_path / "python")
     assert code == 2 and err.startswith(f"--python {tmp_path / 'python'}: ")
     code, _, err = gspo("serve", tmp_path / "none", "--python", tmp_path / "python")

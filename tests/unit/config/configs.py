@@ -1,4 +1,4 @@
-"""Configurations of an RL run, and what is wrong with them."""
+"""Configurations of an RL run, and the problems that they have."""
 
 from __future__ import annotations
 

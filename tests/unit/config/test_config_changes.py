@@ -1,4 +1,4 @@
-"""Which keys may change when a run goes on, and how those that may not are told."""
+"""Keys that may change when a run continues, and the messages about those that may not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def changes(*overrides: str, before: Config | None = None, **contents: bool) -> 
 
 @pytest.mark.parametrize("schema", [Config, FineTuningConfig, PretrainingConfig])
 def test_every_key_has_a_resume_class(schema: type) -> None:
-    """And a description, from which docs/configuration.md is made."""
+    """Every key also has a description, from which docs/configuration.md is made."""
     for key, info in keys_of(schema).items():
         assert info.json_schema_extra["resume"] in RESUME, key
         assert info.description, key
@@ -98,14 +98,15 @@ def test_more_steps_are_harmless_where_no_decay_ends_with_them() -> None:
 
 
 def test_keys_of_another_version() -> None:
-    """One that did not exist yet had its default; one that is gone cannot be followed."""
+    """A key that did not exist yet had its default. A key that no longer exists cannot be
+    followed."""
     before = config().model_dump()
     del before["rollout"]["top_k"], before["checkpoint"]
     before["rollout"]["beam_width"] = 3
     before["training"]["warm_start"] = {"steps": 2}  # it was over before the first RL step
     found = find_changes(before, config(), SAME)
     assert found == Changes(["rollout.beam_width: was 3 and is no key now"])
-    weights = config("model.hf_path=folder")  # its preset was written as tiny, and is null now
+    weights = config("model.hf_path=folder")  # its preset was recorded as tiny, and is null now
     older = weights.model_dump()
     older["model"]["preset"] = "tiny"
     assert find_changes(older, weights, SAME) == Changes()

@@ -88,7 +88,7 @@ def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None
     assert "cannot be read" in problems_of(tmp_path)[0]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
     assert "not a text file" in problems_of(tmp_path / "binary")[0]
-    # with what is wrong with overrides
+    # together with problems of overrides
     assert len(problems_of(tmp_path / "absent.yaml", "nonsense", "a.b=[1")) == 3
 
 
@@ -109,7 +109,7 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> No
 
 
 def _laughs(first: str, each: str, levels: int) -> str:
-    """Each level names the one before it nine times."""
+    """A document in which each level names the one before it nine times."""
     rows = [f"    x0: &a0 {first}"]
     for level in range(1, levels):
         rows.append(f"    x{level}: &a{level} " + each.replace("*", f"*a{level - 1}"))
@@ -146,7 +146,7 @@ def test_a_long_file_without_aliases_is_none_of_them(monkeypatch: pytest.MonkeyP
 def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
     text = MINIMAL + (
         "routing: {replay: off, reference_replay: off}\n"  # YAML 1.1 would make them false
-        "optimizer: {learning_rate: 1e-4}\n"  # and this a string
+        "optimizer: {learning_rate: 1e-4}\n"  # YAML 1.1 would read this as a string
         "reward: {options: {time: 12:30:00, answer: yes, day: 2024-01-02, mode: 017, x: -2.5}}\n"
     )
     config = load_config(write(tmp_path, text))
@@ -296,7 +296,8 @@ def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> N
     assert lines == ["model[2]: a key must be text", "1: a key must be text"]
     (line,) = problems_of(write(tmp_path, MINIMAL), "training.steps=" + "x" * 500)
     assert line.startswith("training.steps = 'xxx") and "xxx...: " in line
-    assert len(line) < 280  # a path is shown whole, a file that was passed by mistake is not
+    # a path is shown whole, but not a file that was passed as a path by mistake
+    assert len(line) < 280
 
 
 def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
@@ -314,7 +315,7 @@ def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
     again = load_config(write(tmp_path, to_yaml(config), "other.yaml"))
     assert again == config
     assert to_yaml(again) == to_yaml(config)
-    # A reader of YAML 1.1, in which a bare `off` or `yes` is a boolean, gets the same.
+    # A reader of YAML 1.1, in which a bare `off` or `yes` is a boolean, must get the same.
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
@@ -348,7 +349,7 @@ def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
 
 def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    start = time.process_time()  # CPU time: other work on the machine does not count
+    start = time.process_time()  # CPU time, because other work on the machine must not count
     load_config(path)
     assert time.process_time() - start < 0.5
 
@@ -367,7 +368,7 @@ def test_one_chunk_a_stage_is_no_interleaving() -> None:
         assert config.parallel.virtual_pipeline_model_parallel_size is config.layout().vpp is None
 
 
-# Which stage a file is for.
+# How the stage of a file is found.
 TOKENIZER = {"tokenizer": "t"}
 
 
@@ -377,10 +378,10 @@ TOKENIZER = {"tokenizer": "t"}
         ({"data": {"prompts": "p", **TOKENIZER}}, "rl"),
         ({"data": {"examples": "e", **TOKENIZER}}, "sft"),
         ({"data": {"train": ["c"], **TOKENIZER}}, "pretrain"),
-        # what it learns from decides, whatever else stands there: that is for the schema to tell
+        # the kind of data decides; other keys that do not fit are reported by the schema
         ({"data": {"examples": "e"}, "rollout": {"group_size": 4}}, "sft"),
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
-        # without it, the other keys do
+        # without data, the other keys decide
         ({"data": TOKENIZER, "rollout": {}}, "rl"),
         ({"data": TOKENIZER, "training": {"dump_batches": 3}}, "rl"),
         ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
@@ -457,7 +458,7 @@ def test_a_stage_that_is_said_is_what_the_file_is_read_as(tmp_path: Path) -> Non
     [
         ((), False),
         (("training.precision=bf16",), True),
-        (("training.precision=fp64",), True),  # the engine's are fp32
+        (("training.precision=fp64",), True),  # the engine has fp32
         (("rollout.engine=vllm",), True),
         (("routing.replay=r3",), True),
         (("routing.volatility=true",), True),
@@ -477,7 +478,7 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 
 
 def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
-    """Also those that YAML takes for the end of a line, and those beyond 16 bits."""
+    """Also characters that YAML takes for the end of a line, and characters beyond 16 bits."""
     points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
     texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
     values = {"stop": texts, **{f"k{chr(c)}": c for c in points}}
@@ -530,7 +531,7 @@ def test_names_of_suites_and_dates_that_are_none_are_told(
 
 
 def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
-    """A year is a number in YAML; other readers of YAML make a date of a day."""
+    """In YAML a year is a number. Other readers of YAML make a date of a day."""
     window = "{field: d, first: 2024, last: 2024-05-31}"
     path = write(
         tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"

@@ -1,4 +1,5 @@
-"""Layouts: text form, the parallel section, resolved sizes; the model's sizes after merging."""
+"""Layouts: their text form, the section `parallel`, resolved sizes, and the model's sizes after
+merging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-field rules: what each refuses, what it says, what it lets pass."""
+"""Rules about several keys: what each refuses and accepts, and its message."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (8, ["parallel.layout=tp=2,pp=2,ep=2"]),
         (4, ["parallel.layout=tp=2,pp=2,ep=2"]),
         (2, ["parallel.layout=pp=2,vpp=2"]),
-        (4, ["parallel.layout=tp=4"]),  # two query groups on four ranks: each is held twice
+        (4, ["parallel.layout=tp=4"]),  # two query groups on four ranks: two ranks hold each
         (4, ["parallel.layout=ep=2,etp=2"]),
         (8, ["parallel.layout=cp=2,dp=4"]),
         (1024, ["model.preset=qwen3-235b-a22b", "parallel.layout=tp=4,pp=2,ep=16,cp=2"]),
         (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
              "parallel.sequence_parallel=false"]),
-        (2, ["parallel.layout=tp=2", "model.megatron.ffn_hidden_size=255"]),  # no dense layer
+        # there is no dense layer
+        (2, ["parallel.layout=tp=2", "model.megatron.ffn_hidden_size=255"]),
         (3, ["parallel.layout=pp=3", "model.megatron.num_layers_in_first_pipeline_stage=2"]),
         (1, ["objective.mini_batches=128"]),
         (1, ["data.max_prompt_tokens=96"]),
@@ -225,7 +226,7 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
 def test_collapses_can_be_answered_where_checkpoints_are() -> None:
     for does in ("stop", "rollback"):
         assert problems_of(1, f"training.on_collapse={does}", "checkpoint.interval=1") == []
-        # nothing is trained, and nothing has to be saved
+        # nothing is trained, so nothing has to be saved
         assert not any(
             "checkpoint" in line
             for line in problems_of(1, f"training.on_collapse={does}", "training.steps=0")
@@ -252,7 +253,7 @@ def test_the_best_checkpoints_may_be_known_by_some_evaluations() -> None:
         "training.steps=13",  # step 12 is saved and evaluated
         "checkpoint.keep_best=0",
         "checkpoint.best_metric=reward/mean",
-        "checkpoint.interval=0",  # nothing is kept anyway
+        "checkpoint.interval=0",  # nothing is kept in any case
     ):
         assert problems_of(1, *together, override) == []
 
@@ -295,7 +296,7 @@ def test_a_run_of_no_steps_needs_held_out_prompts_only() -> None:
 
 
 def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
-    """Over all small layouts: the rules accept exactly those whose groups tile the world."""
+    """For all small layouts: the rules accept exactly those whose groups cover the world."""
     accepted = 0
     sizes = itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 8), (1, 2), (1, 2), (1, 2, 4, 8, 12))
     for tp, pp, ep, etp, cp, world in sizes:
@@ -386,7 +387,7 @@ def test_a_slip_in_the_best_metric_is_told(name: str, meant: str) -> None:
 
 
 def test_other_metrics_are_left_to_the_run() -> None:
-    """Those of the page about metrics, of custom rewards and objectives, and of all suites."""
+    """Metrics of the page about metrics, of custom rewards and objectives, and of all suites."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
     names = {name for name in re.findall(r"`([^`]+)`", " ".join(cells)) if "evaluation" not in name}

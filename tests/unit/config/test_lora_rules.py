@@ -1,4 +1,4 @@
-"""What model.lora and other keys must satisfy together."""
+"""Rules about model.lora together with other keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.hf.published import write_model
 def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
     try:
         lines = problems_of(4, *overrides)
-    except ConfigError as error:  # of the value alone
+    except ConfigError as error:  # the value alone is wrong
         lines = error.problems
     assert any(told in line for line in lines), lines
 
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
 def test_the_frozen_weights_of_a_run_are_not_random() -> None:
     lines = problems_of(1, "model.lora.rank=4", for_training=True)
     assert any("the frozen weights would be random" in line for line in lines)
-    assert not problems_of(1, "model.lora.rank=4")  # for verify and estimates
+    assert not problems_of(1, "model.lora.rank=4")  # this is for verify and estimates
 
 
 def test_other_targets_take_more_tensor_parallelism() -> None:

@@ -1,4 +1,5 @@
-"""The table of objectives: its names, its numbers, what does not mix and what that is answered."""
+"""The table of objectives: its names, its numbers, combinations that are refused, and the
+messages."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
     tensors = {"inputs", "ratio", "advantages", "log_k", "sums", "lengths"}
     declared = [(rule.function, rule.defaults) for rule in RULES.values()]
     for name, each in CORRECTIONS.items():
-        counts = each.summed == "is_outside"  # which has the bounds
+        counts = each.summed == "is_outside"  # this sum needs the bounds
         declared += [("is_outside", each.defaults)] if counts else []
         declared.append((name, {} if counts else each.defaults))
     for function, defaults in declared:
@@ -73,7 +74,7 @@ SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "cl
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        # the numbers of the papers
+        # the numbers in the papers
         *(({"name": name}, SEQUENCES) for name in ("gspo", "gspo_token", "luspo")),
         *(({"name": name}, TOKENS) for name in ("grpo", "minirl")),
         ({"name": "dapo"}, {"clip_low": 0.2, "clip_high": 0.28}),
@@ -82,7 +83,7 @@ SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "cl
         ({"name": "cispo"}, {"clip_high": 4.0}),
         ({"name": "sapo"}, {"tau_positive": 1.0, "tau_negative": 1.05}),
         ({"name": "gmpo"}, {"log_clip": 0.4}),
-        # a range of the other kind of ratio is never inherited
+        # a range for the other kind of ratio is never inherited
         ({"name": "grpo", "ratio": "sequence"}, SEQUENCES),
         ({"name": "dapo", "ratio": "sequence_token"}, SEQUENCES),
         ({"name": "reinforce_leave_one_out", "ratio": "sequence"}, SEQUENCES),
@@ -91,18 +92,18 @@ SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "cl
         ({"name": "luspo", "ratio": "sequence_product"}, TOKENS),
         ({"name": "cispo", "rule": "min_clip"}, TOKENS),
         ({"name": "sapo", "rule": "min_clip"}, TOKENS),
-        # one of the same kind is
+        # a range for the same kind is
         ({"name": "dapo", "rule": "dual_clip"},
          {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
         ({"name": "dr_grpo", "rule": "masked"}, {"clip_low": 0.2, "clip_high": 0.2}),
         ({"name": "gspo", "rule": "dual_clip"}, SEQUENCES | {"dual_clip": 3.0}),
         ({"name": "gspo", "ratio": "sequence_token"}, SEQUENCES),
         ({"name": "dapo", "aggregation": "sequence_mean"}, {"clip_low": 0.2, "clip_high": 0.28}),
-        # a cap is no clip
+        # a cap is not a clip range
         ({"name": "grpo", "rule": "capped"}, {"clip_high": 4.0}),
         ({"name": "gspo", "rule": "geometric_clip"}, {"log_clip": 0.4}),
         ({"name": "grpo", "rule": "soft_gate"}, {"tau_positive": 1.0, "tau_negative": 1.05}),
-        # what is given stands
+        # given values are kept
         ({"name": "gspo", "clip_high": 1e-3}, {"clip_low": 3e-4, "clip_high": 1e-3}),
         ({"name": "grpo", "rule": "capped", "clip_high": 1.0}, {"clip_high": 1.0}),
         ({"name": "gspo", "correction": "sequence_mask", "correction_low": 0.98},
@@ -131,7 +132,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "by its length", "sequence_mean"),
         ({"name": "luspo", "ratio": "sequence_token"}, "objective.aggregation = 'token_sum'",
          "by its length", "sequence_mean"),
-        # bug 2: the leftover of a configuration for tokens
+        # bug 2: numbers left over from a configuration for tokens
         ({"name": "gspo", "clip_low": 0.2}, "objective.clip_low = 0.2", "vary much less",
          "below 0.05, or objective.allow_wide_clip = true"),
         ({"name": "gspo", "clip_high": 0.05}, "objective.clip_high = 0.05", "vary much less",
@@ -142,7 +143,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "vary much less", "below 0.05"),
         ({"name": "grpo", "allow_wide_clip": True}, "objective.allow_wide_clip = true",
          "clips no ratios of whole sequences", "false"),
-        # bug 8: weights of tokens on a sequence
+        # bug 8: token weights on a sequence ratio
         *(
             ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
              "would vary within it", "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
@@ -255,7 +256,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"kl_in": "reward"}, "objective.kl_in = 'reward'", "with kl = none", "loss"),
         ({"reference_offload": True}, "objective.reference_offload = true", "with kl = none",
          "false"),
-        # an objective of one's own
+        # a custom objective
         *(
             (OWN | {key: value}, f"objective.{key} = {value!r}", "only objective.options", unset)
             for key, value, unset in (
@@ -288,7 +289,8 @@ def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, l
     [
         {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "allow_wide_clip": True},
         {"name": "gspo", "clip_low": 0.049, "clip_high": 0.049},
-        {"name": "reinforce_leave_one_out", "clip_low": 0.3},  # a product leaves 1 easily
+        # a product easily leaves the neighbourhood of 1
+        {"name": "reinforce_leave_one_out", "clip_low": 0.3},
         {"name": "reinforce_leave_one_out", "correction": "sequence_product_tis"},
         {"name": "grpo", "correction": "sequence_product_tis"},
         {"name": "gspo", "correction": "sequence_tis", "correction_high": 1.01},

@@ -1,4 +1,4 @@
-"""Inputs beside the configuration file, read from another folder."""
+"""Paths relative to the configuration file, when the command runs in another folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ evaluation:
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a configuration and what it names; the present folder is the one above."""
+    """A folder with a configuration and the files that it names. The current folder is its
+    parent."""
     for name in ("GSPO_TOLD_PATHS", "GSPO_MODULE_FOLDERS"):
         monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.chdir(tmp_path)
@@ -70,7 +71,7 @@ def test_they_are_read_from_its_folder_and_that_is_told(
         *(f"{suite}here.prompts", f"{suite}there", f"{suite}named", "a.prompts"),
     ]
     load_config("task/config.yaml")
-    assert capsys.readouterr().err == ""  # it was told
+    assert capsys.readouterr().err == ""  # it was reported before
 
 
 def test_teachers_are_found_beside_it(task: Path) -> None:
@@ -92,12 +93,13 @@ def test_the_present_folder_comes_first_and_outputs_go_there(
     config = load_config("task/config.yaml", ["evaluation.suites={}", "data.eval_prompts=b.jsonl"])
     assert config.data.tokenizer == "toy/tokenizer.model"
     assert config.data.prompts == ["toy/train.jsonl"]
-    assert config.data.eval_prompts == ["b.jsonl"]  # of the command line: the present folder's
+    # a path on the command line is relative to the current folder
+    assert config.data.eval_prompts == ["b.jsonl"]
     assert config.logging.dir == "runs/config"
     monkeypatch.chdir(task)
     capsys.readouterr()
     assert load_config("config.yaml").data.prompts == ["toy/train.jsonl"]
-    told = capsys.readouterr().err  # rows of a file of suites are looked for beside that file
+    told = capsys.readouterr().err  # rows of a file of suites are looked for in that file's folder
     assert told.count("\n") == 1 and "read beside more/suites.yaml: more/rows.jsonl" in told
 
 

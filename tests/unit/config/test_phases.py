@@ -1,4 +1,4 @@
-"""The phases of a run: which values a step has, and which mistakes are told."""
+"""The phases of a run: the values that each step has, and the mistakes that are reported."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_each_step_has_the_values_of_its_phase_and_those_before() -> None:
     first, second, third = (at_step(config, step) for step in (4, 5, 8))
     assert first == config
     assert (second.rollout.max_response_tokens, second.data.prompts) == (99, ["b.jsonl"])
-    assert third.rollout.max_response_tokens == 99  # as in the phase before
+    assert third.rollout.max_response_tokens == 99  # the same as in the phase before
     assert third.optimizer.learning_rate == 3e-6 != second.optimizer.learning_rate
-    # a section inside a section keeps its other keys
+    # a nested section keeps its other keys
     assert (third.rollout.vllm.servers, third.rollout.vllm.update_seconds) == (3, 70)
     assert phase_configs(config) == [first, second, third]
-    # the values of a phase are those of the run with the same phases
+    # the values of a phase are those of a run with the same phases
     assert at_step(second, 10) == third
 
 
@@ -71,7 +71,7 @@ def test_the_reference_is_that_of_the_last_phase_that_renewed_it() -> None:
     assert [reference_step(config, step) for step in (1, 4, 5, 7, 8, 10)] == [0, 0, 4, 4, 4, 4]
     kl = {"objective": {"kl": "k3", "kl_coefficient": 0.1}}
     assert later_phases_need_reference(campaign({"until_step": 4}, kl), 1)
-    # of another reference, which is saved when it is renewed
+    # the reference is saved when a phase renews it
     own = campaign({"until_step": 4}, kl | {"reference": "renew"})
     assert not later_phases_need_reference(own, 1)
     assert not later_phases_need_reference(config, 1)
@@ -127,7 +127,7 @@ def test_phases_need_checkpoints_and_adapters_have_one_reference() -> None:
 
 
 def test_a_mistake_is_told_once_and_all_are() -> None:
-    """A phase keeps the values of the one before, and so its mistakes."""
+    """A phase keeps the values of the phase before, and so also its mistakes."""
     wrong = {"until_step": 5, "rollout": {"group_size": 0}}
     more = {"until_step": 7, "rollout": {"temperature": -1.0}}
     with pytest.raises(ConfigError) as caught:
@@ -155,6 +155,6 @@ def test_a_change_that_is_asked_for_is_no_refusal() -> None:
     ]
     assert [line.split(" ")[0] for line in asked.refused] == ["training.seed"]
     assert (plain.asked, asked.asked) == ([], ["rollout.temperature: 1.0 -> 0.5"])
-    fingerprint = {"data.prompts": False}  # other contents under the same name
+    fingerprint = {"data.prompts": False}  # the file has other contents under the same name
     changes = find_changes(before, campaign(), fingerprint, change=True)
     assert not changes.refused and changes.asked == ["data.prompts: its contents"]

@@ -1,4 +1,4 @@
-"""training.precision: its fields, what it asks of other keys, and what a device must have."""
+"""training.precision: its fields, the keys that it needs, and the devices that support it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.config.configs import problems_of
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretends that a version of Transformer Engine is installed, or none."""
+    """A function that pretends that a version of Transformer Engine is installed, or none."""
     real_spec, real_version = importlib.util.find_spec, importlib.metadata.version
 
     def pretend(version: str | None) -> None:
@@ -54,7 +54,7 @@ def test_recipes_are_those_of_the_installed_megatron_core(precision: str) -> Non
     for name, value in fields.items():
         TypeAdapter(types[name]).validate_python(value)
     assert base_precision(precision) == "bf16"
-    # padded by the one, multiplied by the other
+    # one pads, the other multiplies
     assert tokens_multiple(precision) == get_fp8_align_size(Fp8Recipe(fields["fp8_recipe"]))
 
 

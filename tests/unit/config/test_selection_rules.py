@@ -1,4 +1,4 @@
-"""What is wrong with data.selection: a line for each mistake."""
+"""Problems of data.selection: one line for each mistake."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_sound_section_has_no_problems() -> None:
         "correct_at=0.5",
     ]
     assert problems_of(1, BY, *(f"data.selection.{each}" for each in words)) == []
-    assert problems_of(1, "data.selection.correct_at=0.5") == []  # of the statistics of any run
+    assert problems_of(1, "data.selection.correct_at=0.5") == []  # every run has these statistics
 
 
 def test_a_resumed_run_keeps_its_selection_and_a_phase_may_change_it() -> None:
@@ -96,7 +96,7 @@ def test_a_resumed_run_keeps_its_selection_and_a_phase_may_change_it() -> None:
     changes = find_changes(config_with().model_dump(), config, {})
     assert changes.refused == ["data.selection.by = 'pass_rate': was 'uniform'"]
     assert find_changes(config_with().model_dump(), config, {}, change=True).refused == []
-    # of a version without the section
+    # from a version without the section
     before = config.model_dump()
     del before["data"]["selection"]
     assert find_changes(before, config_with(), {}).refused == []

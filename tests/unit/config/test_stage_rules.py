@@ -1,4 +1,4 @@
-"""Layers on pipeline stages: what is refused, and that Megatron-Core refuses the same."""
+"""Layers on pipeline stages: what our rules refuse, Megatron-Core refuses, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def problems(layers: int, layout: str, **megatron: Any) -> list[str]:
 
 
 def megatron_takes(layers: int, layout: Layout, megatron: dict[str, Any]) -> bool:
-    """Megatron-Core checks evenly cut stages only when it builds them: those are not asked."""
+    """Whether Megatron-Core accepts them. It checks evenly cut stages only when it builds them, so
+    those are not asked."""
     with contextlib.suppress(ValueError, AssertionError, KeyError, ZeroDivisionError):
         TransformerConfig(
             num_layers=layers,
@@ -51,7 +52,8 @@ def test_first_and_last_stage_are_judged_as_by_megatron_core() -> None:
         names = source.choice([(FIRST,), (LAST,), (FIRST, LAST)])
         megatron = {name: source.randint(1, layers - 1) for name in names}
         found = list(stage_problems(layers, layout, megatron))
-        # Megatron-Core takes more layers in two stages than there are, and leaves less than none
+        # Megatron-Core accepts more layers in two stages than the model has, so that fewer than
+        # none are left
         takes = megatron_takes(layers, layout, megatron) and sum(megatron.values()) <= layers
         assert (not found) == takes, (layers, layout, megatron)
 
@@ -76,7 +78,7 @@ def test_written_out_stages_are_judged_as_by_megatron_core(text: str) -> None:
     layout = Layout.parse(text)
     for written in WRITTEN:
         if layout.vpp is None and len(written.split("|")) > layout.pp:
-            continue  # it takes more stages as virtual ones; here the layout has to say so
+            continue  # Megatron-Core reads more stages as virtual ones; here the layout must say so
         found = problems(4, text, **{WRITTEN_OUT: written})
         takes = megatron_takes(4, layout, {WRITTEN_OUT: written})
         assert (not found) == takes, written

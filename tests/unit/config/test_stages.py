@@ -100,7 +100,7 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert config.num_examples(100) == examples
     known = config.with_steps(100)
     assert known.training.steps == -(-examples // 8)
-    if epochs is not None:  # what is written down means the same when it is read again
+    if epochs is not None:  # a configuration that is written and read again means the same
         assert known.with_steps(100) == known and known.num_examples(100) == examples
 
 

@@ -1,5 +1,5 @@
-"""Chat templates as published models have them, shortened to what matters here, and a tokenizer
-that has the marks of them all."""
+"""Chat templates in the style of published models, reduced to what matters here, and a tokenizer
+that has the marks of all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-# Drops the thoughts of earlier answers, and writes an empty block of them only for the last one.
+# This template drops the thoughts of earlier responses. It writes an empty block of thoughts only
+# for the last one.
 QWEN3 = """
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
@@ -72,7 +73,7 @@ GPT_OSS = """
 {%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
-# Its marks of turns are no special tokens of the tokenizer.
+# Its marks of turns are not special tokens of the tokenizer.
 DEEPSEEK = """
 {{- bos_token }}{%- for message in messages %}{%- if message['role'] == 'assistant' %}
 {%- set content = message['content'] %}{%- if '</think>' in content %}
@@ -81,7 +82,7 @@ DEEPSEEK = """
 {{- '<｜User｜>' + message['content'] }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}
 """
-# Writes marks with the names of roles.
+# This template writes marks with the names of roles.
 PHI3 = """
 {%- for message in messages %}
 {{- '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{%- endfor %}
@@ -120,7 +121,8 @@ WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # text that a mo
 
 
 def byte_level(folder: Path, template: str | None = None, **settings: Any) -> Path:
-    """A tokenizer folder whose pieces are bytes and the tokens above, with a BOS before text."""
+    """A tokenizer folder whose pieces are bytes and the tokens above. It puts a BOS before a
+    text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

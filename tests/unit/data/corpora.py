@@ -91,7 +91,8 @@ def make_tokenizer(
 
 
 def _merges(model: Path, user_symbols: Sequence[str]) -> list[tuple[str, str]]:
-    """Sentencepiece joins any two neighbours that make up a piece, the best piece first."""
+    """The merges of pieces. Sentencepiece joins any two neighbours that form a piece, the best
+    piece first."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     scores = {
         processor.id_to_piece(n): processor.get_score(n)
@@ -119,7 +120,7 @@ def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **keywords: Any) -> list[str]:
-    """The lines of the DataError or RewardError that a call ends with."""
+    """The lines of the DataError or RewardError that a call raises."""
     with pytest.raises((DataError, RewardError)) as caught:
         call(*arguments, **keywords)
     return str(caught.value).splitlines()

@@ -1,4 +1,4 @@
-"""Indexed datasets by Megatron-Core's own builder."""
+"""Indexed datasets, written by Megatron-Core's own builder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ with quiet_imports():
 
 
 def write_indexed(documents: Iterable[np.ndarray], prefix: Path, vocab_size: int) -> None:
-    """Writes PREFIX.bin and PREFIX.idx; a document is [tokens] of integers."""
+    """Write PREFIX.bin and PREFIX.idx. A document is [tokens] of integers."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
     for tokens in documents:
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])

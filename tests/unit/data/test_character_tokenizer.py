@@ -19,7 +19,8 @@ PLANES = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> Iterator[str]:
-    """Texts of words of `sample`, symbols, spaces and characters of all kinds, seeded."""
+    """Random texts of words of `sample`, symbols, spaces and all kinds of characters. The seed is
+    fixed."""
     source = random.Random(count)
     words = [word for line in sample[:100] for word in line.split()[:20]]
     kinds = (
@@ -50,15 +51,15 @@ def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
     ours = load_tokenizer(folder / "tokenizer.model")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(11)
-    # beside whole symbols, their parts, runs of one character, any character
+    # whole symbols, parts of them, runs of one character, and any character
     parts = [symbol[:n] for symbol in SYMBOLS for n in range(7)] + [*"|<>aklo▁", "▁" * 5, "-" * 9]
     parts += [chr(source.randint(*source.choice(PLANES))) for _ in range(300)]
     for text in random_texts([*SYMBOLS * 9, *parts], make_texts(9, seed=1, words=200), 1500):
-        # As a chat template's text, in which control symbols count …
+        # First as the text of a chat template, in which control symbols count …
         ids = ours.encode_rendered(text).ids
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
         assert theirs(text)["input_ids"] == ids  # nothing is added
-        # … and as plain text, in which they are characters like any other.
+        # … and then as plain text, in which they are ordinary characters.
         plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert plain == ours.encode(text), text
         assert theirs.decode(plain) == ours.decode(plain) == text.replace("▁", " "), text
@@ -90,7 +91,7 @@ def test_symbols_are_one_token_each(folder: Path) -> None:
     for symbol in SYMBOLS:
         assert tokenizer.encode_rendered(symbol).ids == [tokenizer.symbol_id(symbol)]
     assert tokenizer.encode("<sep>") == [tokenizer.symbol_id("<sep>")]
-    # Nobody ends a sequence, or opens a turn, by writing its symbol.
+    # Text with its symbols neither ends a sequence nor opens a turn.
     for symbol in ("<|im_end|>", "<|im_start|>", "<|doc|>", "<pad>"):
         assert tokenizer.symbol_id(symbol) not in tokenizer.encode(f"a{symbol}b")
 

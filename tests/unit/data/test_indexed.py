@@ -1,4 +1,4 @@
-"""The checks of indexed datasets, beside Megatron-Core's own reader and builder."""
+"""The checks of indexed datasets, compared with Megatron-Core's own reader and builder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.data.datasets import write_indexed
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Its prefix; documents of 1 to 40 tokens below 500."""
+    """The prefix of a dataset with documents of 1 to 40 tokens below 500."""
     source = np.random.default_rng(1)
     lengths = source.integers(1, 40, size=30)
     write_indexed((source.integers(500, size=n) for n in lengths), tmp_path / "out", 500)
@@ -77,7 +77,7 @@ def test_a_damaged_index_is_refused(dataset: Path) -> None:
         assert message.startswith(f"{path}: ") and "\n" not in message
     shifted = bytearray(whole)
     path.write_bytes(whole)
-    shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # of the second pointer
+    shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # in the second pointer
     path.write_bytes(shifted)
     assert "sequences do not follow each other: damaged" in faults(dataset)
     # missing files

@@ -36,7 +36,8 @@ def test_prompts_are_drawn_equally_often(prompts: int, per_step: int) -> None:
     for step in draw(loader, 60):
         counts.update(step)
         seen = [counts[index] for index in range(prompts)]
-        # Two at most: one for the epoch under way, one for a prompt put off by a step.
+        # A prompt comes twice at most: once for the current epoch, once because a step has put it
+        # off.
         assert max(seen) - min(seen) <= 2
     assert sum(counts.values()) == 60 * per_step
 
@@ -47,12 +48,13 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert flat(by_four) == flat(by_six)
     assert by_four != draw(PromptLoader(12, 4, seed=10), 6)
     assert by_four[:3] != by_four[3:]
-    # Seeds beyond 32 bits count whole.
+    # Seeds beyond 32 bits are not cut off.
     assert by_four != draw(PromptLoader(12, 4, seed=9 + 2**32), 6)
 
 
 def test_order_is_fixed_for_good() -> None:
-    # Written down once: a run must resume in the same order under any later version.
+    # This order is written down here, because a run must resume in the same order under any later
+    # version.
     steps = draw(PromptLoader(8, 8, seed=5), 2)
     assert steps == [[2, 7, 5, 0, 4, 3, 6, 1], [6, 4, 1, 2, 5, 7, 0, 3]]
 
@@ -127,7 +129,7 @@ def test_each_file_has_its_share_and_its_epochs(
         files = [counts[start:end] for start, end in zip(starts, starts[1:])]
         drawn = np.array([file.sum() for file in files])
         assert abs(drawn - wanted * step * per_step).max() < 2
-        # Every prompt of a file before one of them again; two: see above.
+        # Every prompt of a file comes before any comes again; for `two` see above.
         assert all(np.ptp(file) <= 2 for file in files)
         if per_step == 1:
             assert all(np.ptp(file) <= 1 for file in files)
@@ -143,7 +145,7 @@ def test_files_of_equal_size_have_different_orders() -> None:
     step = PromptLoader((8, 8), 16, seed=5).next()
     first, second = ([n % 8 for n in step if n // 8 == file] for file in (0, 1))
     assert sorted(first) == sorted(second) == [*range(8)] and first != second
-    # the first file alone is drawn as by a run that has no other
+    # the first file alone is read as in a run that has no other
     assert first == PromptLoader(8, 8, seed=5).next()
 
 
@@ -163,7 +165,7 @@ def test_resuming_several_files_continues_exactly(before: int, per_step: int) ->
     state = json.loads(json.dumps(loader.state_dict()))
     resumed = PromptLoader(SIZES, 2 * per_step, seed=6, weights=WEIGHTS)
     resumed.load_state_dict(state)
-    for count in (per_step, 1, 7):  # as dynamic sampling draws
+    for count in (per_step, 1, 7):  # in the numbers in which dynamic sampling asks for prompts
         assert resumed.next(count) == loader.next(count)
     for other, named in (
         (PromptLoader((7, 30, 5), 1, seed=6, weights=WEIGHTS), r"num_prompts = \[7, 30, 4\]"),

@@ -53,7 +53,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{"question": "q", "solution": "s", "prompt": 1}])
     (prompt,) = load_prompts(path, FieldMap("question", "solution"))
     assert (prompt.text, prompt.answer, prompt.fields) == ("q", "s", {"prompt": 1})
-    # a byte-order mark and carriage returns are no part of the text
+    # a byte-order mark and carriage returns do not belong to the text
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n")
     assert load_prompts(path)[0].text == "37+45="
 
@@ -62,7 +62,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         (b'{"prompt": "a" "answer": "b"}', "not JSON: Expecting ',' delimiter at column 16"),
-        # where the line ends too early
+        # a line that ends too early
         (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
         (b'  {"prompt": ', "not JSON: Expecting value at column 13"),
         (b'{"prompt": "a', "not JSON: Unterminated string starting at column 12"),
@@ -177,7 +177,7 @@ CONVERSATION = [SYSTEM, ASKED, {"role": "assistant", "content": "c"}, {**ASKED, 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"p.{suffix}"
-    named = {**ASKED, "name": "Ann"}  # Parquet: the other messages have name = None
+    named = {**ASKED, "name": "Ann"}  # in Parquet the other messages have name = None
     prompts, answers = [CONVERSATION, [SYSTEM, named]], ["1", "2"]
     if suffix == "parquet":
         write_parquet(path, {"prompt": prompts, "answer": answers})
@@ -223,7 +223,7 @@ def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
     assert [p.row_id for p in load_prompts(path)] == ["x", "7", "p.jsonl:3", "p.jsonl:4"]
     assert load_prompts(path)[0].fields == {"id": "x"}
     assert load_prompts(path, FieldMap(id=None))[0].row_id == "p.jsonl:1"
-    # a field that was asked for must be there
+    # a field that the configuration names must exist
     lines = problems_of(path, id="uid")
     fields = "the fields are: 'prompt', 'answer', 'id' (data.id_field chooses one)"
     assert lines[0] == f"{path}:1: no field 'uid'; {fields}"
@@ -267,7 +267,7 @@ def test_a_dotted_field_is_part_of_an_object(tmp_path: Path, suffix: str) -> Non
     )
 
 
-# As they are published: openai/gsm8k, hendrycks MATH, BytedTsinghua-SIA/DAPO-Math-17k, APPS.
+# Rows in their published form: openai/gsm8k, hendrycks MATH, BytedTsinghua-SIA/DAPO-Math-17k, APPS.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[str, object]]] = {
     "gsm8k": (
         {
@@ -316,7 +316,7 @@ def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
     path = write_rows(tmp_path / "p.jsonl", [row])
     (prompt,) = load_prompts(path, FORMATS[name])
     assert (prompt.text, prompt.answer) == expected
-    # what the answer was taken from is kept
+    # the text from which the answer was taken is kept
     assert {*row} - {*prompt.fields} == {FORMATS[name].prompt}
 
 
@@ -477,7 +477,7 @@ WARNING = (
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of the letters a to h and nothing else."""
+    """A tokenizer of only the letters a to h."""
     prefix = tmp_path_factory.mktemp("tokenizer") / "letters"
     return train_sentencepiece(["abcdefgh", "hgfedcba"], 64, prefix, "char")
 
@@ -503,7 +503,8 @@ def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:
 
 
 def test_texts_that_spell_control_tokens_are_told(tmp_path: Path) -> None:
-    """In prompts, suites' too, and examples: what was rendered beforehand, and its BOS."""
+    """In prompts (also those of suites) and in examples: text that was rendered beforehand, and its
+    BOS."""
     folder = byte_level(tmp_path / "t")
     once = encode_text("hello", load_tokenizer(folder))
     texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST]", "hello")

@@ -1,4 +1,4 @@
-"""Text of data that spells control tokens stays text, whatever the chat template does with it."""
+"""Text of data that spells control tokens remains text, whatever the chat template does with it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def controls(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def is_refused(tokenizer: Tokenizer, messages: Sequence[Message]) -> bool:
-    """Whether gpt-oss's template does not want its marks in the messages."""
+    """Whether gpt-oss's template refuses its marks in the messages."""
     is_wrong = "<|channel|>analysis<|message|>" in messages[1]["content"]
     if is_wrong and "channel tags" in (tokenizer.chat_template or ""):
         assert "channel tags" in str(refusal(tokenizer.render, messages))
@@ -149,7 +149,7 @@ def test_tools_calls_and_names_are_data_too(tmp_path: Path) -> None:
         assert part in tokenizer._tokenizer.decode(quoted)  # type: ignore[union-attr]
 
 
-# What templates do that makes a mark of parts of the data.
+# Changes of the data by which templates turn parts of it into a mark.
 FORMS_MARKS = {
     "the middle is dropped": (
         "{{- '<s>' ~ messages[0]['content'].split('<think>')[0] "
@@ -178,7 +178,7 @@ def test_marks_that_a_template_makes_of_data_stay_text(tmp_path: Path, what: str
 
 
 def test_threads_do_not_change_each_other_s_tokens(tmp_path: Path) -> None:
-    """One encodes text and the other what the template wrote, with the same tokenizer."""
+    """One thread encodes text, the other what the template wrote, with the same tokenizer."""
     tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
     text, rendered = "<|im_start|>" * 40, tokenizer.render(chat("x", "y", "z"))
     wanted = tokenizer.encode(text), tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
@@ -217,7 +217,7 @@ def test_only_control_tokens_are_looked_for_in_the_data(
 )
 @pytest.mark.parametrize("written", ["", "ab", "｜", "\U000f0042", "\ud800"])
 def test_exchanged_letters_come_back(data: str, written: str) -> None:
-    """All of the data, and what the template writes stays."""
+    """All letters of the data come back, and what the template writes is unchanged."""
     exchange = _Exchange({*data, *written})
     strange = exchange.strange(data)
     assert len(strange) == len(data)
@@ -232,7 +232,7 @@ def test_exchanged_letters_come_back(data: str, written: str) -> None:
 
 
 def test_long_texts_are_exchanged_by_codecs() -> None:
-    """They are many times as fast as `str.translate`, which took most of the time of a render."""
+    """Codecs are many times as fast as `str.translate`, which took most of the time of a render."""
     text = "The quick brown fox " * 9000
     exchange = _Exchange(set(text))
     strange, table = exchange.strange(text), str.maketrans(dict.fromkeys(text, "\U000f0000"))
@@ -251,7 +251,7 @@ def load(folder: Path, schema: type, **data: object) -> Any:
 
 
 def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:
-    """Prompts and examples that are conversations already, among plain ones too."""
+    """Prompts and examples that are conversations, also mixed with plain ones."""
     folder = byte_level(tmp_path / "t", TEMPLATES["chatml"], eos_token="<|im_end|>")
     said = {"role": "user", "content": "<s>what is <|im_start|>?"}
     answer = {"role": "assistant", "content": "<|im_start|> opens a turn"}
@@ -314,7 +314,7 @@ def test_plain_text_never_spells_a_control_token(tmp_path: Path) -> None:
     for ids in (tokenizer.encode(text), *tokenizer.encode_all([text, "b"])[:1]):
         assert controls(tokenizer, ids) == []
         assert tokenizer.decode(ids) == text
-    # words that are tokens but no control tokens are still found
+    # words that are tokens but not control tokens are still found
     assert tokenizer.encode("<think>") == [tokenizer.symbol_id("<think>")]
 
 
@@ -337,7 +337,7 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
         for name in tokenizer.controls.ids:
             text = f"ka {name}{name} lo"
             ids = encoded(tokenizer, chat(text, text, text))
-            # text that is made of unknown characters has the unknown token
+            # text of unknown characters has the unknown token
             found = [each for each in controls(tokenizer, ids) if each != "<unk>"]
             assert found == known
             found = controls(tokenizer, tokenizer.encode(text))
@@ -345,7 +345,8 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
 
 
 def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
-    """The tokenizer finds its special tokens in small letters; they take the spaces around them."""
+    """The tokenizer also finds its special tokens in lower case, and includes the spaces around
+    them."""
     letters = sorted({*pre_tokenizers.ByteLevel.alphabet()})
     library = Library(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
     library.normalizer, library.decoder = normalizers.Lowercase(), decoders.ByteLevel()
@@ -367,8 +368,8 @@ def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
 
 
 def metaspace(folder: Path, scheme: str) -> Path:
-    """As Llama 2's: a space goes before the first text, or before each one; the special tokens are
-    pieces of the model, too."""
+    """A tokenizer like Llama 2's. A space is added before the first text, or before each. The
+    special tokens are also pieces of the model."""
     pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefgh</>s", "|"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     library = Library(models.Unigram([(piece, 0.0) for piece in vocabulary], 0, False))

@@ -1,4 +1,4 @@
-"""Which prompts data.selection takes, and what it knows of them."""
+"""The prompts that data.selection takes, and what it knows about them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def record(step: int, row: int, solved: int, responses: int = RESPONSES) -> dict
 
 
 def outcome(step: int, row: int) -> int:
-    """A third of the prompts are never solved, a third always, and the others vary."""
+    """The rewards of a prompt: a third of the prompts are never solved, a third always, and the
+    others vary."""
     return (0, RESPONSES, 1 + (step + row) % (RESPONSES - 1))[row % 3]
 
 
 class Run:
-    """Draws and learns as the loop of a run does. `cut`: as after a resume from these records."""
+    """Samples and learns as the loop of a run does. `cut`: as after a resume from these records."""
 
     def __init__(
         self,
@@ -115,13 +116,13 @@ def test_later_only_those_in_the_band_the_longest_not_drawn_first() -> None:
     run = Run(30, floor=0.0)
     later = [row for step in range(9, 31) for row in run.rows[step]]
     assert {row % 3 for row in later} == {2}  # ten prompts
-    # each comes again only when the other nine have: after two steps of four, not before
+    # each comes again only after the other nine, that is, after two steps of four
     assert all(len({*run.rows[step], *run.rows[step + 1]}) == 8 for step in range(10, 30))
     assert not any(run.explored.values())
 
 
 def test_the_band_has_both_its_bounds() -> None:
-    """A prompt in whose last draw exactly this share was solved is in it."""
+    """A prompt is in the band if exactly the share of a bound was solved the last time."""
     known = [record(1, row, min(row, RESPONSES)) for row in range(SIZE)]
     for low, high, wanted in ((0.25, 0.5, {2, 3, 4}), (0.0, 0.25, {0, 1, 2})):
         values = section(low=low, high=high, floor=0.0)
@@ -135,7 +136,7 @@ def test_the_floor_is_the_share_of_prompts_chosen_at_random() -> None:
     explored = [row for step in range(9, 401) for row in run.explored[step]]
     assert len(explored) == pytest.approx(0.3 * 392 * STEP_SIZE, abs=1)
     counts = [sum(row % 3 == kind for row in explored) for kind in range(3)]
-    assert min(counts) > 100  # of about 157: all kinds alike
+    assert min(counts) > 100  # of about 157: all kinds come equally often
     others = [row for step in range(50, 401) for row in run.rows[step]]
     outside = sum(row % 3 != 2 for row in others) / len(others)
     assert outside == pytest.approx(0.2, abs=0.05)  # two thirds of the floor
@@ -169,7 +170,7 @@ def test_prompts_out_of_the_band_fill_up_a_step_and_then_retired_ones() -> None:
     selection = PromptSelection(NAMES[:10], values, STEP_SIZE, seed=1, step=2, records=known)
     rows = selection.next()
     assert rows[0] == 7 and len({*rows}) == STEP_SIZE
-    # a file smaller than a step is drawn several times
+    # a file smaller than a step is read several times
     small = PromptSelection(NAMES[:3], values, 7, seed=1)
     rows = small.next()
     assert {*rows} == {0, 1, 2} and len(rows) == 7
@@ -186,7 +187,7 @@ def test_a_resumed_run_draws_the_same(staleness: int, refills: int) -> None:
 
 
 def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> None:
-    """Its last steps began no draws ahead."""
+    """The last steps before the extension requested nothing ahead."""
     whole, shorter = Run(30, 2, floor=0.3), Run(17, 2, floor=0.3)
     assert shorter.rows == {step: whole.rows[step] for step in range(1, 18)}
     longer = Run(30, 2, floor=0.3, done=17, before=shorter)
@@ -195,7 +196,8 @@ def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
-    """A change of one step's rewards changes no draw that may begin before its end."""
+    """A request may begin before the end of a step. Then a change of that step's rewards must not
+    change it."""
     whole = Run(30, staleness, floor=0.0)
     other = Run(14, staleness, floor=0.0)
     known = [{**each, "solved": 3} if each["step"] == 14 else each for each in other.records]
@@ -205,7 +207,7 @@ def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
     changed.load_state_dict(other.states[14])
     drawn = changed.peek(staleness + 1)
     assert drawn[:-1] == [whole.rows[step] for step in range(15, 15 + staleness)]
-    # a change of what it knows, the ages of prompts or their rates, is seen
+    # changes of what it knows (the ages or the rates of prompts) do show
     assert len({*map(tuple, drawn)}) == staleness + 1
 
 
@@ -219,7 +221,7 @@ def test_no_prompt_is_drawn_again_before_its_result_is_known() -> None:
 def test_refills_are_further_prompts_of_the_step() -> None:
     run = Run(30, refills=2, floor=0.25)
     assert {len({*rows}) for rows in run.rows.values()} == {3 * STEP_SIZE}
-    # the first request is drawn the same, however many refills follow in its own step
+    # the first request is the same, however many refills follow in its own step
     assert Run(1, refills=0, floor=0.25).rows[1] == run.rows[1][:STEP_SIZE]
 
 
@@ -230,7 +232,7 @@ def test_statistics_stay_when_files_grow() -> None:
         names, section(floor=0.0), STEP_SIZE, 5, step=21, records=before.records
     )
     rows = grown.next()
-    assert {0, 1} <= {*rows}  # the new ones first
+    assert {0, 1} <= {*rows}  # new prompts come first
     assert {int(names[row].split()[1]) % 3 for row in rows if row > 1} == {2}
     assert grown.metrics()["selection/band"] == 10
 
@@ -243,7 +245,7 @@ def test_two_rows_of_the_same_contents_have_the_same_figures() -> None:
 
 
 def test_a_run_that_went_back_draws_others() -> None:
-    """A rollback takes the steps back, and goes on with the next draws."""
+    """A rollback takes steps back, and continues with the next requests."""
     run = Run(25, floor=0.5)
     back = PromptSelection(NAMES, section(floor=0.5), STEP_SIZE, 5, step=11, records=run.until(10))
     back.load_state_dict(run.states[25])
@@ -259,7 +261,8 @@ def test_a_state_of_other_prompts_is_refused() -> None:
 
 
 def test_the_choice_is_fixed_for_good() -> None:
-    # Written down once: a run must resume with the same prompts under any later version.
+    # This choice is written down here, because a run must resume with the same prompts under any
+    # later version.
     run = Run(10, 1, refills=1, floor=0.3)
     assert [run.rows[step] for step in (1, 9, 10)] == [
         [17, 2, 24, 6, 5, 3, 10, 20],

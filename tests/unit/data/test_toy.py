@@ -28,7 +28,7 @@ ENDINGS = {"reversal": ">", "copy": "=", "sort": "<"}
 
 
 def solve(prompt: str) -> str:
-    """The right answer, worked out from the prompt alone and not as the generator does."""
+    """The right answer, computed from the prompt alone and in another way than the generator."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
         assert min(map(int, match.groups())) >= 10
         return str(int(match[1]) + int(match[2]))
@@ -62,7 +62,7 @@ def test_mixed_is_reversal_and_addition_3_to_1_in_both_files() -> None:
     train, test = generate("mixed", 101, 40, seed=5)
     assert Counter(row["task"] for row in train) == {"reversal": 75, "addition": 26}
     assert Counter(row["task"] for row in test) == {"reversal": 30, "addition": 10}
-    # Shuffled, not one after the other.
+    # The kinds are shuffled, not one after the other.
     assert len({row["task"] for row in train[:20]}) == 2
     assert generate("mixed", 101, 40, seed=5) == (train, test) != generate("mixed", 101, 40, seed=1)
 
@@ -83,10 +83,10 @@ def test_lengths_are_even_as_long_as_strings_last() -> None:
     train, test = generate("copy", 100, 100, seed=3)
     assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4), 100)
     train, test = generate("copy", 3900, 100, seed=3)
-    # 8^3 = 512 strings of three letters are all there are; the others share what is left.
+    # There are only 8^3 = 512 strings of three letters. The other lengths share what is left.
     counts = Counter(len(row["answer"]) for row in train + test)
     assert counts == {3: 512, 4: 3488}
-    train, test = generate("addition", 1500, 100, seed=1)  # all there are
+    train, test = generate("addition", 1500, 100, seed=1)  # all problems that exist
     assert len({row["prompt"] for row in train + test}) == 40 * 40
 
 
@@ -139,7 +139,7 @@ WORDS = {"again": "=", "in order": "<", "backwards": ">"}
 
 
 def as_prompt(sentence: str) -> tuple[str, str]:
-    """Prompt and answer that a sentence of the text stands for."""
+    """The prompt and the answer that a sentence of the text contains."""
     if match := re.fullmatch(r"(\d+) plus (\d+) is (\d+)\.", sentence):
         return f"{match[1]}+{match[2]}=", match[3]
     if match := re.fullmatch(rf"([a-h]+) ({'|'.join(WORDS)}) is ([a-h]+)\.", sentence):

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are characters, for episodes that are to be read."""
+"""A tokenizer whose tokens are characters, so that episodes can be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n!"
 
 
 def character_tokenizer(folder: Path, *symbols: str, template: str = CHATML) -> Tokenizer:
-    """symbols: control tokens beside those of the template; the files are in `folder`."""
+    """symbols: control tokens in addition to those of the template. The files are in `folder`."""
     lines = [CHARACTERS.replace("\n", " "), "a!b\nc"] * 9
     symbols = ("<|im_start|>", *symbols)
     train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=list(symbols))

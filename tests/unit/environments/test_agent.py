@@ -1,5 +1,5 @@
-"""The environment agent: programs of several kinds, in processes of their own, whose requests a
-scripted policy answers."""
+"""The environment agent: programs of several kinds run as processes, and a scripted policy answers
+their requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
-# What every program here begins with: the protocol of the openai package, by the standard library.
+# The beginning of every program here: the protocol of the package openai, with the standard
+# library.
 HEAD = """
 import json, os, sys, urllib.error, urllib.request
 row = json.load(sys.stdin)
@@ -200,7 +201,7 @@ chat(again, tools=tools)
     before = [shown(tokenizer, each.token_ids) for each in asked]
     assert before[1] == f"{before[0]}a</s><|user|>1+2?</s><|assistant|>"
     assert before[2] == "<|system|>so far: b</s><|user|>1+2?</s><|assistant|>"
-    # other tools are another prompt too
+    # other tools give another prompt, too
     assert before[3] == f"[add]{before[2]}c</s><|user|>1+2?</s><|assistant|>"
     assert [branch.turns for branch in episode.client.transcript.branches()] == [
         range(2),
@@ -366,7 +367,7 @@ open({str(told)!r}, "w").write(json.dumps([os.getpid(), child.pid]))
 time.sleep(600)
 """
     seconds = 3.0
-    # where the machine does other work, it may have too little time to begin
+    # on a busy machine it may have too little time to begin
     while not (told.exists() and told.read_text()):
         episode, _ = play(program, ["a"], seconds=seconds)
         assert f"took longer than environment.options.seconds = {seconds:g}" in str(episode.error)

@@ -1,4 +1,4 @@
-"""What can be known of an environment before a run: its command, its template, its messages."""
+"""What can be checked of an environment before a run: its command, its template, its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = [*CHAT, Prompt("p", "a", "f:2")]
 
 
 def check(environment: Any, prompts: list[Prompt], template: str | None = "{{ messages }}") -> str:
-    """What is wrong; "" where nothing is."""
+    """The problems; "" if there are none."""
     tokenizer: Any = SimpleNamespace(name="t.model", chat_template=template)
     try:
         check_environment(environment, tokenizer, prompts)

@@ -1,4 +1,4 @@
-"""Episodes: what stands between turns, limits, and what an environment may return."""
+"""Episodes: the text between turns, limits, and what an environment may return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.types import Message, Prompt, TurnRewards
 from tests.unit.environments.characters import character_tokenizer
 
-# Drops what stands before "!" in all answers but the last, as Qwen3's template does with thoughts.
+# This template drops the text before "!" in all responses except the last, as Qwen3's does with
+# thoughts.
 FORGETFUL = (
     "{%- for message in messages -%}{%- set content = message['content'] -%}"
     "{%- if message['role'] == 'assistant' and not loop.last -%}"
@@ -56,7 +57,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 def client_of(
     tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
 ) -> tuple[Client, list[TurnRequest]]:
-    """A client whose turns are these texts, ended by the end-of-sequence token or cut off."""
+    """A client whose turns are these texts, which the end-of-sequence token ends or which are cut
+    off."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
     rendered = tokenizer.render(messages, open_answer=True)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
@@ -74,7 +76,7 @@ def client_of(
 
 
 def shown(tokenizer: Tokenizer, ids: Any) -> str:
-    """With special tokens."""
+    """The text with special tokens."""
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     return "".join(names.get(n) or tokenizer.decode([n]) for n in ids)
 
@@ -93,9 +95,9 @@ def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> N
     asyncio.run(play())
     before = [shown(tokenizer, each.token_ids) for each in asked]
     assert before[0] == opened
-    # its last token is what the policy wrote; the template's line break follows
+    # the policy wrote its last token; the template's line break follows
     assert before[1] == f"{opened}one</s>\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
-    # a turn that was cut off is closed by the template, and that token is not the policy's
+    # the template closes a turn that was cut off, and that token is not the policy's
     assert before[2] == (
         f"{before[1]}two</s>\n<|im_start|>tool\nx</s>\n<|im_start|>user\ny</s>\n"
         "<|im_start|>assistant\n"
@@ -150,7 +152,7 @@ def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> No
     ids, in_response = episode.transcript.sequence
     assert shown(tokenizer, ids) == f"{before[1]}c!d</s>{before[3]}f!g</s>"
     assert ids[in_response].tolist() == episode.transcript.response.tolist()
-    # the prompt of a branch is no part of the response, and all that was sampled is there once
+    # the prompt of a branch does not belong to the response, and every sampled token comes once
     assert (
         shown(tokenizer, episode.transcript.response[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
     )
@@ -164,10 +166,10 @@ def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> No
     async def play() -> None:
         await client.generate()
         client.begin(short)
-        client.begin(short)  # only the last one before a turn counts
+        client.begin(short)  # only the last call before a turn counts
         await client.generate()
         await client.generate(text="abc")
-        # longer than an episode without branches may be
+        # an episode with branches may be longer than one without
         client.begin([{"role": "user", "content": "x" * 60}])
         await client.generate()
 
@@ -201,7 +203,7 @@ def test_limits_end_an_episode(
     with pytest.raises(LimitReached):
         asyncio.run(play())
     assert len(client.transcript.turns) == turns and client.is_cut
-    # 4 tokens of a turn, 3 between: the second turn has room for 5, and the third for none
+    # a turn has 4 tokens, and 3 come between: the second turn has room for 5, the third for none
     assert [each.max_tokens for each in asked] == [
         limits.response_tokens,
         limits.response_tokens - 7,
@@ -217,7 +219,7 @@ def test_a_limit_of_the_environment_cuts_its_turn_only(tokenizer: Tokenizer) -> 
 
 
 def of(body: Callable[[Client], Any], **facts: Any) -> Any:
-    """An environment with this rollout."""
+    """An environment with this `rollout`."""
 
     async def rollout(self: Any, client: Client, task: Prompt) -> Any:
         return await body(client)
@@ -355,7 +357,7 @@ def test_a_limit_without_rewards_of_the_environment_leaves_the_episode_to_the_re
 
 
 def documented() -> Any:
-    """The environment that docs/environments.md begins with."""
+    """The environment at the beginning of docs/environments.md."""
     page = Path(__file__).parents[3] / "docs" / "environments.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[0]
     place: dict[str, Any] = {}
@@ -385,7 +387,8 @@ def test_the_documented_environment_gives_every_episode_its_reward(
 
 
 def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
-    """The task, the conversation, and messages that it uses again."""
+    """The environment may change its task and its conversation, and use messages again, without
+    effect on others."""
     hint = {"role": "user", "content": "lower"}
 
     async def rollout(client: Client, task: Prompt) -> Trajectory:

@@ -1,4 +1,4 @@
-"""Episodes for people: the turns, who said them, and what they are worth."""
+"""Records of episodes for readers: the turns, their roles, and their rewards."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def score_of(episode: Episode) -> Score:
 
 
 def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
-    """A policy that writes what looks like a user's turn is told apart from a user."""
+    """A policy that writes what looks like a user's turn can be told from a user."""
     start, eos = tokenizer.special_tokens["<|im_start|>"], tokenizer.eos_id
     pretends = [*tokenizer.encode("4 user lower"), start, *tokenizer.encode("user"), eos]
     turns = [pretends, [*tokenizer.encode("7"), eos], [*tokenizer.encode("3"), eos]]
@@ -112,7 +112,7 @@ def test_a_failed_episode_has_its_turns_and_its_cause(tokenizer: Tokenizer) -> N
 
 
 class Silent:
-    """A value that cannot be written."""
+    """A value that has no text form."""
 
     def __str__(self) -> str:
         raise ValueError("silent")
@@ -132,7 +132,7 @@ class Silent:
     ],
 )
 def test_a_message_may_hold_what_json_lacks(tokenizer: Tokenizer, content: Any, text: str) -> None:
-    """A tool gives numbers of numpy; all of the record is JSON, wherever it is written."""
+    """A tool may return numpy numbers. The record is JSON everywhere."""
     looped: list[Any] = []
     looped.append(looped)
     told = {"role": "tool", "content": content, "tool_calls": [{"arguments": {"n": content}}]}
@@ -170,7 +170,7 @@ def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Token
 def test_a_step_makes_only_the_records_that_it_writes(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of hundreds of episodes a step writes logging.samples_per_step."""
+    """A step has hundreds of episodes, and writes logging.samples_per_step."""
     episodes = [played(tokenizer, Guessing(), [tokenizer.encode("5")] * 3) for _ in range(4)]
     expected = [record_of(episode, None) for episode in episodes]
     decoded: list[int] = []

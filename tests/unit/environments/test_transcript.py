@@ -1,4 +1,4 @@
-"""The transcript of an episode: prompts, turns and what stands between, as tokens."""
+"""The transcript of an episode: prompts, turns, and the text in between, as tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def written(*ids: int) -> Written:
 
 @pytest.fixture
 def transcript() -> Transcript:
-    """Two branches: of two turns with a token between them, and of one."""
+    """A transcript with two branches: one of two turns with a token in between, and one of a single
+    turn."""
     made = Transcript({0: (1, 2)})
     made.add((), written(3, 4))
     made.add((5,), written(6))
@@ -35,7 +36,7 @@ def test_each_turn_is_of_one_branch(transcript: Transcript) -> None:
 def test_a_branch_without_a_turn_is_what_comes_next(transcript: Transcript) -> None:
     before = transcript.branches()
     transcript.begin_branch((1,))
-    transcript.begin_branch((4, 4))  # instead of it
+    transcript.begin_branch((4, 4))  # instead of the branch before
     assert transcript.branches() == before and transcript.context == (4, 4)
 
 
@@ -57,7 +58,7 @@ def test_the_policy_s_own_tokens_are_learnt_from(transcript: Transcript) -> None
 def test_a_column_has_a_value_for_what_stands_between(transcript: Transcript) -> None:
     filled = transcript.column(lambda turn: turn.source, filler=-1)
     assert filled.tolist() == [30, 40, -1, 60, 90, 90]
-    follows = transcript.column(lambda turn: turn.source)  # that of the turn that follows
+    follows = transcript.column(lambda turn: turn.source)  # the source of the turn that follows
     assert follows.tolist() == [30, 40, 60, 60, 90, 90]
     with pytest.raises(AssertionError):
         transcript.column(lambda turn: turn.source[1:])

@@ -14,7 +14,7 @@ ConfigMaker = Callable[..., Config]
 
 @pytest.fixture
 def make_config() -> ConfigMaker:
-    """From a preset, a layout and further sections."""
+    """A configuration from a preset, a layout and further sections."""
 
     def make(preset: str, layout: str, **sections: Any) -> Config:
         values = {

@@ -16,7 +16,7 @@ from gspo_megatron.estimate.memory import RankMemory, by_component
 from gspo_megatron.estimate.model import global_parameters, rank_model, state_bytes
 from tests.unit.estimate.conftest import ConfigMaker
 
-# as Qwen publishes them
+# the counts that Qwen publishes
 PUBLISHED = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
 SPLIT_EVENLY = {
     "account_for_embedding_in_pipeline_split": True,
@@ -47,7 +47,7 @@ def estimate(config: Config, world_size: int) -> LayoutEstimate:
     [
         pytest.param("qwen3-30b-a3b", "tp=2,pp=2,ep=8", 32, marks=pytest.mark.full),
         pytest.param("qwen3-30b-a3b", "tp=4,ep=16,cp=2,etp=2", 64, marks=pytest.mark.full),
-        # `check` of the example counts them too: tests/unit/cli/test_check_estimate.py
+        # `check` counts the example's parameters, too: tests/unit/cli/test_check_estimate.py
         pytest.param("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256, marks=pytest.mark.full),
         ("qwen3-235b-a22b", "tp=4,pp=8,ep=16,cp=2,vpp=2", 1024),
     ],
@@ -67,8 +67,8 @@ def test_large_layouts_in_seconds_with_every_parameter_counted_once(
 
 
 def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMaker) -> None:
-    """Elements on all ranks over the number of ranks that hold a copy: nothing is counted by the
-    attributes that the estimate goes by."""
+    """The elements on all ranks, divided by the number of ranks with the same copy. The attributes
+    that the estimate uses are not used here."""
     megatron = {"moe_layer_freq": [0, 1, 1, 1]}
     model_section = {"tie_embeddings": True, "vocab_size": 45, "megatron": megatron}
     config = make_config("tiny", "tp=2,pp=2,ep=2,cp=2", model=dict(model_section))
@@ -102,7 +102,7 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """12 bytes a weight of the optimizer: over dp for what all ranks have, over dp / ep for the
+    """The optimizer has 12 bytes for each weight, divided by dp for most weights and by dp / ep for
     experts."""
     config = make_config("tiny", "ep=4,dp=8", model={"vocab_size": 99})
     with rank_model(config, resolve_parallel(config, 8), 0, 99) as model:
@@ -148,7 +148,7 @@ def worst_rank(make_config: ConfigMaker, precision: str, **megatron: object) -> 
         model={"vocab_size": 99, "megatron": megatron},
         training={"precision": precision},
     )
-    return estimate_layout(config, 2, 99).worst  # unchecked: no FP8 on this machine
+    return estimate_layout(config, 2, 99).worst  # without checks: this machine has no FP8
 
 
 @pytest.mark.parametrize("precision", list(FP8))
@@ -165,8 +165,8 @@ def test_fp8_adds_two_copies_of_the_weights_and_nothing_else(
 @pytest.mark.parametrize(
     ("megatron", "copies"),
     [
-        ({"disable_parameter_transpose_cache": True}, 0),  # they are made anew each time
-        # fields of FP8 alone do not keep the model from being built
+        ({"disable_parameter_transpose_cache": True}, 0),  # they are computed again each time
+        # fields that only FP8 reads do not keep the model from being built
         ({"moe_router_padding_for_quantization": True, "fp8_margin": 1}, 2 * FP8_WEIGHTS),
     ],
 )

@@ -1,4 +1,4 @@
-"""The simulation of a rollout plan against formulas and against a second, naive simulation."""
+"""The simulation of a rollout plan, compared with formulas and with a second, naive simulation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts(
 def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     train: float, max_staleness: int
 ) -> None:
-    """A draw fills the servers: its rollout takes 10 s."""
+    """One request fills the servers, so its rollout takes 10 s."""
     found = outcome(constant(100, 16), Server(10, 1000, 8), Setting(2, max_staleness, train, 3))
     assert found.step_seconds == pytest.approx(max(10, train) + 3)
     wait = max(10 - train, 0)
@@ -70,8 +70,8 @@ def test_one_server_with_one_slot_draws_token_after_token() -> None:
 
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
-    """Draw t starts with version t - 1 - max_staleness and is trained max_staleness + 1 steps
-    later. Meanwhile there are as many updates, its longest response, and its training."""
+    """Request t starts with version t - 1 - max_staleness, and is trained max_staleness + 1 steps
+    later. During that time there are as many updates, its longest response, and its training."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
     found = outcome(lengths, Server(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
@@ -80,7 +80,7 @@ def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: in
 
 
 def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
-    """10 tokens/s alone, 40 for 13 together: 0.1 s a pass, and 0.325 s."""
+    """A single response has 10 tokens/s, and 13 together have 40: a pass takes 0.1 s or 0.325 s."""
     server, setting = Server(10, 40, 13), Setting(1, 0, 0, 0)
     for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
         found = outcome(constant(100, responses), server, setting)
@@ -93,10 +93,11 @@ def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
 def naive(
     lengths: np.ndarray, server: Server, setting: Setting, steps: int
 ) -> tuple[list[tuple[float, float, float]], np.ndarray]:
-    """Times (batch whole, trained, new version) of each step, and tokens [version, draw].
+    """A naive simulation. Returns the times (batch complete, trained, new version) of each step,
+    and tokens [version, request].
 
-    In exact fractions, from one moment to the next at which anything changes. Every response has
-    its own count of tokens that are missing, and the trainer is a state that is looked at.
+    It computes in exact fractions, from one event to the next. Every response has its own count of
+    missing tokens, and the trainer's state is checked at each event.
     """
     alone, full = 1 / Fraction(server.sequence_speed), server.slots / Fraction(server.speed)
     growth = (full - alone) / (server.slots - 1) if server.slots > 1 and full > alone else 0
@@ -164,10 +165,10 @@ def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
     drawn = tokens[:, :STEPS]
     assert drawn.sum(0) == pytest.approx(lengths[:STEPS].sum(1))
     versions, draws = np.nonzero(drawn > 1e-3)
-    staleness = draws - versions  # draw t (from 1) is trained on version t - 1
+    staleness = draws - versions  # request t (from 1) is trained on version t - 1
     assert staleness.min() == 0 or max_staleness > 0
     assert staleness.max() == max_staleness
-    # no more than saturated servers draw outside of updates
+    # no more than what saturated servers generate outside of updates
     seconds = times[:, 1] - np.concatenate([[0], times[:-1, 2]])
     assert (tokens.sum(1) <= 3 * 500 * seconds * (1 + 1e-12)).all()
     assert outcome(lengths, Server(30, 500, 24), setting).staleness_max == max_staleness
@@ -187,12 +188,12 @@ def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
     slow, near, fast = result(4, 0, 130), result(8, 1, 101), result(8, 3, 100)
     assert best([slow, near, fast]) is near
     assert best([slow, fast]) is fast
-    assert best([result(16, 1, 100), near, fast]) is near  # as good with fewer servers
+    assert best([result(16, 1, 100), near, fast]) is near  # as good, but with fewer servers
 
 
 def test_lengths_are_log_normal_and_cut() -> None:
     lengths = log_normal_lengths(1000, 3000, 10**9, (100, 1000))
     assert np.percentile(lengths, [50, 90]) == pytest.approx([1000, 3000], rel=0.03)
-    sigma = math.log(3) / 1.2815515655446004  # of the normal distribution's 90% quantile
+    sigma = math.log(3) / 1.2815515655446004  # from the 90% quantile of the normal distribution
     assert lengths.mean() == pytest.approx(1000 * math.exp(sigma**2 / 2), rel=0.03)
     assert log_normal_lengths(1000, 3000, 2500, (100, 1000)).max() == 2500

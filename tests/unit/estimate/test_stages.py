@@ -1,4 +1,4 @@
-"""Steps of pre-training and fine-tuning, and what a rank keeps for them."""
+"""Steps of pre-training and fine-tuning, and the memory that a rank keeps for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, Sta
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model
-from gspo_megatron.estimate.traffic import FLOPS, step_cost
+from gspo_megatron.estimate.traffic import FLOPS, NODE_BYTES, step_cost
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
@@ -45,11 +45,11 @@ def work_of(config: Any, world_size: int, longest: int | None = None) -> Workloa
 @pytest.mark.parametrize(
     ("layout", "world_size", "budget", "samples", "micro_batches"),
     [
-        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five would not share 24
+        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five do not divide 24
         ("dp=2", 2, 5 * LENGTH, 4, 3),
-        ("dp=2", 2, LENGTH // 2, 1, 12),  # one at least
-        ("cp=2", 2, 3 * LENGTH, 6, 4),  # two ranks' budgets
-        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # in rounds of the stages
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one
+        ("cp=2", 2, 3 * LENGTH, 6, 4),  # the budgets of two ranks together
+        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # a multiple of the number of stages
         ("tp=1", 1, 100 * LENGTH, 24, 1),
     ],
 )
@@ -86,8 +86,8 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
 
 
 def test_a_step_is_three_passes_of_its_tokens() -> None:
-    """A forward pass and two for the backward pass; an RL step with the old policy's log-probs
-    computed again is more than that by the share of its other mini-batches."""
+    """A step is a forward pass, and a backward pass that costs two. An RL step also computes the
+    old policy's log-probs, for its other mini-batches."""
     config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
     parallel = resolve_parallel(config, 1)
     work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
@@ -97,9 +97,25 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
     assert seconds * FLOPS == pytest.approx(3 * 24 * LENGTH * (2 * 10**6 + attention))
 
 
+@pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])
+def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
+    """24 examples of 100 tokens, however they fall into micro-batches. For memory a micro-batch is
+    full: a shorter example fills the room beside the longest."""
+    config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
+    parallel, work = resolve_parallel(config, 1), work_of(config, 1)
+    traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
+    # all-to-alls send as many bytes for each token of a micro-batch
+    traffic["ep"] = 10**6 * work.tokens * work.micro_batches
+    cost = step_cost(config, parallel, work, 10**6, traffic)
+    shape = config.resolved_model()
+    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * 100
+    assert cost.compute * FLOPS == pytest.approx(3 * 24 * 100 * (2 * 10**6 + attention))
+    assert cost.exchange * NODE_BYTES == pytest.approx(10**6 * 24 * 100)
+
+
 def test_pretraining_keeps_what_autograd_keeps() -> None:
-    """Of a micro-batch as the trainer builds it, on a rank of its own. Masks, which the reference
-    attention keeps, and experts that do not get equally many tokens are the rest."""
+    """Compared with a micro-batch that the trainer builds on a rank. The difference is masks, which
+    the reference attention keeps, and experts with different numbers of tokens."""
     count, config = 4, stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=4 * LENGTH)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (count, LENGTH), generator=generator)

@@ -1,4 +1,4 @@
-"""Layouts that the search for fitting ones looks at."""
+"""The layouts that the search for fitting ones tries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.unit.estimate.conftest import ConfigMaker
 
 
 def test_layers_that_no_number_of_stages_divides(make_config: ConfigMaker) -> None:
-    """5 of them, and 7 with embedding and loss: 3 and 2 on two stages."""
+    """5 layers, or 7 with embedding and loss: 3 and 2 layers on two stages."""
     model = {"vocab_size": 80, "megatron": {"num_layers": 5}}
     rollout = {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 16}
     config = make_config("tiny", "tp=1", model=model, rollout=rollout)

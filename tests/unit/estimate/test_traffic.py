@@ -1,4 +1,4 @@
-"""Bytes sent, and the key/value cache, against what a layer of known sizes exchanges and keeps."""
+"""Bytes that are sent, and the key/value cache, computed by hand for a layer of known sizes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ DELTA_NETS = {
 
 
 def test_all_to_alls_of_the_experts(make_config: ConfigMaker) -> None:
-    """To the experts and back, forward and backward, the router's weights (fp32) with them; 32
-    sequences are 8 micro-batches a rank, of which those of the last 3 of 4 mini-batches are also
-    passed forward alone."""
+    """Tokens go to the experts and back, in the forward and the backward pass, together with the
+    router's weights (fp32). 32 sequences are 8 micro-batches a rank; for the last 3 of 4
+    mini-batches there is also a forward-only pass."""
     traffic, found = sent(make_config("tiny", "ep=4,dp=4", **STEP), 4)
     assert found.work.micro_batches_per_step == 8
     rows = TOKENS * TOPK
@@ -63,7 +63,8 @@ def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
 
 
 def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """4 bytes of gradient and 2 of weight an element and update, half of them to the other rank."""
+    """For each element and update, 4 bytes of gradient and 2 of weight; half of the elements go to
+    the other rank."""
     traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
     elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
     both = traffic["dp"] + traffic["edp"]
@@ -74,7 +75,7 @@ def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
     plain, _ = sent(make_config("tiny", "ep=2,dp=2", **STEP), 2)
     again = STEP | {"training": STEP["training"] | {"recompute": "full"}}
     full, _ = sent(make_config("tiny", "ep=2,dp=2", **again), 2)
-    # 3 passes of 4 in the place of 2, and 3 quarters of a pass before
+    # 3 passes of 4 layers in place of 2, and 3 quarters of a pass before
     assert full["ep"] / plain["ep"] == pytest.approx(3.75 / 2.75, rel=0.01)
 
 
@@ -89,9 +90,9 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
 def test_the_cache_is_the_rollout_engines(
     make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
-    """Half as much again is counted on top, for the moment at which it shrinks. Keys and values of
-    latent attention have different widths; layers with windows have no more keys than these, and
-    delta nets have a state of one size."""
+    """Half as much is added for the moment at which the cache shrinks. Keys and values of latent
+    attention have different widths. Layers with windows have no more keys than the window, and
+    delta nets have a state of fixed size."""
     sizes = {"vocab_size": 99, "max_position_embeddings": 96}
     folder = write_model(tmp_path / "model", family, seed=1, **sizes)
     largest = 0

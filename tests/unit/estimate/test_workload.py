@@ -46,11 +46,12 @@ FILLED = ((30, 70), (30, 70), (1, 49))
     ("layout", "keys", "lengths", "micro_batches"),
     [
         ("tp=1", {}, FILLED, 10),  # filled to the budget, with 2 whole sequences
-        ("tp=1", {"budget": 64}, ((30, 70),), 20),  # a sequence beyond the budget
-        ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),  # rows are alike
+        ("tp=1", {"budget": 64}, ((30, 70),), 20),  # a sequence that exceeds the budget
+        ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),  # all rows have the same length
         ("cp=2", {}, ((30, 70),) * 5, 4),  # the ranks' budgets together
-        ("pp=4,vpp=2", {}, FILLED, 12),  # whole rounds of the stages
-        ("tp=1", {"longest_prompt": 12}, ((12, 70),) * 3 + ((1, 3),), 7),  # prompts as they are
+        ("pp=4,vpp=2", {}, FILLED, 12),  # a multiple of the number of stages
+        # the prompts' own lengths
+        ("tp=1", {"longest_prompt": 12}, ((12, 70),) * 3 + ((1, 3),), 7),
     ],
 )
 def test_a_micro_batch_is_filled_to_its_budget(
@@ -65,7 +66,7 @@ def test_a_micro_batch_is_filled_to_its_budget(
 
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
-    assert work.micro_batches == 4  # 7 of 20 sequences, in twos
+    assert work.micro_batches == 4  # 7 of 20 sequences, two at a time
     assert (work.rollout_prompts, work.rollout_rows) == (4, 16)
     work = work_of("dp=3", 3, batch_size=9)
     assert (work.rollout_prompts, work.rollout_rows) == (3, 9)
@@ -74,8 +75,8 @@ def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
 
 
 def held_by_the_schedule(stages: int, stage: int, chunks: int, micro_batches: int) -> list[int]:
-    """Forward passes that a stage starts before its first backward pass, by chunk, as Megatron-Core
-    counts and orders them."""
+    """The forward passes that a stage starts before its first backward pass, for each chunk, as
+    Megatron-Core counts and orders them."""
     vpp = f",vpp={chunks}" if chunks > 1 else ""
     config = parse_config(
         {"parallel": {"layout": f"pp={stages}{vpp}"}, "data": {"tokenizer": "none"}}
@@ -110,6 +111,7 @@ def test_a_single_stage_holds_one_micro_batch_and_has_no_bubble() -> None:
 
 
 def test_the_bubble_of_both_schedules() -> None:
-    # 4 stages, 8 micro-batches: 3 of 11 slots idle; chunks of half the layers take half the time
+    # 4 stages, 8 micro-batches: 3 of 11 slots are idle; chunks of half the layers take half the
+    # time
     assert bubble_share(4, 1, 8) == pytest.approx(3 / 11)
     assert bubble_share(4, 2, 8) == pytest.approx(1.5 / (8 + 1.5))

@@ -1,4 +1,5 @@
-"""The figures of a suite against brute force, exact distributions and the papers' formulas."""
+"""The figures of a suite, compared with brute force, exact distributions and the papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from gspo_megatron.observe.suite_table import failed_text, suite_text
 
 
 def answers(correct: str, given: str | None = None, lengths: int = 3) -> ProblemResponses:
-    """Of "10n": a correct response, a wrong one, and one whose reward failed."""
+    """Responses to the problem "10n": a correct one, a wrong one, and one whose reward failed."""
     rewards = [math.nan if c == "n" else float(c) for c in correct]
     read = [None if a == "-" else a for a in given or correct]
     n = len(correct)
@@ -57,8 +58,8 @@ def test_pass_at_k_refuses_impossible_counts(given: tuple[int, int, int]) -> Non
 
 
 def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
-    """Every list of 5 responses with answers a (right), b, c or none: the first response of a
-    random order decides among the most frequent answers."""
+    """All lists of 5 responses with the answers a (right), b, c or none. The first response of a
+    random order decides between equally frequent answers."""
     for given in itertools.product("abc-", repeat=5):
         counts = Counter(answer for answer in given if answer != "-")
         top = [a for a in counts if counts[a] == max(counts.values())]
@@ -70,7 +71,7 @@ def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
 
 
 def test_the_interval_has_the_quantiles_of_the_exact_bootstrap_distribution() -> None:
-    """Of problems that are right or wrong, the number of right ones among those drawn again is
+    """If each problem is right or wrong, the number of right ones among resampled problems is
     binomial."""
     for problems, right in ((30, 9), (100, 50), (500, 480)):
         low, high = bootstrap_interval([1.0] * right + [0.0] * (problems - right))
@@ -133,7 +134,8 @@ def test_the_line_of_a_suite_says_what_failed_and_what_became_of_it() -> None:
     wrong = suite_text(suite_figures(problems, samples=2, failed_is_wrong=True))
     assert wrong.endswith("3 calls of the reward failed: counted as wrong")
     assert "failed" not in suite_text(suite_figures([answers("10")], samples=2))
-    assert failed_text({"failed": 3.0}) == "3 calls of the reward failed"  # of an earlier version
+    # the metrics of an earlier version
+    assert failed_text({"failed": 3.0}) == "3 calls of the reward failed"
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 40, 1000])
@@ -153,7 +155,7 @@ def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
 
 
 def test_problems_of_one_mean_have_no_interval() -> None:
-    """Nothing right in three problems does not show that nothing would be right in others."""
+    """If nothing is right in three problems, something may still be right in others."""
     assert suite_text(suite_figures([answers("00")] * 3, samples=2)).startswith(
         "mean@2 0.000, pass"
     )

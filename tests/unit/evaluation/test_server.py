@@ -1,4 +1,4 @@
-"""Suites on an OpenAI-compatible server: a real HTTP server with answers of its own."""
+"""Suites on an OpenAI-compatible server: a real HTTP server with made-up answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ROWS = [{"question": "6 * 7", "solution": "42"}, {"question": "1 / 2", "solution
 
 
 class Chat:
-    """Answers the sum in every second request of a problem, in \\boxed{}; else a wrong number."""
+    """Answers the sum in \boxed{} to every second request of a problem, and a wrong number to the
+    others."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
-        self.failures = [503, 429]  # of the first requests
+        self.failures = [503, 429]  # statuses of the first requests
         self.refuses = False
-        self.says: str | bytes | None = None  # instead of an answer
+        self.says: str | bytes | None = None  # a text in place of an answer
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -60,7 +61,7 @@ class Chat:
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    """Served from a thread of its own."""
+    """The server, in a thread."""
     double, ready = Chat(), threading.Event()
     loop = asyncio.new_event_loop()
 
@@ -136,7 +137,8 @@ def test_a_server_is_evaluated(
     others = {"maj_at_4": 1.0, "truncated": 0.25, "length": 6.5, "problems": 2.0}
     assert figures == interval | shares | others | {"failed": 0.0, "left_out": 0.0}
     out_text = capsys.readouterr().out
-    assert "0.500" in out_text and "0.500–0.500" not in out_text  # two equal problems tell nothing
+    # two equal problems give no interval
+    assert "0.500" in out_text and "0.500–0.500" not in out_text
     # a second evaluation does not mix with the first
     assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2
     assert "holds an evaluation" in capsys.readouterr().err

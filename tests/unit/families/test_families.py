@@ -1,4 +1,4 @@
-"""config.json of published models in our terms, and back."""
+"""config.json of published models, read into our fields and written back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo_megatron.families import FAMILIES, describe, family_of, family_of_shap
 from gspo_megatron.families.model_shape import shape_of, windows_in_layers
 from tests.unit.hf.published import CONFIGS
 
-# Of Qwen/Qwen3-30B-A3B.
+# The config of Qwen/Qwen3-30B-A3B.
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
@@ -42,7 +42,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",  # a key without meaning for the shape, as many others are
+    "torch_dtype": "bfloat16",  # a key without meaning for the shape; there are many
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
@@ -121,7 +121,7 @@ def test_both_spellings_of_the_rotary_base() -> None:
     hf["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     assert shape(hf).rotary_base == 5e5
     del hf["rope_parameters"]
-    assert shape(hf).rotary_base == 1e4  # what transformers takes then
+    assert shape(hf).rotary_base == 1e4  # transformers' default
 
 
 def test_what_transformers_takes_for_a_missing_key() -> None:
@@ -198,12 +198,12 @@ def test_deepseeks_options() -> None:
 
 
 def test_minimax_names_the_rotated_channels() -> None:
-    hf = CONFIGS["minimax_m2"]  # 6 of 12
+    hf = CONFIGS["minimax_m2"]  # 6 of 12 channels are rotated
     found = shape(hf)
     assert found.rotary_percent == 0.5 and found.joint_qk_norm
     assert (found.moe_ffn_hidden_size, found.rotary_base) == (52, 300.0)
     for more in ({"partial_rotary_factor": 0.5}, {"rotary_dim": None}):
-        percent = 1.0 if None in more.values() else 0.5  # which transformers takes then
+        percent = 1.0 if None in more.values() else 0.5  # transformers' default
         assert shape(hf | more).rotary_percent == percent
     for changes, named in (
         ({"partial_rotary_factor": 0.25}, "rotary_dim = 6, but partial_rotary_factor = 0.25"),
@@ -214,7 +214,7 @@ def test_minimax_names_the_rotated_channels() -> None:
         [line] = problems(hf | changes)
         assert named in line
     written = family_of(hf).config(replace(found, rotary_percent=0.25), 37)
-    assert written is not None  # vLLM reads this key, and no other
+    assert written is not None  # vLLM reads only this key
     assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
 
 
@@ -256,12 +256,13 @@ def test_layers_that_ernie_cannot_express() -> None:
     found = shape(hf)
     found.megatron["moe_layer_freq"] = [1, 0, 0, 1]
     assert family_of(hf).config(found, 37) is None
-    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})  # of a model for images, too
+    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})  # the form of a vision-language model
     assert line.startswith("moe_layer_start_index = [1, 1]")
 
 
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
-    """As in transformers: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the kinds."""
+    """transformers does the same: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the
+    kinds."""
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
     for name in ("deepseek_v3", "glm4_moe"):
         hf = {k: v for k, v in CONFIGS[name].items() if k != "first_k_dense_replace"}
@@ -371,7 +372,7 @@ def test_the_families() -> None:
 def test_windows_sinks_and_yarn_of_gpt_oss() -> None:
     hf = CONFIGS["gpt_oss"]
     megatron = shape(hf).megatron
-    # 6 keys are seen: 5 before the query's own. Megatron-Core counts layers from 1.
+    # A query sees 6 keys: 5 before its own. Megatron-Core counts layers from 1.
     assert (megatron["window_size"], megatron["window_attn_skip_freq"]) == ([5, 0], 2)
     assert megatron["softmax_type"] == "learnable" and megatron["add_bias_linear"] is True
     assert megatron["activation_func_clamp_value"] == 0.7 and megatron["glu_linear_offset"] == 1.0

@@ -1,4 +1,4 @@
-"""The table of docs/checkpoints.md that says what each family can do, held against the code."""
+"""The table of docs/checkpoints.md about what each family can do, compared with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings that config.json can spell in two ways: read as transformers reads them, or refused."""
+"""Settings that config.json can spell in two ways: they are read as transformers reads them, or
+refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DENSE = [name for name, config in CONFIGS.items() if config.keys().isdisjoint(EXPERTS)]
 
-# Without what the variants below give.
+# A config without the keys that the variants below add.
 BARE: dict[str, dict[str, Any]] = {
     name: {
         key: value
@@ -73,7 +74,7 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 
 def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
-    """The settings as transformers reads them; raises where it refuses them."""
+    """The settings as transformers reads them. Raises an error if it refuses them."""
     config = CONFIG_MAPPING[hf["model_type"]](**json.loads(json.dumps(hf)))
     rope = config.rope_parameters
     [rope] = [v for v in rope.values() if isinstance(v, dict)] or [rope]
@@ -122,7 +123,7 @@ def test_they_are_read_as_transformers_reads_them_or_refused(name: str) -> None:
         except ConfigError:
             continue
         if None in (hf.get("head_dim", 0), hf.get("num_key_value_heads", 0)):
-            continue  # transformers refuses null, or fails where it builds the model
+            continue  # transformers refuses null, or fails when it builds the model
         theirs = of_transformers(hf)
         assert ours == theirs, variant
         taken += 1

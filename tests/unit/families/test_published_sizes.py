@@ -1,5 +1,4 @@
-"""Published models, by the numbers of their config.json: read without a complaint, and as large as
-their model cards say."""
+"""The config.json of published models can be read, and gives the sizes of their model cards."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def glm(layers: int, hidden: int, experts: int, width: int, **more: Any) -> dict
 def ling(
     layers: int, hidden: int, heads: int, width: int, experts: int, dense: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """width: of the MLP in dense layers; experts: width of an expert."""
+    """width: that of the MLP in dense layers; experts: that of an expert."""
     named = {"model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"]}
     sizes = {"vocab_size": 157_184, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128}
@@ -53,7 +52,7 @@ def ling(
 def ernie(
     layers: int, hidden: int, heads: int, keys: int, width: int, experts: int, k: int, **more: Any
 ) -> dict[str, Any]:
-    """width: of the MLP in dense layers; experts: width of an expert."""
+    """width: that of the MLP in dense layers; experts: that of an expert."""
     named = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
     sizes = {"vocab_size": 103_424, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": keys}
@@ -81,12 +80,12 @@ def qwen3_next(**more: Any) -> dict[str, Any]:
 
 
 def vision(text: dict[str, Any]) -> dict[str, Any]:
-    """As Qwen3.5 is published, with a vision model beside the language model."""
+    """The config of Qwen3.5 as it is published: a vision model and the language model."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     named = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "rope_parameters": rope}
     more = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}  # beside rope_parameters
+    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}  # in addition to rope_parameters
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     more["layer_types"] = kinds * (text["num_hidden_layers"] // len(kinds))
     return {
@@ -102,7 +101,7 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
 def dense_vision(
     layers: int, hidden: int, width: int, queries: int, keys: int, values: int, tied: bool = False
 ) -> dict[str, Any]:
-    """values: heads of a delta net's values."""
+    """values: the number of a delta net's value heads."""
     kind = {"model_type": "qwen3_5_text", "intermediate_size": width}
     sizes = heads(queries, keys, linear_num_value_heads=values)
     outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
@@ -142,7 +141,7 @@ def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 def plain(kind: str, vocabulary: int, layers: int, hidden: int, **more: Any) -> dict[str, Any]:
-    """Models of attention with grouped queries: Qwen3MoeForCausalLM."""
+    """The config of a model with grouped-query attention: Qwen3MoeForCausalLM."""
     words = kind.removesuffix("ForCausalLM").replace("Moe", "_moe")
     named = {"model_type": words.lower(), "architectures": [kind]}
     sizes = {"vocab_size": vocabulary, "num_hidden_layers": layers, "hidden_size": hidden}
@@ -182,8 +181,8 @@ def mixtral_8x22b(vocabulary: int) -> dict[str, Any]:
     )
 
 
-# Parameters in units of 10^9, without the layers for further tokens. On how many ranks each is
-# checked: tests/unit/cli/test_check_published.py.
+# Parameters in units of 10^9, without the layers that predict further tokens.
+# tests/unit/cli/test_check_published.py has the number of ranks for each.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
         latent(

@@ -1,4 +1,4 @@
-"""The map: recipes against the same operations of torch on whole tensors; every element once."""
+"""The map: recipes compared with torch's operations on whole tensors. Every element comes once."""
 
 from __future__ import annotations
 
@@ -198,7 +198,8 @@ def test_layers_come_in_order() -> None:
 
 
 def test_biases_of_experts_by_the_names_of_transformer_engine() -> None:
-    """Its gate and up biases of an expert are one vector; a checkpoint has all experts in one."""
+    """There, the gate and up biases of an expert are one vector. A checkpoint has those of all
+    experts in one tensor."""
     weights, start = _map("gpt_oss", tied=False), "decoder.layers.1.mlp.experts."
     width, hidden, experts = (
         CONFIGS["gpt_oss"][key] for key in ("intermediate_size", "hidden_size", "num_local_experts")

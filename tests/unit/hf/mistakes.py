@@ -1,4 +1,4 @@
-"""Single mistakes in the map, on the way in, on the way out, or on both."""
+"""Single mistakes in the map, in the import, in the export, or in both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _groups_of_keys_permuted(box: Box) -> Box:
     if not box.name.endswith("k_proj.weight"):
         return box
     rows, columns = box.source
-    return replace(box, source=(box.size[0] - rows, columns))  # of two groups
+    return replace(box, source=(box.size[0] - rows, columns))  # rows of two groups
 
 
 MISTAKES: dict[str, Rename] = {
@@ -39,7 +39,7 @@ MISTAKES: dict[str, Rename] = {
 
 
 def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
-    """The map with other boxes; what it says of the HF tensors stays."""
+    """The map with other boxes. The HF tensors are described as before."""
     recipes = {
         name: TensorRecipe(recipe.shape, tuple(rename(box) for box in recipe.boxes))
         for name, recipe in weights.recipes.items()
@@ -49,7 +49,7 @@ def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
 
 @contextlib.contextmanager
 def mistaken(name: str, *, importing: bool, exporting: bool) -> Iterator[None]:
-    """Inside, the map is wrong."""
+    """While it lasts, the map is wrong."""
     native_folder, native_map = load.checked_folder, export.weight_map
 
     def checked_folder(*args, **kwargs):

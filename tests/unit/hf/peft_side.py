@@ -1,8 +1,8 @@
-"""What PEFT makes of adapters on a model of transformers, in a process of its own.
+"""What PEFT computes with adapters on a model of transformers. It runs in a separate process.
 
-PEFT has one pair of matrices, of twice the rank, for gate and up projection of all experts, which
-transformers keeps as one tensor. It computes what a pair of each matrix computes where its B is
-zero between gate and up.
+transformers keeps gate and up projection of all experts as one tensor, for which PEFT has one pair
+of matrices of twice the rank. It computes the same as one pair for each matrix, if its B is zero
+where it would mix gate and up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 RANK, ALPHA = 4, 6
 RATE, CLIP, DECAY = 1e-2, 0.5, 0.1
-EPSILON = 1e-3  # large: Adam would make much of the rounding of a gradient that is nearly 0
+EPSILON = 1e-3  # large, because Adam would amplify the rounding of a gradient that is nearly 0
 _PREFIX = "base_model.model."
 
 
 @dataclass
 class Taught:
-    """Of a model with adapters: what it computes before and after updates of the adapters."""
+    """The results of a model with adapters, before and after updates of the adapters."""
 
     logits: Tensor  # [length, vocabulary]
     loss: float
@@ -52,7 +52,8 @@ def _model(folder: Path, targets: list[str], use_rslora: bool) -> Any:
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """(name of the module, A or B, parameter); experts' names end in base_layer or experts."""
+    """(name of the module, A or B, parameter) of each adapter. Experts' names end in base_layer or
+    experts."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             stem, _, rest = name.partition(".lora_")
@@ -60,7 +61,7 @@ def _pairs(model: Any) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _of_file(stem: str, letter: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a PEFT file, one for each matrix of each expert."""
+    """The tensors of a PEFT file, with one for each matrix of each expert."""
     if not stem.endswith(("experts", "experts.base_layer")):
         yield f"{stem}.lora_{letter}.weight", value
         return
@@ -102,8 +103,8 @@ def _file(model: Any, part: str = "data") -> dict[str, Tensor]:
 
 
 def teach(folder: Path, out: Path, ids: list[int], targets: list[str], use_rslora: bool) -> Taught:
-    """Write random adapters for the model in `folder` to `out`, and update them five times by the
-    log-likelihood of `ids`."""
+    """Write random adapters for the model in `folder` to `out`, and train them for five updates on
+    the log-likelihood of `ids`."""
     model = _model(folder, targets, use_rslora).eval()
     generator = torch.Generator().manual_seed(11)
     for stem, letter, parameter in _pairs(model):
@@ -138,8 +139,33 @@ def teach(folder: Path, out: Path, ids: list[int], targets: list[str], use_rslor
     return first
 
 
+def adapt_parameters(
+    folder: Path, out: Path, ids: list[int], modules: list[str], parameters: list[str]
+) -> Tensor:
+    """Let PEFT write random adapters of modules, and of parameters that hold all experts. Returns
+    the logits [length, vocabulary] of the model with them."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, config).eval()
+    for _, _, parameter in _pairs(model):
+        parameter.data.copy_(0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(out)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
 def logits_with(folder: Path, adapter: Path, ids: list[int]) -> Tensor:
-    """[length, vocabulary] of the model with an adapter's folder, as PEFT reads it."""
+    """The logits [length, vocabulary] of the model with the adapter in a folder, as PEFT reads
+    it."""
     import peft
     import transformers
 

@@ -16,7 +16,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
-NO_TOKEN = 10_000  # an end of sequence that is never drawn
+NO_TOKEN = 10_000  # an end-of-sequence token that is never sampled
 
 
 def config_of(
@@ -33,7 +33,7 @@ def config_of(
 
 
 def policy_of(config: Config) -> Policy:
-    """Its random weights replaced by the folder's."""
+    """A policy whose random weights are replaced by those of the folder."""
     world_size = dist.get_world_size()
     check_config(config, world_size)
     vocab_size = config.resolved_model().vocab_size
@@ -45,7 +45,7 @@ def policy_of(config: Config) -> Policy:
 
 @torch.no_grad()
 def logits_of(policy: Policy, ids: list[int]) -> Tensor:
-    """[length, vocabulary], on one rank."""
+    """The logits [length, vocabulary] on one rank."""
     policy.eval()
     model = policy.models[0]
     positions = torch.arange(len(ids))[None]
@@ -56,8 +56,8 @@ def logits_of(policy: Policy, ids: list[int]) -> Tensor:
 def greedy(
     policy: Policy, prompts: list[list[int]], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The likeliest continuations of all prompts and the log-probs of their tokens, by the rollout
-    engine; every data-parallel rank decodes all of them."""
+    """The most probable continuations of all prompts, and the log-probs of their tokens, by the
+    rollout engine. Every data-parallel rank decodes all of them."""
     engine = MegatronEngine(policy, pad_id=0, eos_id=NO_TOKEN)
     requests = Requests(prompts, list(range(len(prompts))), responses_per_prompt=1)
     batch = engine.generate(requests, Sampling(max_tokens=count, temperature=0.0), seed=1)

@@ -1,7 +1,7 @@
-"""Small random models in the layout of the published checkpoints, without the package's map.
+"""Small random models in the layout of published checkpoints, made without the package's map.
 
-All sizes that a wrong map could confuse differ: hidden, intermediate and heads * head_dim; query
-groups and heads; the vocabulary divides by nothing; no norm is 1.
+Sizes that a wrong map could confuse all differ: hidden, intermediate and heads * head_dim; query
+groups and heads. Nothing divides the vocabulary, and no norm is 1.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
     | {
         "architectures": ["OlmoeForCausalLM"],
-        "hidden_size": 60,  # heads * head_dim here, as there is no head_dim
+        "hidden_size": 60,  # this is heads * head_dim, because there is no head_dim
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "norm_topk_prob": False,
@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON
     | {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 48,  # transformers wants a multiple of the heads
+        "hidden_size": 48,  # transformers needs a multiple of the heads
         "attention_bias": False,
         "mlp_bias": False,
         "rope_scaling": {
@@ -171,7 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
-    # config.json has no key for the width of the experts beside intermediate_size
+    # config.json has only intermediate_size for the width of the experts
     "minimax_m2": _COMMON
     | {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -259,7 +259,7 @@ CONFIGS["qwen3_5_moe_text"] = _DELTA | {
     "attn_output_gate": True,
     "mtp_num_hidden_layers": 0,
 }
-# A window of 6 tokens, YaRN from 8 tokens on, and gates and ups that reach the limit.
+# A window of 6 tokens, YaRN from 8 tokens on, and gate and up values that reach the limit.
 CONFIGS["gpt_oss"] = _COMMON | {
     "architectures": ["GptOssForCausalLM"],
     "num_local_experts": 6,
@@ -302,7 +302,7 @@ for _family, _settings in CONFIGS.items():
     _settings["model_type"] = _family
 
 
-# Keys that vLLM needs and transformers neither reads nor writes: an export adds them.
+# Keys that vLLM needs and that transformers neither reads nor writes. An export adds them.
 ADDED_KEYS: dict[str, dict[str, Any]] = {
     "hy_v3": {"expert_hidden_dim": 28, "first_k_dense_replace": 1},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
@@ -314,7 +314,7 @@ def model_config(family: str, dtype: str = "float32", **changes: Any) -> dict[st
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's published tensors."""
+    """The names and shapes of a model's published tensors."""
     hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         _embedding(config): (config["vocab_size"], hidden),
@@ -454,7 +454,7 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     (experts,) = (config[key] for key in keys if key in config)
-    if family == "gpt_oss":  # gate and up in turn on the last axis
+    if family == "gpt_oss":  # gate and up alternate on the last axis
         yield "mlp.router.weight", (experts, hidden)
         yield "mlp.router.bias", (experts,)
         yield "mlp.experts.gate_up_proj", (experts, hidden, 2 * width)
@@ -492,18 +492,19 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Weights of order 1 over the square root of their width; norms around 1."""
+    """Weights whose size is 1 over the square root of their width, and norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         noise = 0.15 * torch.randn(shape, generator=generator)
-        # published in fp32, whatever the dtype of the others is
+        # published in fp32, whatever the other dtypes are
         fp32 = name.endswith(("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"))
         kind = torch.float32 if fp32 else dtype
         around_zero = config["model_type"] in DELTA_NETS and "linear_attn" not in name
         start = 1.0 if "norm" in name and not around_zero else 0.0
-        if "conv1d" in name:  # four values a channel: queries and keys of nearly 0 would be noise
+        # four values a channel; otherwise queries and keys near 0 would be noise
+        if "conv1d" in name:
             noise *= 4
         tensors[name] = (start + noise).to(kind)
     return tensors
@@ -512,10 +513,11 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 def write_folder(
     path: Path, config: dict[str, Any], tensors: dict[str, Tensor], files: int = 3
 ) -> Path:
-    """The published layout: config.json, `files` safetensors files and their index."""
+    """Write a folder in the published layout: config.json, `files` safetensors files, and their
+    index."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
-    names = sorted(tensors, key=lambda name: name[::-1])  # parts of a layer in different files
+    names = sorted(tensors, key=lambda name: name[::-1])  # parts of a layer are in different files
     if files == 1:
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         return path
@@ -544,7 +546,7 @@ def write_model(path: Path, family: str, seed: int, files: int = 3, **changes: A
 
 
 def read_folder(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by the reference implementation of safetensors."""
+    """All tensors of a folder, read by the reference implementation of safetensors."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         found = load_file(file)
@@ -554,7 +556,7 @@ def read_folder(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The payload of NaN and the sign of zero count too."""
+    """Check that all bits are equal, also the payload of NaN and the sign of zero."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name

@@ -199,3 +199,61 @@ def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path
         tmp_path / "others", base, ["attention"], target_parameters=["mlp.experts.gate_up_proj"]
     )
     assert "target_parameters is " in refusal(others, tmp_path / "2")
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A gpt_oss, whose files have all experts of a layer in one tensor, and adapter_config.json."""
+    base = write_model(tmp_path_factory.mktemp("joint") / "model", "gpt_oss", seed=1)
+    names = [f"mlp.experts.{name}" for name in ("down_proj", "gate_up_proj")]
+    document = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return base, document | {"target_parameters": names, "base_model_name_or_path": str(base)}
+
+
+def write_joint(folder: Path, base: Path, document: dict[str, Any], rank: int) -> Path:
+    """Adapters of experts alone; rank: that of gate and up projection together."""
+    shapes, tensors = tensor_shapes(json.loads((base / "config.json").read_text())), {}
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        if len(shape) != 3 or leaf not in ("gate_up_proj", "down_proj"):
+            continue
+        count, columns, rows = shape
+        stem = f"base_model.model.{module}" + ".base_layer" * (leaf == "gate_up_proj")
+        size = count * (rank if leaf == "gate_up_proj" else RANK)
+        tensors[f"{stem}.lora_A.weight"] = torch.randn(size, columns)
+        tensors[f"{stem}.lora_B.weight"] = torch.randn(rows, size)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "told"),
+    [
+        (2 * RANK, {}, "of rank 8 for gate and up projection together; allowed: rank 4 for each"),
+        (3 * RANK, {}, "are not of rank 4 for the model's"),
+        (RANK, {"rank_pattern": {"gate_up_proj": 8}}, "gate_up_proj has rank 8 and alpha 8: these"),
+        (RANK, {"alpha_pattern": {r".*\.down_proj": 4}}, "has rank 4 and alpha 4: these adapters"),
+        (RANK, {"rank_pattern": {"gate_up_proj": 0}}, "gate_up_proj has rank 0"),
+        (RANK, {"rank_pattern": {"q_proj": 8}}, "rank_pattern is "),
+        (RANK, {"target_parameters": ["mlp.experts.other"]}, "target_parameters is "),
+        (RANK, {"target_parameters": 3}, "target_parameters is 3"),
+    ],
+)
+def test_experts_in_one_pair_that_is_not_one_of_each_are_refused(
+    tmp_path: Path,
+    joint: tuple[Path, dict[str, Any]],
+    rank: int,
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    base, document = joint
+    assert told in refusal(write_joint(tmp_path / "a", base, document | changes, rank), tmp_path)
+
+
+def test_experts_with_the_plain_rank_enter(
+    tmp_path: Path, joint: tuple[Path, dict[str, Any]]
+) -> None:
+    base, document = joint
+    peft_to_megatron(write_joint(tmp_path / "a", base, document, RANK), tmp_path / "out")

@@ -1,5 +1,5 @@
-"""Ling 2, which transformers has no class for: against its formulas, and against GLM-4.5, whose
-models are the same under other names."""
+"""Ling 2, for which transformers has no class: compared with its formulas, and with GLM-4.5, which
+has the same models under other names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.hf.policies import config_of, greedy, logits_of, policy_of
 from tests.unit.hf.published import VOCABULARY, model_config, random_tensors, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-TOLERANCE = 1e-5  # of fp32 logits of size 3 to 5; 2e-6 at most was seen
+TOLERANCE = 1e-5  # for fp32 logits of size 3 to 5; at most 2e-6 was seen
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -27,7 +27,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3]]
 
 
 def logits_by_hand(config: dict[str, Any], tensors: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """[length, vocabulary] in float64, by the names in the file."""
+    """The logits [length, vocabulary] in float64, from the tensors by their names in the file."""
     named = {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
     hidden = named["word_embeddings.weight"][ids]
     for number in range(config["num_hidden_layers"]):
@@ -68,7 +68,7 @@ def attention(hidden: Tensor, layer: dict[str, Tensor], config: dict[str, Any]) 
 
 
 def rotate(states: Tensor, config: dict[str, Any]) -> Tensor:
-    """The first channels of each head, in two halves. states: [length, heads, width]."""
+    """Rotate the first channels of each head, in two halves. states: [length, heads, width]."""
     turned = int(config["head_dim"] * config["partial_rotary_factor"])
     powers = torch.arange(0, turned, 2, dtype=torch.float64) / turned
     angles = torch.arange(len(states))[:, None] / config["rope_theta"] ** powers
@@ -83,7 +83,7 @@ def mlp(hidden: Tensor, layer: dict[str, Tensor], start: str) -> Tensor:
 
 
 def mixture(hidden: Tensor, layer: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
-    """Of one token [hidden]."""
+    """The MoE layer's output for one token [hidden]."""
     scores = (layer["mlp.gate.weight"] @ hidden).sigmoid()
     groups = (scores + layer["mlp.gate.expert_bias"]).view(config["n_group"], -1)
     worth = groups.topk(2).values.sum(-1)
@@ -117,7 +117,7 @@ def test_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_rows_by_groups_of_keys_would_show(tmp_path: Path) -> None:
-    """A file has all queries, all keys and all values, unlike Megatron-Core's linear_qkv."""
+    """A file has all queries, then all keys, then all values, unlike Megatron-Core's linear_qkv."""
     config = model_config("bailing_moe_v2")
     tensors = random_tensors(config, seed=4)
     expected = logits_by_hand(config, tensors, list(range(VOCABULARY)))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: any part of any tensor, and every kind of damage."""
+"""Hugging Face folders: reading any part of any tensor, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def noise(dtype: torch.dtype, *shape: int, seed: int = 1) -> Tensor:
-    """Random bits, NaN and -0.0 among them where the dtype has such."""
+    """Random bits, with NaN and -0.0 if the dtype has them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -38,7 +38,7 @@ def noise(dtype: torch.dtype, *shape: int, seed: int = 1) -> Tensor:
 
 
 def write(folder: Path, files: dict[str, dict[str, Tensor]], **index: Any) -> Path:
-    """A folder of several files with its index; `index` replaces keys of that."""
+    """Write a folder of several files with its index. `index` replaces keys of the index."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for file, tensors in files.items():
@@ -67,7 +67,7 @@ def problems_of(folder: Path) -> list[str]:
 def test_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """One dimension cut or several; files are mapped anew now and then."""
+    """One dimension or several are cut. Files are mapped again now and then."""
     monkeypatch.setattr(module, "_MAPPED_BYTES", 100)
     tensor = noise(DTYPES[dtype], *shape)
     write(tmp_path / "hf", {"x.safetensors": {"w": tensor}})
@@ -87,7 +87,7 @@ def test_slices(
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
-    """Of a tensor far larger than any memory, in a file with holes."""
+    """The tensor is far larger than any memory, in a sparse file."""
     rows, width = 1 << 21, 1 << 17  # 512 GB
     header = {"w": {"dtype": "BF16", "shape": [rows, width], "data_offsets": [0, 2 * rows * width]}}
     text = json.dumps(header).encode()

@@ -1,4 +1,5 @@
-"""gpt-oss against transformers: longer than its window and YaRN's; each easy mistake is seen."""
+"""gpt-oss compared with transformers, for texts longer than its window and YaRN's context. The test
+notices each easy mistake."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.unit.hf.published import VOCABULARY, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-# The matrices of experts are square, as in the published models: shapes cannot tell their order.
+# The matrices of experts are square, as in the published models, so shapes do not show a wrong
+# order.
 SQUARE = {"hidden_size": 32, "intermediate_size": 32}
 LENGTH = 70  # the window has 6 tokens, YaRN extends from 8 on
 IDS = random.Random(5).choices(range(VOCABULARY), k=LENGTH)
@@ -81,7 +83,7 @@ def _rounded(policy: Policy) -> None:
 
 def _no_concentration(policy: Policy) -> None:
     policy.config.yarn_mscale, policy.config.yarn_mscale_all_dim = 1.0, 1.0
-    for layer in policy.models[0].decoder.layers:  # 0.19 asks when it builds the layer
+    for layer in policy.models[0].decoder.layers:  # 0.19 reads it when it builds the layer
         layer.self_attention._yarn_concentration_factor = 1.0
 
 
@@ -104,7 +106,7 @@ def test_a_part_left_out_shows(compared: Compared, mistake: str) -> None:
 
 
 def _halves_apart(box: Box) -> Box:
-    """Gate above up, in the place of one after the other."""
+    """Gate above up, instead of alternating."""
     if box.step == 1:
         return box
     *rest, half = box.source

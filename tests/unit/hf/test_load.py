@@ -1,4 +1,4 @@
-"""What a folder must have for a model, and what is read of it."""
+"""The contents that a folder must have for a model, and what is read of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_all_that_is_wrong_is_said_and_nothing_changed(tmp_path: Path) -> None:
     before = _weights(policy)
     del tensors["model.layers.2.self_attn.q_norm.weight"]
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
-    tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(6, 44)  # a dense layer
+    tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(6, 44)  # this layer is dense
     tensors["model.norm.bias"] = torch.zeros(44)
     name = "model.layers.3.self_attn.o_proj.weight"
     tensors[name] = tensors[name].t().contiguous()
@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_said_and_nothing_changed(tmp_path: Path) -> None:
 
 
 def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: Path) -> None:
-    """And what else is wrong is not hidden behind them."""
+    """Other problems are not hidden behind them."""
     policy = _random_policy(write_model(tmp_path / "one", "qwen3_moe", seed=1))
     config = model_config("qwen3_moe")
     name = "model.layers.0.input_layernorm.weight"
@@ -89,7 +89,7 @@ def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (  # all tensors have the same shapes, and the heads other ones
+        (  # all tensors have the same shapes, but the heads do not
             {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20,
              "tie_word_embeddings": True},
             ["tie_embeddings is true, and false in the model",

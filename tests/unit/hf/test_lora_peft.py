@@ -11,17 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo_megatron.checkpoint.convert_adapters import Adapters
+from gspo_megatron.checkpoint.convert_adapters import Adapters, any_to_hf, peft_to_megatron
 from gspo_megatron.config import Config
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.families import family_of
 from gspo_megatron.families.adapter_map import adapter_map
 from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hf.adapters import PeftFolder
 from gspo_megatron.hf.export import export_adapter, export_hf
 from gspo_megatron.hf.files import checked_folder
+from gspo_megatron.hf.joint_adapters import LEAVES
 from gspo_megatron.hf.load import adapter_shards, load_adapters
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
@@ -33,6 +36,7 @@ from tests.unit.hf.peft_side import (
     RANK,
     RATE,
     Taught,
+    adapt_parameters,
     logits_with,
     teach,
 )
@@ -44,7 +48,7 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 pytestmark = pytest.mark.usefixtures("one_rank")
 pytest.importorskip("peft")
 
-# fp32 sums in another order; of gradients relative to the largest element of each matrix
+# fp32 sums in another order; gradients are compared relative to the largest element of each matrix
 TOLERANCE = 1e-5
 IDS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator())]
 
@@ -55,9 +59,9 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen3": ("qwen3", {}, LINEAR),
     "some of them": ("qwen3", {}, ["q_proj", "v_proj", "up_proj"]),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
-    # PEFT takes the names of experts' matrices for those of experts alone
+    # PEFT applies names of experts' matrices to MLPs of dense layers, too
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
-    # PEFT takes the router's matrix for a parameter, by the same names
+    # PEFT treats the router's matrix as a parameter, with the same names
     "router and head": ("qwen3_moe", {"mlp_only_layers": []}, ["q_proj", "gate", "lm_head"]),
     "latent": ("deepseek_v3", {}, LATENT),
     "latent, no query latent": (
@@ -83,7 +87,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def taught(
     process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Taught, LoraSection]]:
-    """Of each case: the folder of model and adapter, what PEFT computes, and model.lora."""
+    """For each case: the folder of model and adapter, PEFT's results, and model.lora."""
     root, found = tmp_path_factory.mktemp("peft"), {}
     for number, (name, (family, changes, targets)) in enumerate(CASES.items()):
         folder = root / str(number)
@@ -96,9 +100,10 @@ def taught(
     return found
 
 
-def adapted_policy(folder: Path, lora: LoraSection) -> Policy:
-    policy = policy_of(with_lora(config_of(folder / "model"), **lora.model_dump()))
-    load_adapters(folder / "adapter", policy, lora)
+def adapted_policy(folder: Path, lora: LoraSection, model: str = "model") -> Policy:
+    config = with_lora(config_of(folder / model), **lora.model_dump())
+    policy = policy_of(config)
+    load_adapters(folder / "adapter", policy, lora, config.model.family(policy.shape))
     return policy
 
 
@@ -109,7 +114,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
     for shard in adapter_shards(policy):
         recipe = names[shard.name]
         tensor = shard.view(getattr(shard.parameter, part))
-        assert not tensor[recipe.shape[0] :].any()  # of the vocabulary's padding
+        assert not tensor[recipe.shape[0] :].any()  # the vocabulary's padding
         found[recipe.boxes[0].name] = tensor[: recipe.shape[0]].clone()
     return found
 
@@ -117,7 +122,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
 def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
     [model] = policy.models
     positions = torch.arange(len(IDS))[None]
-    # the chunk, whose hooks add up the gradients
+    # the chunk, whose hooks sum the gradients
     hidden = policy.chunks[0](
         input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
     )
@@ -139,7 +144,7 @@ def test_logits_loss_gradients_and_updates_are_pefts(
 ) -> None:
     folder, expected, lora = taught[case]
     policy = adapted_policy(folder, lora)
-    policy.eval()  # no auxiliary losses
+    policy.eval()  # without auxiliary losses
     section = OptimizerSection(
         learning_rate=RATE, clip_grad=CLIP, weight_decay=DECAY, epsilon=EPSILON
     )
@@ -192,7 +197,7 @@ def test_merged_the_model_computes_the_same_in_transformers(
 def test_experts_in_one_tensor_leave_as_pefts_parameters(
     process: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """And merged, by the shards of the policy and by blocks of the base's files alike."""
+    """Also merged: by the shards of the policy, and by blocks of the base's files."""
     base = write_model(tmp_path / "base", family, seed=3)
     lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
     policy = policy_of(with_lora(config_of(base), **lora.model_dump()))
@@ -205,7 +210,8 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     hf_config = json.loads((base / "config.json").read_text())
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
-    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as of the base alone
+    assert_comes_back(tmp_path, policy, lora)
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
     answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
@@ -214,9 +220,46 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     assert_files_merge_to(tmp_path / "merged", base, policy, lora)
 
 
+def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
+    """Check that an exported adapter can start a run and be converted in both directions, bit for
+    bit."""
+    again = adapted_policy(folder, lora, "base")
+    ours, theirs = (in_peft_layout(each, "data") for each in (policy, again))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    peft_to_megatron(folder / "adapter", folder / "checkpoint")
+    any_to_hf(folder / "checkpoint", folder / "back", as_peft=True)
+    first, second = (
+        load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "back")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["gate_up_proj"]])
+def test_pefts_own_adapters_of_experts_enter(
+    process: ProcessPoolExecutor, tmp_path: Path, family: str, parameters: list[str]
+) -> None:
+    """With the plain rank, gate and up projection share A."""
+    base = write_model(tmp_path / "base", family, seed=5)
+    named = [f"mlp.experts.{name}" for name in parameters]
+    # the names of qwen3_5's shared experts are those of its experts
+    modules = ["q_proj", "o_proj"]
+    if family != "gpt_oss":
+        modules += [each for name in parameters for each in LEAVES[name]]
+    arguments = (base, tmp_path / "adapter", IDS, modules, named)
+    expected = process.submit(adapt_parameters, *arguments).result()
+    lora = PeftFolder(tmp_path / "adapter").settings()
+    assert lora.rank == RANK
+    policy = adapted_policy(tmp_path, lora, "base")
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
+    assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
+
+
 def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
-    """The base's files with the adapters added, block by block, are those in `merged`. Some
-    families' exports have experts one by one where published files have one tensor."""
+    """Check that the base's files, with the adapters added block by block, are those in `merged`.
+    Some families' exports have a tensor for each expert where published files have one for all."""
     folder, files = checked_folder(base, policy.shape, policy.vocab_size)
     _, written_files = checked_folder(merged, policy.shape, policy.vocab_size)
     written, family = read_folder(merged), family_of(folder.config)
@@ -226,7 +269,7 @@ def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSe
     adapters = Adapters(checkpoint, lora, {}, weights, dict(policy.lora.adapted), tensors)
     add = adapters.merging(files)
     for name, shape in files.shapes.items():
-        # some of the experts, and not all columns
+        # a part of the experts and of the columns
         slices = (slice(shape[0] // 3, shape[0]), *(slice(0, -(-n * 2 // 3)) for n in shape[1:]))
         whole = tuple(slice(0, size) for size in shape)
         block, full = (add(name, part, folder.read(name, part).clone()) for part in (slices, whole))

@@ -1,4 +1,4 @@
-"""What published folders have beside plain weights: FP8 in blocks, experts in MXFP4, layers for
+"""Special contents of published folders: FP8 in blocks, experts in MXFP4, layers that predict
 further tokens, a vision model."""
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from tests.unit.hf.published import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ROWS, COLUMNS = 16, 12  # of a block: no size of the model is a multiple of either
+# the rows and columns of a block; no size of the model is a multiple of either
+ROWS, COLUMNS = 16, 12
 QUANTIZED = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -44,7 +45,7 @@ QUANTIZED = {
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An FP8 matrix, the scales of its blocks, and the values that both mean."""
+    """An FP8 matrix, the scales of its blocks, and the values that they stand for."""
     scales = torch.empty(math.ceil(len(weight) / ROWS), math.ceil(weight.shape[1] / COLUMNS))
     small, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
     for i in range(scales.shape[0]):
@@ -59,7 +60,8 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fp8_model(
     seed: int, family: str = "deepseek_v3"
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model as DeepSeek publishes it: config, tensors, and the plain values of these."""
+    """A model in the form in which DeepSeek publishes it: config, tensors, and the plain values of
+    these."""
     named = {"fmt": "float8_e4m3fn"} if family == "minimax_m2" else {}
     config = model_config(family, quantization_config=QUANTIZED | named)
     tensors, plain = {}, {}
@@ -71,7 +73,7 @@ def fp8_model(
 
 
 def is_quantized(name: str) -> bool:
-    """All matrices of layers but the gates of routers."""
+    """Whether it is a quantized matrix: all matrices of layers except the routers'."""
     kinds = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "query_key_value.weight")
     nets = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     return name.endswith((*kinds, *nets, "dense.weight", "proj_with_mqa.weight"))
@@ -90,8 +92,8 @@ def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gpt_oss"])
 def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
-    """With Ling, the keys and the values of one matrix begin in the middle of its blocks, and with
-    Qwen3-Next each head's."""
+    """In Ling, keys and values begin in the middle of the blocks of one matrix. In Qwen3-Next,
+    those of each head do."""
     config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))
@@ -134,8 +136,8 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: st
 
 
 def mxfp4_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model as OpenAI publishes it, whose experts' matrices are square: config, tensors, and
-    the tensors of a bf16 export by transformers' own code."""
+    """A model in the form in which OpenAI publishes it, with square matrices of experts: config,
+    tensors, and the tensors of a bf16 export by transformers."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     config = model_config("gpt_oss", "bfloat16", **sizes, quantization_config=method)
@@ -232,7 +234,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, family: str, key
     written = json.loads((tmp_path / "again/config.json").read_text())
     assert written == config | {key: 0} | ADDED_KEYS.get(family, {})
 
-    # a layer that the configuration does not know is no such layer
+    # a layer that the configuration does not mention is not such a layer
     wrong = write_folder(tmp_path / "wrong", config | {key: 0}, {**tensors, **further})
     with pytest.raises(DataError, match=r"layers\.4\..* is no part of the model"):
         policy_of(config_of(wrong))
@@ -262,8 +264,8 @@ def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
 
 
 def with_vision(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
-    """A language model as Qwen3.5 is published: beside a vision model, with a layer for further
-    tokens, and all experts of a layer in one tensor."""
+    """A language model in the form in which Qwen3.5 is published: with a vision model, a layer that
+    predicts further tokens, and one tensor for all experts of a layer."""
     outer = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",

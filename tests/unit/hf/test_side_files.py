@@ -24,7 +24,7 @@ NAME = "generation_config.json"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder, in both forms; the first ids are: unknown, padding, end."""
+    """The folder of a tokenizer, in both forms. Its first ids are: unknown, padding, end."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer(folder, ["abc"] * 20, 12, byte_fallback=False)
     return folder
@@ -49,7 +49,7 @@ def test_nothing_is_made_up(tokenizer: Path, tmp_path: Path) -> None:
     assert generation_files([]) == {}
     for name, text in ((NAME, "{}"), ("tokenizer_config.json", "{}"), ("merges.txt", "")):
         (tmp_path / name).write_text(text)
-    theirs = [*tokenizer.iterdir(), tmp_path / NAME]  # which is copied as it is
+    theirs = [*tokenizer.iterdir(), tmp_path / NAME]  # the existing file is copied
     assert generation_files(theirs) == {}
     files = [tmp_path / "tokenizer_config.json", tokenizer / "tokenizer.json"]
     assert generation_files(files) == {}  # it names no such token
@@ -80,7 +80,7 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
     return shape_of(describe(hf), megatron)
 
 
-# Families whose models are models of an earlier family, too, under other names.
+# Families whose models are also models of an earlier family, under other names.
 FIRST_OF_ITS_SHAPE = {
     "hy_v3": "glm4_moe",
     "bailing_moe_v2": "glm4_moe",

@@ -1,5 +1,5 @@
-"""What is easily done wrong with a family, one thing at a time: each shows in the logits, far above
-the tolerance that the right model keeps against transformers."""
+"""Easy mistakes in a family, one at a time. Each shows in the logits, far above the tolerance with
+which the right model agrees with transformers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.unit.hf.test_hf_models import YARN
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-IDS = random.Random(7).choices(range(VOCABULARY), k=80)  # beyond windows and a chunk
-RIGHT, WRONG = 5e-5, 1e-3  # of logits of size 3 to 5
+IDS = random.Random(7).choices(range(VOCABULARY), k=80)  # longer than windows and a chunk
+RIGHT, WRONG = 5e-5, 1e-3  # for logits of size 3 to 5
 
 
 def _plus_one(policy: Policy) -> None:
-    """The norm of delta nets is published as it is; Megatron-Core adds 1 to all norms."""
+    """The norm of delta nets is published unchanged. Megatron-Core adds 1 to all norms."""
     for name, parameter in policy.models[0].named_parameters():
         if name.endswith("out_norm.weight"):
             parameter += 1.0
@@ -50,17 +50,18 @@ def _router_bias_left_out(policy: Policy) -> None:
 
 
 DELTA, LATENT = CONFIGS["qwen3_next"], CONFIGS["deepseek_v3"]
-Misread = Callable[[Tensor], Tensor]  # rows of a file -> those that the right reader reads alike
+# changes the rows of a file, so that the right reader reads them in the wrong way
+Misread = Callable[[Tensor], Tensor]
 
 
 def _gates_after_all_queries(rows: Tensor) -> Tensor:
-    """A file has the gate of each head behind its query."""
+    """In a file the gate of each head follows its query."""
     halves = rows.view(2, DELTA["num_attention_heads"], -1, rows.shape[1])
     return halves.transpose(0, 1).reshape(rows.shape)
 
 
 def _heads_of_keys_not_apart(rows: Tensor) -> Tensor:
-    """Qwen3-Next has all that belongs to one head of keys together, Qwen3.5 has not."""
+    """In Qwen3-Next's files, what belongs to one key head is together; in Qwen3.5's it is not."""
     keys = DELTA["linear_num_key_heads"]
     queries = keys * DELTA["linear_key_head_dim"]
     values = DELTA["linear_num_value_heads"] * DELTA["linear_value_head_dim"]
@@ -69,7 +70,7 @@ def _heads_of_keys_not_apart(rows: Tensor) -> Tensor:
 
 
 def _keys_in_halves(rows: Tensor) -> Tensor:
-    """Rotated channels are pairs of neighbours in a file with latent attention."""
+    """In a file with latent attention, pairs of neighbouring channels are rotated."""
     latent, rotated = rows.split([LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]])
     return torch.cat((latent, rotated.view(2, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1)))
 
@@ -77,16 +78,17 @@ def _keys_in_halves(rows: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Trap:
     family: str
-    changes: dict[str, Any] = field(default_factory=dict)  # of its config.json
-    fields: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig, wrong ones
-    rope: dict[str, Any] = field(default_factory=dict)  # the same, as rope_scaling gives them
-    positions: dict[str, Any] = field(default_factory=dict)  # of Rope, wrong ones
-    constants: tuple[tuple[Any, str, float], ...] = ()  # of modules, wrong ones
-    misread: dict[str, Misread] = field(default_factory=dict)  # tensors, by the end of their names
+    changes: dict[str, Any] = field(default_factory=dict)  # changes of the model's config.json
+    fields: dict[str, Any] = field(default_factory=dict)  # wrong fields of TransformerConfig
+    rope: dict[str, Any] = field(default_factory=dict)  # the same, in the form of rope_scaling
+    positions: dict[str, Any] = field(default_factory=dict)  # wrong fields of Rope
+    constants: tuple[tuple[Any, str, float], ...] = ()  # wrong constants of modules
+    # misread tensors, by the end of their names
+    misread: dict[str, Misread] = field(default_factory=dict)
     change: Callable[[Policy], None] = lambda policy: None
 
     def write_wrong(self, path: Path, changes: dict[str, Any]) -> Path:
-        """The folder of the right model, seed 2, as it is misread."""
+        """Write the folder of the right model (seed 2) in such a way that it is misread."""
         config = model_config(self.family, **changes)
         tensors = random_tensors(config, seed=2)
         for name, rows in tensors.items():
@@ -189,8 +191,8 @@ def error(policy: Policy, expected: Tensor) -> float:
 def test_groups_of_which_not_two_experts_count(
     transformers_side: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron-Core would sum the best three of each group, and the published models sum two: such
-    a model is refused, and with reason."""
+    """Megatron-Core would sum the best three experts of each group, but the published models sum
+    two. Such a model is refused, with the reason."""
     sizes = {"n_routed_experts": 16, "num_experts_per_tok": 6}
     folder = write_model(tmp_path / "model", "deepseek_v3", seed=2, **sizes)
     with pytest.raises(ConfigError, match="num_experts_per_tok = 6"):

@@ -1,5 +1,5 @@
-"""What transformers makes of a folder, in a process of its own: without Megatron-Core, and without
-what we put in the place of CUDA for it."""
+"""What transformers computes with a folder. It runs in a separate process, without Megatron-Core
+and without our substitutes for CUDA."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass
 class Answer:
-    """Of a model loaded by AutoModelForCausalLM."""
+    """The results of a model that AutoModelForCausalLM has loaded."""
 
     architecture: str
-    complaints: dict[str, Any]  # tensors missing, unexpected or of another shape
+    complaints: dict[str, Any]  # tensors that are missing, unexpected or of another shape
     logits: Tensor  # [length, vocabulary]
-    continuations: list[list[int]]  # greedy, of each prompt
+    continuations: list[list[int]]  # the greedy continuation of each prompt
 
 
 def ask(folder: Path, ids: list[int], prompts: list[list[int]], count: int) -> Answer:

@@ -19,9 +19,9 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 
-VOCABULARY = 37  # odd: padded to 48, and the padding must never show
+VOCABULARY = 37  # odd, so it is padded to 48; the padding must never show
 PAD = 0
-_LAUNCHER = ("RANK", "WORLD_SIZE")  # what start_processes leaves in the environment
+_LAUNCHER = ("RANK", "WORLD_SIZE")  # start_processes leaves these in the environment
 
 
 def tiny_config(**sections: Any) -> Config:
@@ -57,7 +57,7 @@ def random_sequences(
 def micro_batch(
     builder: MicroBatchBuilder, sequences: Sequence[tuple[list[int], list[int]]]
 ) -> MicroBatch:
-    """All sequences as one micro-batch, their responses flat one after the other."""
+    """All sequences as one micro-batch. Their responses are joined in one vector."""
     tokens = [torch.tensor(prompt + response) for prompt, response in sequences]
     lengths = [len(response) for _, response in sequences]
     offsets = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -65,7 +65,7 @@ def micro_batch(
 
 
 def hidden_states(policy: Policy, ids: Sequence[int]) -> Tensor:
-    """[length, hidden] of one unpacked sequence through the stock forward pass."""
+    """The hidden states [length, hidden] of one unpacked sequence, by the stock forward pass."""
     tokens = torch.tensor([ids])
     positions = torch.arange(len(ids))[None]
     return policy.models[0](input_ids=tokens, position_ids=positions, attention_mask=None)[0]
@@ -73,7 +73,8 @@ def hidden_states(policy: Policy, ids: Sequence[int]) -> Tensor:
 
 @contextlib.contextmanager
 def one_rank_groups() -> Iterator[None]:
-    """torch.distributed and Megatron's groups of a single process, taken down afterwards."""
+    """torch.distributed and Megatron's groups of a single process, which are destroyed
+    afterwards."""
     before = {name: os.environ.get(name) for name in _LAUNCHER}
     try:
         start_processes(timeout_minutes=1.0)

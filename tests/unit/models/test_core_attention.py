@@ -1,4 +1,4 @@
-"""The torch_native attention against a softmax over one query at a time, in float64."""
+"""The torch_native attention, compared with a softmax over one query at a time in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.models.test_logprob_head import LargestTensor
 DIM = 8
 TOLERANCES = {
     torch.float64: 1e-12,  # rounding of sums over a few dozen terms of size 1
-    torch.float32: 2e-5,  # the same, 2^-24 instead of 2^-53, and gradients of size 10
+    torch.float32: 2e-5,  # the same with 2^-24 in place of 2^-53, and gradients of size 10
 }
 
 
@@ -62,7 +62,7 @@ def packed_params(boundaries: list[int]) -> PackedSeqParams:
 
 
 def random_states(seed: int, tokens: int, heads: int, groups: int) -> tuple[Tensor, ...]:
-    """query [tokens, heads, dim], key and value [tokens, groups, dim], in float64."""
+    """Query [tokens, heads, dim], key and value [tokens, groups, dim], in float64."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randn(tokens, n, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -79,7 +79,7 @@ def reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads * dim], one sequence, query and head at a time."""
+    """The output [tokens, heads * dim], computed for one sequence, query and head at a time."""
     heads, per_group = query.shape[1], query.shape[1] // key.shape[1]
     rows = []
     for start, end in zip(boundaries, boundaries[1:]):
@@ -93,7 +93,7 @@ def reference(
                 most = scores.detach().max()
                 weights = torch.exp(scores - most)
                 total = weights.sum()
-                if sinks is not None:  # takes its share and gives nothing
+                if sinks is not None:  # a sink takes its share and adds no value
                     total = total + torch.exp(sinks[head] - most)
                 outputs.append((weights / total) @ value[seen, group])
             rows.append(torch.cat(outputs))
@@ -184,7 +184,7 @@ def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.d
 def test_sequences_of_one_length_attend_as_they_are(
     monkeypatch: pytest.MonkeyPatch, sequences: int, length: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(core_attention, "_rows", None)  # no copies
+    monkeypatch.setattr(core_attention, "_rows", None)  # no copies may be made
     boundaries = [length * n for n in range(sequences + 1)]
     states = random_states(length, boundaries[-1], 4, 2)
     output = attention()(
@@ -211,7 +211,7 @@ def test_empty_sequences_are_skipped_and_the_scale_is_the_one_given() -> None:
 def test_context_parallel_shards_join_to_the_whole(
     cp: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The gather is by hand here; tests of several processes run the real one.
+    # Here the gather is simulated. Tests of several processes run the real one.
     boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
     states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
     shards = [zigzag_shard(boundaries, cp, rank) for rank in range(cp)]
@@ -262,7 +262,7 @@ def test_no_tensor_has_an_element_for_every_query_and_key(monkeypatch: pytest.Mo
 
 
 def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an estimate of a long context would spend minutes on tiles that are alike."""
+    """Otherwise an estimate of a long context would spend minutes on equal tiles."""
     monkeypatch.setattr(core_attention, "MASK_ELEMENTS", 2048)
     _, of_queries = zigzag_order(512, cp_group(2, 1))
     here, meta = (
@@ -274,7 +274,7 @@ def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatc
 
 
 def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
-    """[batch, heads, tokens, dim]: query of one of two ranks, key and value of both."""
+    """[batch, heads, tokens, dim]: the query of one of two ranks, key and value of both."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((2, 4, length // 2, DIM), (2, 2, length, DIM), (2, 2, length, DIM))
     kind = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
@@ -297,7 +297,7 @@ def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) ->
         assert torch.equal(block.query_rows, block.key_rows) and block.positions is None
         held = [lengths[boundaries.index(first)] for first in block.query_rows[:, 0].tolist()]
         assert 2 * min(held) >= block.query_rows.shape[1] == max(held)
-    # each block starts below half of the longest of the one before
+    # the longest sequence of a block is shorter than half of the longest of the block before
     assert len(plan.blocks) <= math.log2(max(lengths)) + 1
 
 

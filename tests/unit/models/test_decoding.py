@@ -1,4 +1,4 @@
-"""Decoding with a cache and plain layers, against full forward passes of Megatron-Core's own."""
+"""Decoding with a cache and plain layers, compared with full forward passes of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.unit.hf.published import CONFIGS, VOCABULARY, write_model
 from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_policy
 
 SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]
-TOKENS = 4  # of each sequence; those before them are its prompt
-# further parts that a layer may have, besides those of the families
+TOKENS = 4  # of each sequence; its prompt comes before
+# options of a layer that none of the families has
 PARTS = {
     "biases": {"num_moe_experts": None, "add_bias_linear": True, "add_qkv_bias": True},
     "layernorm": {"normalization": "LayerNorm"},
@@ -44,7 +44,7 @@ PARTS = {
 def policy(
     request: pytest.FixtureRequest, one_rank: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Policy:
-    """Of each family, with sizes that are neither equal nor round."""
+    """A policy of each family, with sizes that are neither equal nor round."""
     name = request.param
     if name in PARTS:
         policy = tiny_policy(model={"megatron": {"init_method_std": 0.15, **PARTS[name]}})
@@ -63,7 +63,8 @@ def policy(
 
 @torch.no_grad()
 def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
-    """[sequences, TOKENS, hidden] of the last tokens of SEQUENCES, one token a pass."""
+    """The hidden states [sequences, TOKENS, hidden] of the last tokens of SEQUENCES, one token a
+    pass."""
     model = policy.models[0]
     prompts = [sequence[:-TOKENS] for sequence in SEQUENCES]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -101,7 +102,7 @@ def test_hidden_states_are_those_of_the_full_forward_pass(
     with torch.no_grad():
         expected = [hidden_states(policy, sequence)[-TOKENS:] for sequence in SEQUENCES]
     found = decoded(policy, Spans(*spans), long_rows)
-    # both in fp32: what is left is the order of sums
+    # both are fp32, so only the order of sums differs
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
@@ -123,7 +124,8 @@ def test_plain_parts_are_in_use_while_decoding_and_gone_afterwards(policy: Polic
 
 
 def test_decoding_leaves_no_tensor_that_training_cannot_use(policy: Policy) -> None:
-    """Inside, plain parts run in inference mode; what a module or a cache keeps must not."""
+    """During decoding, plain parts run in inference mode. Tensors that a module or cache keeps must
+    not come from it."""
     assert not inference_tensors()
     with torch.no_grad():
         found = decoded(policy, Spans(1, 11, 6), [1])

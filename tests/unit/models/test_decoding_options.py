@@ -1,4 +1,5 @@
-"""Decoding against full forward passes for the options of routers and norms, in fp32 and bf16."""
+"""Decoding compared with full forward passes, for the options of routers and norms, in fp32 and
+bf16."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIASED = {**SIGMOID, "moe_router_enable_expert_bias": True}
-# four experts of two groups of four: not those of a plain top 4
+# four experts from two groups of four, which are not those of a plain top 4
 GROUPS = {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -43,7 +44,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "losses": {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
 }
-DTYPES = [None, "fp32", "fp64"]  # of routers; None: of the states
+DTYPES = [None, "fp32", "fp64"]  # dtypes of routers; None: that of the states
 NORMS: dict[str, dict[str, Any]] = {
     "RMSNorm": {"normalization": "RMSNorm", "qk_layernorm": False},
     "RMSNorm, of heads": {"normalization": "RMSNorm", "qk_layernorm": True},
@@ -69,7 +70,7 @@ NORMS: dict[str, dict[str, Any]] = {
 
 
 def policy_with(precision: str, **megatron: Any) -> Policy:
-    """Weights of norms and biases are far from those at the start."""
+    """A policy whose weights of norms and biases are far from their initial values."""
     policy = tiny_policy(
         model={"megatron": {"init_method_std": 0.15, **megatron}}, training={"precision": precision}
     )
@@ -90,7 +91,8 @@ def router_of(policy: Policy) -> TopKRouter:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_and_weights_are_those_of_the_stock_router(name: str, precision: str) -> None:
-    """Bit by bit: a weight that is rounded once more moves every token that is drawn."""
+    """They are equal bit for bit: a weight that is rounded once more would change every sampled
+    token."""
     policy = policy_with(precision, num_layers=1, **ROUTERS[name])
     router = router_of(policy)
     experts = decoding.LocalExperts(policy.models[0].decoder.layers[0].mlp)
@@ -105,7 +107,8 @@ def test_experts_and_weights_are_those_of_the_stock_router(name: str, precision:
 
 
 def both(policy: Policy) -> tuple[Tensor, Tensor]:
-    """[sequences, tokens, hidden] of the last tokens: decoded, and by full forward passes."""
+    """The hidden states [sequences, tokens, hidden] of the last tokens: decoded, and by full
+    forward passes."""
     with torch.no_grad():
         expected = [hidden_states(policy, sequence)[-TOKENS:] for sequence in SEQUENCES]
     return decoded(policy, Spans(1, 11, 6), [1]).float(), torch.stack(expected).float()
@@ -116,12 +119,12 @@ def both(policy: Policy) -> tuple[Tensor, Tensor]:
     "options", ["softmax of all, scaled", "sigmoid, expert bias, groups, scaled", *NORMS]
 )
 def test_hidden_states_are_those_of_the_full_pass(options: str, precision: str) -> None:
-    """Each router chooses as the stock one does: two are enough here."""
+    """Each router chooses as the stock one does; two layers are enough here."""
     policy = policy_with(precision, **{**ROUTERS, **NORMS}[options])
     found, expected = both(policy)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)  # [sequences, tokens]
-    # What is left is the order of sums. In bf16 every operation rounds by up to 2^-9, and where two
-    # experts are as likely as each other another one may be chosen: in a few tokens.
+    # Only the order of sums differs. In bf16 every operation rounds by up to 2^-9. If two experts
+    # are equally probable, another one may be chosen; this happens for a few tokens.
     largest = error.flatten().sort(descending=True).values
     if precision == "fp32":
         assert largest[0] < 2e-6

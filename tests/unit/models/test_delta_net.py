@@ -1,4 +1,5 @@
-"""Gated delta nets: the rule against Megatron-Core's, packed sequences, states, what is fp32."""
+"""Gated delta nets: the rule compared with Megatron-Core's, packed sequences, states, and what
+stays fp32."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_chunks_are_the_rule_token_by_token() -> None:
 
 
 def test_it_is_megatron_cores_rule_with_its_gradients() -> None:
-    """Which computes in fp32."""
+    """Megatron-Core's rule computes in fp32."""
     ours, theirs = inputs(torch.float32), inputs(torch.float32)
     found, state = delta_rule(*ours)
     query, key, value, decay, rate = theirs
@@ -83,7 +84,8 @@ def folder(request: pytest.FixtureRequest, one_rank: None, tmp_path: Path) -> Pa
 
 
 def test_packed_sequences_are_computed_each_by_itself(folder: Path) -> None:
-    """Log-probs and gradients; of lengths that make several blocks, one of them with padding."""
+    """Log-probs and gradients are compared. The lengths make several blocks, one of them with
+    padding."""
     policy = policy_of(config_of(folder, "float64", moe_aux_loss_coeff=0.0))
     sequences = random_sequences(5, [(30, 60), (3, 4), (50, 90), (2, 7), (40, 41)], VOCABULARY)
     builder = MicroBatchBuilder(policy, pad_id=0, temperature=1.0)
@@ -112,7 +114,7 @@ def passed(policy: Policy, builder: MicroBatchBuilder, batches: list) -> tuple[T
 
 
 def test_decoding_continues_what_whole_sequences_give(folder: Path) -> None:
-    """Prompts of several chunks and of one token, in one padded batch."""
+    """The prompts have several chunks or one token, in one padded batch."""
     policy = policy_of(config_of(folder))
     draw = random.Random(6)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(n)] for n in (CHUNK + 9, 1, 2, 130)]
@@ -137,6 +139,6 @@ def test_the_decay_is_fp32_in_a_bf16_model_and_trained_so(folder: Path) -> None:
         each.main_grad.fill_(1.0)
     trainer.optimizer.step()
     for each, old in zip(wide, before, strict=True):
-        # a step that bf16 would lose
+        # a step so small that bf16 would lose it
         moved = (each - old).abs()
         assert moved.min() > 0 and moved.max() < 1e-4

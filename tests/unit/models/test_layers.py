@@ -1,4 +1,5 @@
-"""Grouped experts against a loop over tokens, and norms against their formulas in float64."""
+"""Grouped experts compared with a loop over tokens, and norms compared with their formulas in
+float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gspo_megatron.models.experts import GroupedExperts, grouped_linear
 from gspo_megatron.models.norms import TorchNorm
 from tests.unit.models.one_rank import tiny_policy
 
-# relative to the largest entry: rounding of a dot product of 20 to 64 terms
+# relative to the largest entry: the rounding of a dot product of 20 to 64 terms
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 COUNTS = {
     "ragged": [3, 1, 7, 2],
@@ -36,7 +37,7 @@ def random_case(
 
 
 def by_row(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """One row and expert at a time, in float64."""
+    """One row and one expert at a time, in float64."""
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
     products = [weight[expert].double() @ row.double() for row, expert in zip(rows, expert_of_row)]
     return torch.stack(products) if products else rows.new_zeros(0, weight.shape[1]).double()
@@ -110,7 +111,7 @@ def test_experts_as_a_loop_over_tokens(
         if gated:
             states = states * projections[1]
         expected.append(experts.weight2[expert].detach().double() @ states * prob)
-    # bf16: three roundings on the way to the second product
+    # bf16 rounds three times before the second product
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
     assert_near(output, torch.stack(expected), tolerance)
 
@@ -157,7 +158,7 @@ def reference(norm: TorchNorm, hidden: Tensor, zero_centered: bool) -> Tensor:
 def random_hidden(dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     hidden = 5.0 * torch.randn(11, 3, WIDTH, generator=generator, dtype=torch.float64) + 1.0
-    hidden[0] *= 1e-4  # where eps matters
+    hidden[0] *= 1e-4  # small enough that eps matters
     return hidden.to(dtype).requires_grad_()
 
 

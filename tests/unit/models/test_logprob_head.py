@@ -1,4 +1,4 @@
-"""Log-probability and entropy in tiles and shards against a dense softmax in float64."""
+"""Log-probability and entropy in tiles and shards, compared with a dense softmax in float64."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gspo_megatron.models import logprob_head
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, other orders of additions
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64 with other orders of additions
 
-# Logits of a standard deviation of 8, which bf16 would round by up to 0.06: sums of 64 terms in
+# Logits with a standard deviation of 8. bf16 would round them by up to 0.06; sums of 64 terms in
 # float32 are 4,000 times as precise.
 WIDTH = 64
 PRECISE = {"rtol": 2e-6, "atol": 2e-5}
-# Gradients are products of bf16, rounded to the 8 bits of bf16.
+# Gradients are products of bf16 matrices, rounded to the 8 bits of bf16.
 GRADIENTS = 2**-8
 
 
@@ -30,13 +30,13 @@ def make_case(rows: int, width: int, vocab: int, seed: int = 0, dtype=torch.floa
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     targets = torch.randint(vocab, (rows,), generator=generator)
-    # What flows back into the log-probabilities and the entropies.
+    # The gradients of the log-probabilities and the entropies.
     gradients = normal(rows).double(), normal(rows).double()
     return normal(rows, width), normal(vocab, width), targets, gradients
 
 
 def dense(hidden, weight, targets, gradients, temperature=1.0, entropy_gradient=False):
-    """The definitions; returns log-probability, entropy and the gradients of both inputs."""
+    """The definitions: log-probability, entropy, and the gradients of both inputs."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     p = torch.softmax(hidden @ weight.T / temperature, dim=-1)
@@ -50,7 +50,7 @@ def dense(hidden, weight, targets, gradients, temperature=1.0, entropy_gradient=
 
 
 def chunked(hidden, weight, targets, gradients, **options):
-    """The same from the operation under test."""
+    """The same results from the operation under test."""
     hidden = hidden.detach().clone().requires_grad_()
     weight = weight.detach().clone().requires_grad_()
     logprob, entropy = logprob_and_entropy(hidden, weight, targets, **options)
@@ -89,7 +89,8 @@ def test_float32_gives_float32():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """A function that sets the elements of a tile of float64, so that columns come in blocks."""
+    """A function that sets the number of float64 elements of a tile, so that columns come in
+    blocks."""
 
     def set_elements(count: int) -> None:
         monkeypatch.setattr(logprob_head, "TILE_BYTES", 8 * count)
@@ -112,7 +113,8 @@ def test_blocks_of_columns_equal_the_dense_softmax(
 
 
 def test_columns_of_very_different_sizes_of_logits(small_tiles):
-    # Sums of one block are relative to its own maximum, which is a thousand below that of another.
+    # The sums of one block are relative to its own maximum, which is a thousand below that of
+    # another.
     small_tiles(6 * 2)
     hidden, weight, targets, gradients = make_case(6, 4, 8)
     weight[[0, 1, 6]] *= 1000.0
@@ -123,7 +125,7 @@ def test_columns_of_very_different_sizes_of_logits(small_tiles):
 
 
 def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
-    # 4096 equal contributions: added in bfloat16 one by one they would stop at 256 of them.
+    # 4096 equal contributions. Added one by one in bfloat16, the sum would stop at 256 of them.
     rows = 4096
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16)
@@ -134,7 +136,7 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
 
 
 def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
-    # 4096 columns a tile each, all with a gradient of 1/4096 but the target's.
+    # Tiles of 4096 columns. All have a gradient of 1/4096, except the target's.
     columns = 4096
     monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
     monkeypatch.setattr(logprob_head, "TILE_BYTES", 4)
@@ -236,7 +238,7 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(
     with LargestTensor() as largest:
         chunked(*case, chunk_size=chunk_size, entropy_gradient=entropy_gradient)
     assert largest.elements == elements >= vocab * width
-    with LargestTensor() as largest:  # the check itself can tell
+    with LargestTensor() as largest:  # checks that the check itself works
         dense(*case)
     assert largest.elements == rows * vocab
 
@@ -255,7 +257,7 @@ def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
             width == columns or 0.6 * limit <= height * width * 4
         )
         assert (width == columns or width % 64 == 0) and height <= logprob_head.TILE_ROWS
-    # of the logits that are usual there
+    # for logits of the usual size
     assert 2 * limit < 0.05 * {"cpu": 4096, "cuda": 32_768}[device] * 151_936 * 4
 
 
@@ -279,8 +281,8 @@ def test_nothing_of_the_size_of_the_logits_is_kept_between_forward_and_backward(
 
 
 SHARD_CASES = [
-    # rows, true vocabulary, rows of weight on each rank (the padded vocabulary in equal parts),
-    # chunk size, temperature, gradient through the entropy, dtype
+    # rows, true vocabulary, rows of the weight on each rank (equal parts of the padded vocabulary),
+    # chunk size, temperature, whether the entropy has a gradient, dtype
     (17, 22, 12, 5, 1.0, False, torch.float64),
     (17, 22, 12, 1024, 0.8, True, torch.float64),
     (9, 12, 12, 4, 1.3, True, torch.float64),  # the last rank holds only padding
@@ -291,8 +293,8 @@ SHARD_CASES = [
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    logprob_head.TILE_BYTES = 5 * 4 * 8  # in this process: blocks of 4 columns
-    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case that is a single tile
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # set in this process: blocks of 4 columns
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case with a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -321,7 +323,7 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
                 vocab_size=vocab,
                 entropy_gradient=entropy_gradient,
             )
-            # the caller sums the shares of bf16 in float32
+            # the caller sums the bf16 shares in float32
             hidden_grad = hidden_grad.to(torch.promote_types(dtype, torch.float32))
             dist.all_reduce(hidden_grad)
             if expected is None:
@@ -341,7 +343,8 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def count_collectives(rank: int, world_size: int) -> None:
-    """Two in the forward pass, however many the tiles, none in the backward pass."""
+    """Check that there are two in the forward pass for any number of tiles, and none in the
+    backward pass."""
     hidden, weight, targets, gradients = make_case(10, 6, 12 * world_size)
     calls: list[str] = []
     original = dist.all_reduce
@@ -372,7 +375,7 @@ def test_shards_of_the_vocabulary_equal_the_dense_softmax(world_size, tmp_path: 
 
 
 def assert_precise(actual, expected) -> None:
-    """Results to float32's precision, gradients, in the Euclidean norm, to bf16's."""
+    """Check results to float32's precision, and the Euclidean norm of gradients to bf16's."""
     for got, exact in zip(actual[:2], expected[:2], strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, **PRECISE)
@@ -406,7 +409,7 @@ def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
     torch.testing.assert_close(product.double(), hidden.double() @ weight.double().t(), **PRECISE)
     assert multiply(hidden[:0], weight, torch.empty(0, 200)).shape == (0, 200)
     assert multiply(hidden, weight[:0], torch.empty(3, 0)).shape == (3, 0)
-    if strip_bytes < 2**20:  # but for a single row, the weight is never there in float32
+    if strip_bytes < 2**20:  # the weight never exists in float32, except for single rows
         assert largest.elements == 3 * 200 < weight.numel()
 
 
@@ -421,7 +424,7 @@ def test_products_of_bf16_leave_those_of_float32_precise():
         errors.append(float((torch.mm(left, right.t()).double() - exact).abs().max()))
         multiply(left.bfloat16(), right.bfloat16(), torch.empty(64, 64))
         assert settings.fp32_precision == before
-    assert max(errors) < 1e-4  # elements rounded to bf16 would give 0.1
+    assert max(errors) < 1e-4  # elements rounded to bf16 would differ by 0.1
     with pytest.raises(RuntimeError):
         multiply(left.bfloat16(), right.bfloat16()[:, :9], torch.empty(64, 64))
     assert settings.fp32_precision == before
@@ -429,7 +432,7 @@ def test_products_of_bf16_leave_those_of_float32_precise():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_numbers_shapes_and_dtypes_are_the_same(dtype):
-    # as in estimates of memory
+    # as when memory is estimated
     kind = {"device": "meta", "dtype": dtype, "requires_grad": True}
     hidden, weight = torch.empty(5000, WIDTH, **kind), torch.empty(3000, WIDTH, **kind)
     targets = torch.empty(5000, dtype=torch.long, device="meta")

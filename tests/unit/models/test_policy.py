@@ -55,7 +55,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
             expected_logprobs.append(rows.gather(1, torch.tensor(response)[:, None])[:, 0])
             expected_entropies.append(-(rows.exp() * rows).sum(-1))
     assert logprobs.dtype == torch.float32
-    # fp32 sums of 64 terms of size 1 through two layers
+    # fp32 sums of 64 terms of size 1, in two layers
     kind = {"atol": 2e-5, "rtol": 1e-5}
     torch.testing.assert_close(logprobs.double(), torch.cat(expected_logprobs), **kind)
     torch.testing.assert_close(entropies.double(), torch.cat(expected_entropies), **kind)
@@ -79,7 +79,7 @@ def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     expected = hidden[:, 0].double() @ weight[:VOCABULARY].double().t()
     assert logits.dtype == torch.float32 and float(expected.std()) > 3
     rows = torch.log_softmax(expected, dim=-1)
-    # sums of 64 terms in fp32; rounded to bf16 they would be off by up to 0.03
+    # sums of 64 terms in fp32; rounded to bf16 they would differ by up to 0.03
     kind = {"atol": 2e-5, "rtol": 2e-6}
     torch.testing.assert_close(logits.double(), expected, **kind)
     torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], **kind)
@@ -109,7 +109,7 @@ def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(find, lambda _: SimpleNamespace())
     for precision in ("bf16", "fp8-blockwise"):
         assert choose_backend("auto", precision) == "transformer_engine"
-    for precision in ("fp32", "fp64"):  # which it has not, or not everywhere
+    for precision in ("fp32", "fp64"):  # it does not have these, or not everywhere
         assert choose_backend("auto", precision) == "torch_native"
 
 
@@ -131,7 +131,7 @@ def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_all_that_decides_the_output_changes_places(offload: bool) -> None:
-    """The routers' biases too, which balance without an auxiliary loss and are no parameters."""
+    """Also the routers' biases, which balance without an auxiliary loss and are not parameters."""
     balancing = {
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",

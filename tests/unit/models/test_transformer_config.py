@@ -1,4 +1,4 @@
-"""Every setting reaches Megatron-Core's TransformerConfig, and what cannot be built is refused."""
+"""Every setting reaches Megatron-Core's TransformerConfig, and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gspo_megatron.models.transformer_config import (
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 KNOWN = {field.name for field in dataclasses.fields(TransformerConfig)}
-# Younger than the oldest Megatron-Core that is supported.
+# These fields do not exist in the oldest Megatron-Core that is supported.
 OPTIONAL = {"embedding_init_method"}
 
 
@@ -39,7 +39,7 @@ def convert(**sections: Any) -> TransformerConfig:
 
 
 def names_set_by_the_module() -> set[str]:
-    """The string keys of all dictionaries that its functions write down."""
+    """The string keys in all dictionaries of its functions."""
     tree = ast.parse(inspect.getsource(module))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     keys = [
@@ -121,7 +121,8 @@ def test_megatron_draws_no_weights_itself_and_needs_no_kernels_of_apex() -> None
     for method in (config.init_method, config.output_layer_init_method):
         assert torch.equal(method(weight), torch.full((2, 3), 5.0))
     assert config.perform_initialization is True  # or TP shards would lose their marks
-    assert config.gradient_accumulation_fusion is False  # a kernel of apex, which a CPU has not
+    # it needs a kernel of apex, which a CPU lacks
+    assert config.gradient_accumulation_fusion is False
 
 
 @pytest.mark.parametrize("experts", [None, 8])
@@ -133,7 +134,8 @@ def test_experts_are_grouped(experts: int | None) -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Core asks for its version as soon as a model with experts is to be in FP8."""
+    """A stand-in for Transformer Engine: Megatron-Core asks for its version when a model with
+    experts is to use FP8."""
     where = "megatron.core.transformer.transformer_config.is_te_min_version"
     monkeypatch.setattr(where, lambda *_: True)
 

@@ -1,10 +1,11 @@
-"""The policy against transformers' Qwen MoE models with the same weights.
+"""The policy compared with transformers' Qwen MoE models with the same weights.
 
 Ours packs ragged sequences into one micro-batch and goes through Megatron's schedule; theirs runs
 one sequence at a time. Compared are the responses' log-probs, their entropies over the vocabulary,
-and the gradient of a weighted sum of the log-probs for every parameter.
+and for every parameter the gradient of a weighted sum of the log-probs.
 
-The map of the weights is written out here once more on purpose: it shares nothing with the package.
+The map of the weights is written out here again on purpose, so that nothing is shared with the
+package.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_
 
 VOCABULARY_MULTIPLE = 16
 
-# All sizes that a wrong map could confuse differ. 4 divides those of the experts' matrices, so that
-# float32 takes torch's grouped matmul. Epsilon is large enough to matter.
+# Sizes that a wrong map could confuse all differ. 4 divides those of the experts' matrices, so that
+# float32 uses torch's grouped matmul. Epsilon is large enough to matter.
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 44,
@@ -51,8 +52,8 @@ SIZES: dict[str, Any] = {
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 what a model's code wants in float32 by name: their norms, rotary angles
-    and attention, the softmax of both routers."""
+    """Computes in float64 where a model's code asks for float32 by name: norms, rotary angles and
+    attention, and the softmax of both routers."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -71,8 +72,8 @@ def _widened(value: Any) -> Any:
 def random_model(
     kind: type[PreTrainedModel], seed: int, dtype: torch.dtype, **config: Any
 ) -> PreTrainedModel:
-    """A model of SIZES with weights of order 1 over the square root of its width, norms and biases
-    that differ from where they start, and the plainest of its implementations."""
+    """A model of SIZES. Its weights have the size 1 over the square root of their width, its norms
+    and biases differ from their initial values, and it uses the simplest implementations."""
     model = kind._from_config(
         kind.config_class(**SIZES | config),
         attn_implementation="eager",
@@ -88,11 +89,11 @@ def random_model(
 
 @dataclass
 class Outcome:
-    """What a model makes of the responses, flat, and of a weighted sum of their log-probs."""
+    """A model's results for the responses (flat), and for a weighted sum of their log-probs."""
 
     logprobs: Tensor  # [responses]
     entropies: Tensor  # [responses]
-    gradients: dict[str, Tensor]  # in our layout and by our names
+    gradients: dict[str, Tensor]  # in our layout and under our names
 
 
 def run_reference(
@@ -101,10 +102,11 @@ def run_reference(
     weights: Tensor,
     temperature: float,
 ) -> tuple[Outcome, float]:
-    """Run `model` over one (prompt, response) after the other, unpadded; `weights` [responses].
+    """Run `model` on one (prompt, response) after the other, without padding; `weights`
+    [responses].
 
     Also returns how near its routers were to another choice: the smallest gap between the last
-    logit that was in and the first that was out.
+    chosen logit and the first that was not chosen.
     """
     logprobs, entropies, gaps = [], [], []
     for prompt, response in sequences:
@@ -127,9 +129,9 @@ def run_reference(
 def in_our_layout(
     tensors: Mapping[str, Tensor], config: PreTrainedConfig, padding: float = 0.0
 ) -> dict[str, Tensor]:
-    """Transformers' parameters, or their gradients, under the names and in the shapes of ours.
+    """Transformers' parameters, or their gradients, under our names and in our shapes.
 
-    `padding` is what the vocabulary's padding rows are filled with.
+    `padding` is the value of the vocabulary's padding rows.
     """
     left = dict(tensors)
     ours = {
@@ -158,7 +160,8 @@ def _pad(weight: Tensor, value: float) -> Tensor:
 
 
 def _attention(layer: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
-    """Takes what it maps out of `layer`: queries, key and value come group by group in ours."""
+    """Our attention tensors; removes what it uses from `layer`. In ours, queries, key and value
+    come group by group."""
     ours = {
         "input_layernorm.weight": layer.pop("input_layernorm.weight"),
         "pre_mlp_layernorm.weight": layer.pop("post_attention_layernorm.weight"),
@@ -177,7 +180,8 @@ def _attention(layer: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
 
 
 def _mlp(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Takes what it maps out of `layer`: a dense MLP, or experts and perhaps a shared one."""
+    """Our MLP tensors; removes what it uses from `layer`: a dense MLP, or experts and perhaps a
+    shared one."""
     if "mlp.gate.weight" not in layer:
         return _dense(layer, "mlp.", "mlp.")
     ours = {
@@ -201,16 +205,16 @@ def _dense(layer: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-FIGURES = ("logprobs", "entropies")  # all else that is compared are gradients
+FIGURES = ("logprobs", "entropies")  # everything else that is compared is a gradient
 LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 17), (4, 1), (6, 8)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, as transformers configures it and as Megatron-Core does."""
+    """One model, in transformers' configuration and in Megatron-Core's."""
 
     theirs: dict[str, Any]
-    experts_in_layer: list[int]  # 1 where the layer has experts, 0 where its MLP is dense
+    experts_in_layer: list[int]  # 1 if the layer has experts, 0 if its MLP is dense
     tied: bool = False
     megatron: dict[str, Any] = field(default_factory=dict)
     kind: type[PreTrainedModel] = Qwen3MoeForCausalLM
@@ -220,7 +224,7 @@ class Case:
 class Run:
     seed: int
     temperature: float
-    padded: bool = False  # a row for each sequence instead of all in one
+    padded: bool = False  # a row for each sequence, not all in one
 
     def __str__(self) -> str:
         layout = "padded" if self.padded else "packed"
@@ -259,7 +263,7 @@ CASES = {
 
 
 def policy_like(model: PreTrainedModel, case: Case, dtype: torch.dtype) -> Policy:
-    """Our policy with the weights of `model`; padding of the vocabulary is filled with ones."""
+    """Our policy with the weights of `model`. The vocabulary's padding is filled with ones."""
     policy = tiny_policy(
         SIZES["vocab_size"],
         training={"precision": "fp64" if dtype == torch.float64 else "fp32"},
@@ -312,7 +316,7 @@ def run_ours(
 
 
 def run_both(name: str, run: Run, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
-    """Ours and theirs with the same weights."""
+    """The results of both models with the same weights."""
     case = CASES[name]
     sequences = random_sequences(run.seed, LENGTHS, SIZES["vocab_size"])
     generator = torch.Generator().manual_seed(run.seed)
@@ -322,14 +326,14 @@ def run_both(name: str, run: Run, dtype: torch.dtype) -> tuple[Outcome, Outcome]
         model = random_model(case.kind, run.seed, dtype, **kind)
         theirs, closest = run_reference(model, sequences, weights, run.temperature)
         ours = run_ours(policy_like(model, case, dtype), sequences, weights, run)
-    # A router's near tie would be decided by rounding, and this test with it.
+    # Rounding would decide a near tie of a router, and so the result of this test.
     assert closest > 1e-4
     return ours, theirs
 
 
 def errors(value: Outcome, exact: Outcome) -> dict[str, float]:
-    """Largest difference: of log-probs and entropies in nats, of each parameter's gradient relative
-    to its largest element."""
+    """The largest differences: of log-probs and entropies in nats, and of each parameter's gradient
+    relative to its largest element."""
     found = {}
     for name in FIGURES:
         found[name] = float((getattr(value, name).double() - getattr(exact, name)).abs().max())
@@ -358,8 +362,8 @@ def test_the_policy_is_the_model_of_transformers(name: str, run: Run) -> None:
 
     ours_32, theirs_32 = run_both(name, run, torch.float32)
     assert ours_32.logprobs.dtype == torch.float32
-    # As near to the exact values as transformers in float32, but for the order of sums: at worst
-    # either is 1e-5 off, and ours 1.5 times as far as theirs.
+    # As near to the exact values as transformers in float32, up to the order of sums. In the worst
+    # case both are 1e-5 off, and ours 1.5 times as far as theirs.
     rounding = errors(theirs_32, theirs)
     assert_within(
         errors(ours_32, theirs),

@@ -20,13 +20,13 @@ from tests.unit.objectives.papers import LONGEST, PAPERS
 EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(PAPERS))
 # Float64 on both sides: only the order of additions differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
-# Vectors of tokens, with the sign of what may stand outside the mask.
+# Vectors of tokens, and the sign of the values that may be outside the mask.
 OF_TOKENS = {"logprobs": 1, "old_logprobs": -1, "mask": 0, "sequence_index": 0, "entropy": 1,
              "token_advantages": 1, "rollout_logprobs": 1, "reference_logprobs": -1}  # fmt: skip
 
 
 def make_objective(name: str, **keys: Any) -> Objective:
-    """An objective by name and the keys of its section."""
+    """An objective by its name and the keys of its section."""
     return build_objective(ObjectiveSection(name=name, **keys), max_response_tokens=LONGEST)
 
 
@@ -40,10 +40,10 @@ def make_inputs(
     with_token_advantages: bool = False,
     with_reference: bool = False,
 ) -> LossInputs:
-    """Ragged sequences with holes in the mask, ratios to both sides of 1 and an advantage of 0.
+    """Ragged sequences with holes in the mask, ratios on both sides of 1, and one advantage of 0.
 
-    `spread` is the size of log pi - log pi_old, of which a part is common to a whole sequence, so
-    that the sequence ratios leave the clip range too. `mismatch` is the size of log pi_old - log
+    `spread` is the size of log pi - log pi_old. A part of it is common to a whole sequence, so that
+    sequence ratios leave the clip range, too. `mismatch` is the size of log pi_old - log
     pi_rollout.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ def make_inputs(
         sequence_index=index,
         advantages=advantages.to(dtype),
         sequence_lengths=lengths_in_mask,
-        global_num_sequences=sequences + 5,  # other micro-batches and ranks hold five more
+        global_num_sequences=sequences + 5,  # other micro-batches and ranks have five more
         global_num_tokens=int(mask.sum()) + 40,
         sum_over_shards=lambda vector: vector,
         is_primary_shard=True,
@@ -84,19 +84,20 @@ def make_inputs(
 
 
 def inputs_of(name: str, seed: int, **options: Any) -> LossInputs:
-    """`make_inputs` with the spread at which the clip of the objective `name` binds for a part."""
+    """`make_inputs` with a spread at which the clip of the objective `name` binds for some of
+    them."""
     return make_inputs(seed, spread=PAPERS[name].spread, **options)
 
 
 def as_mini_batch(inputs: LossInputs) -> LossInputs:
-    """The same with the counts of a mini-batch that is this micro-batch alone."""
+    """The same with the counts of a mini-batch that consists of this micro-batch."""
     inputs.global_num_sequences = len(inputs.advantages)
     inputs.global_num_tokens = int(inputs.mask.sum())
     return inputs
 
 
 def without_tokens(inputs: LossInputs, sequence: int) -> LossInputs:
-    """The same with every token of a sequence outside the mask."""
+    """The same with all tokens of one sequence outside the mask."""
     inputs.mask[inputs.sequence_index == sequence] = 0
     inputs.sequence_lengths[sequence] = 0
     return inputs
@@ -114,7 +115,7 @@ def poisoned(inputs: LossInputs, value: float) -> LossInputs:
 
 
 def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
-    """The same with the tokens `which` alone (a mask or an order), as leaves of a new graph."""
+    """The same with only the tokens `which` (a mask or an order), as leaves of a new graph."""
     tensors = {name: getattr(inputs, name) for name in OF_TOKENS}
     cut = {name: t[which].detach().clone() for name, t in tensors.items() if t is not None}
     return _leaves(dataclasses.replace(inputs, **(cut | others)))
@@ -128,7 +129,7 @@ def _leaves(inputs: LossInputs) -> LossInputs:
 
 
 def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
-    """The sequences from `first` to before `last` of a mini-batch."""
+    """The sequences from `first` up to but without `last` of a mini-batch."""
     part = choose(
         inputs,
         (inputs.sequence_index >= first) & (inputs.sequence_index < last),
@@ -141,7 +142,8 @@ def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
 
 def owners(kind: str, tokens: int, num_shards: int) -> Tensor:
     """The shard of each token."""
-    if kind == "zigzag":  # as context parallelism cuts a sequence: chunk i and chunk 2n-1-i
+    # context parallelism cuts a sequence in this way: chunk i and chunk 2n-1-i
+    if kind == "zigzag":
         chunk = torch.arange(tokens) * 2 * num_shards // tokens
         return torch.minimum(chunk, 2 * num_shards - 1 - chunk)
     if kind == "random":
@@ -156,8 +158,8 @@ def run_shards(
 ) -> list[tuple[LossInputs, LossOutputs]]:
     """Call `function` on every shard at the same time, as ranks of context parallelism would.
 
-    `owner` [tokens] is the shard that holds each token. The shards are threads that really wait for
-    each other in `sum_over_shards`, so one that skips a collective is found out.
+    `owner` [tokens] is the shard of each token. The shards are threads that really wait for each
+    other in `sum_over_shards`, so a shard that skips a collective is noticed.
     """
     num_shards = int(owner.max()) + 1
     barrier = threading.Barrier(num_shards, timeout=60)
@@ -190,7 +192,7 @@ def run_shards(
     with ThreadPoolExecutor(num_shards) as pool:
         futures = [pool.submit(work, shard) for shard in range(num_shards)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
-    # A shard that failed breaks the barrier of the others: its own error is the one to show.
+    # A failed shard breaks the barrier of the others. Its own error is the one to show.
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]

@@ -1,10 +1,10 @@
-"""The objectives as the papers print them: one response and one token at a time, in float64.
+"""The objectives as the papers print them, for one response and one token at a time, in float64.
 
-Nothing of the package is used but the records that batches arrive in and results leave in. N
-responses y_i with advantage A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| counts the tokens
-inside the mask; mu in the papers is the policy as the rollout engine evaluated it.
+From the package it uses only the records of inputs and outputs. N responses y_i have advantages
+A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| is the number of tokens inside the mask; mu in
+the papers is the policy as the rollout engine computed it.
 
-Another objective is one more formula and one more entry in PAPERS.
+A new objective needs one formula and one entry in PAPERS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-Clip = tuple[str, bool]  # "low" or "high" where a bound decides the value; whether it is outside
+# "low" or "high" if a bound decides the value; and whether the ratio is outside
+Clip = tuple[str, bool]
 
 
 class Term(NamedTuple):
@@ -66,7 +67,7 @@ class Response:
 def clipped(
     ratio: Tensor, advantage: float, clip_low: float, clip_high: float, dual_clip: float = math.inf
 ) -> Term:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and not below dual_clip * A where A < 0."""
+    """min(r A, clip(r, 1 - low, 1 + high) A), but not below dual_clip * A where A < 0."""
     value = float(ratio.detach())
     bound = min(max(value, 1 - clip_low), 1 + clip_high)
     if advantage < 0 and value > dual_clip:
@@ -91,13 +92,13 @@ def luspo(response: Response, **numbers: float) -> Term:
 
 
 def reinforce_leave_one_out(response: Response, **numbers: float) -> Term:
-    """arXiv 2402.14740: a response is one action, of probability prod_t pi(y_it)."""
+    """arXiv 2402.14740: a response is one action with probability prod_t pi(y_it)."""
     return clipped(response.product_ratio(), response.advantage, **numbers)
 
 
 def gmpo(response: Response, log_clip: float) -> Term:
     """arXiv 2507.20673, eq. 4: (prod_t |min(w_it A, clip(w_it, e^-c, e^c) A)|)^(1/|y|) sgn(A). The
-    ratio is the geometric mean of what is left of w_it; the clip is that of each token."""
+    ratio is the geometric mean of the limited w_it. Each token has its own clip."""
     advantage = response.advantage
     product = torch.ones((), dtype=torch.float64)
     left, clips = [], []
@@ -233,13 +234,13 @@ def vespo(
 
 
 class Paper(NamedTuple):
-    """A formula, what divides each token's term (a response's one term is divided by N), and the
-    paper's own numbers."""
+    """A formula, the divisor of each token's term (a response's only term is divided by N), and the
+    numbers of the paper."""
 
     terms: Callable[..., Term | list[Term]]
     aggregation: str
     numbers: dict[str, float]
-    spread: float  # of log-ratios, at which the numbers bind for a part of them
+    spread: float  # size of log-ratios at which the numbers bind for some of them
 
 
 _SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -251,7 +252,7 @@ PAPERS: dict[str, Paper] = {
     "grpo": Paper(grpo, "sequence_mean", _GRPO, 0.4),
     "dapo": Paper(grpo, "token_mean", {"clip_low": 0.2, "clip_high": 0.28}, 0.4),
     "dr_grpo": Paper(grpo, "constant_length", _PPO, 0.4),
-    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # a cap of 5
+    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # that is, a cap of 5
     "sapo": Paper(sapo, "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}, 0.4),
     "gmpo": Paper(gmpo, "sequence_mean", {"log_clip": 0.4}, 0.4),
     "luspo": Paper(luspo, "token_sum", _SEQUENCES, 1e-3),
@@ -276,7 +277,7 @@ LONGEST = 40  # rollout.max_response_tokens of the tests
 
 
 def divisor(aggregation: str, length: int, inputs: LossInputs) -> float:
-    """1 / what a token's term is divided by."""
+    """1 / the divisor of a token's term."""
     sequences, tokens = inputs.global_num_sequences, inputs.global_num_tokens
     return {
         "sequence_mean": 1 / (sequences * length),
@@ -332,8 +333,7 @@ def divergence(kind: str, new: Tensor, reference: float, old: float) -> Tensor:
 
 
 def corrections_of(keys: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Each correction of a section with its bounds, which a section gives by name where there are
-    several."""
+    """Each correction of a section with its bounds. A section with several gives them by name."""
     names = keys.get("correction", "none")
     names = names if isinstance(names, list) else [] if names == "none" else [names]
     sides = {side: keys[k] for side in ("low", "high") if (k := f"correction_{side}") in keys}
@@ -352,7 +352,7 @@ def corrections_of(keys: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 @dataclass
 class Expected:
-    """A loss, to be minimised, with its gradients [tokens], and the metrics."""
+    """A loss (which is minimised), its gradients [tokens], and the metrics."""
 
     loss: Tensor
     gradient: Tensor
@@ -370,7 +370,7 @@ class Expected:
 
 
 def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
-    """What objective `name` has to return for these keys of its section: -J + kl_coefficient * KL -
+    """What objective `name` must return for these keys of its section: -J + kl_coefficient * KL -
     entropy_coefficient * entropy, and all metrics."""
     paper = PAPERS[name]
     numbers = paper.numbers | {k: keys[k] for k in (*paper.numbers, "dual_clip") if k in keys}
@@ -407,7 +407,7 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
             for n, old, reference in zip(
                 response.new, response.old, response.reference, strict=True
             ):
-                # a penalty is a token's whatever the ratio: by the objective's own divisor
+                # a penalty is one of tokens for any ratio, with the objective's own divisor
                 penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
         rows.append((response, terms, clips, of_each | {"": weights}, dropped))

@@ -1,4 +1,5 @@
-"""Advantages of groups and of their turns against the statistics module and worked examples."""
+"""Advantages of groups and of their turns, compared with the module statistics and worked
+examples."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7, 1e6])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_group_without_spread_has_advantages_of_exactly_zero(reward, size):
-    # The mean of three times 0.1 is not 0.1: dividing what is left over by itself gives +-1.
+    # The mean of three times 0.1 is not exactly 0.1. Dividing the remainder by itself would give
+    # +-1.
     rewards = torch.tensor([reward] * size + [1.0, 0.0])
     index = torch.tensor([0] * size + [1, 1])
     for key, function in ALL.items():
@@ -89,7 +91,7 @@ def test_what_has_no_spread_within_a_group_has_no_advantage(kind):
     rounded[1] = torch.nextafter(rounded[1], torch.tensor(1.0))
     assert len(rounded.unique()) == 2
     assert ALL[kind](rounded, torch.zeros(4, dtype=torch.long)).tolist() == [0, 0, 0, 0]
-    # one response to each prompt: the batch has a spread, and nothing to compare it with
+    # one response for each prompt: the batch has a spread, but there is nothing to compare with
     assert ALL[kind](torch.tensor([1.0, 0.0, 0.5]), torch.tensor([4, 2, 9])).tolist() == [0, 0, 0]
     assert ALL[kind](torch.tensor([0.7]), torch.tensor([0])).tolist() == [0]
     assert ALL[kind](torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
@@ -123,7 +125,7 @@ def test_gdpo_normalises_each_part_in_its_group_and_adds_up(seed: int, std: str)
     parts = {
         "right": [float(rng.random() < 0.5) for _ in index],
         "short": [rng.gauss(0, 100) for _ in index],
-        "constant": [0.3] * 7,  # no spread: it adds nothing, and no NaN
+        "constant": [0.3] * 7,  # without spread it adds nothing, and no NaN
     }
     deviation = statistics.stdev if std == "sample" else statistics.pstdev
     expected = [0.0] * len(index)
@@ -165,7 +167,8 @@ Response = tuple[int, list[float], list[int]]  # group, turn rewards, turn token
 
 
 def responses(seed: int) -> list[Response]:
-    """Groups of three in any order, numbered with gaps; 1 to 4 turns; group 17 without spread."""
+    """Groups of three in any order, numbered with gaps. Sequences have 1 to 4 turns; group 17 has
+    no spread."""
     draw = random.Random(seed)
     groups = [4, 9, 17, 30] * 3
     draw.shuffle(groups)
@@ -209,7 +212,7 @@ def test_every_turn_is_an_observation_of_its_group(name: str, std: str, seed: in
 def test_one_turn_a_response_is_the_advantage_of_the_response() -> None:
     found = [(0, [r], [n]) for r, n in zip([0.8, 0.4, 0.6], [1, 3, 2], strict=True)]
     assert token_advantages(found) == pytest.approx([1, -1, -1, -1, 0, 0], abs=1e-6)
-    # a custom objective may use them too; and a rank may have no responses
+    # a custom objective may use them, too; a rank may have no responses
     assert token_advantages(found, import_path="m:f") == token_advantages(found)
     assert token_advantages([]) == []
 

@@ -1,4 +1,4 @@
-"""Custom objectives and advantages, in a module of the user."""
+"""Custom objectives and advantages in a user's module."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A token whose log-probs are 200 apart, against the loops of papers.py in float64: exp(200) is
-finite there, and infinite in float32."""
+"""A token whose log-probs differ by 200, compared with the loops of papers.py in float64, where
+exp(200) is finite. In float32 it is infinite."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NEW = ["dppo_tv", "dppo_kl", "ipo", "vespo"]
 
 
 def far_inputs(name: str, delta: float, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """A batch whose first token has moved by `delta`, away from where its advantage would move it
-    back to; -inf where the mask is 0."""
+    """A batch whose first token has moved by `delta`, away from where its advantage would move it.
+    Values are -inf where the mask is 0."""
     inputs = inputs_of(name, 0, dtype=dtype)
     inputs.mask[0] = 1
     inputs.sequence_lengths[0] = inputs.mask[inputs.sequence_index == 0].sum()

@@ -1,32 +1,34 @@
-"""Fifteen bugs that other implementations shipped, and what notices each of them here.
+"""Fifteen bugs that other implementations shipped, and the tests that notice each of them here.
 
- 1  A sequence ratio in a loss that sums over tokens, so that it weighs by length: test_oracle.py;
-    a configuration that asks for it is refused (tests/unit/config/test_objective_recipes.py, which
-    has 2, 7, 8 and 11 too).
- 2  A clip range for tokens under GSPO, where nothing ever reaches it: test_oracle.py has the
-    recipe's numbers on one side and the paper's on the other.
- 3  A column of advantages becomes a square: below.
- 4  Weights of sequences taken for those of tokens: test_oracle.py (gspo_token, corrections).
- 5  Positions outside the mask in sums, lengths or gradients: every case of test_oracle.py has NaN,
-    infinities or large numbers there.
- 6  Means of exponentials, lengths without sums: test_oracle.py.
- 7  A correction by a product over tokens beside a ratio that is a mean: test_oracle.py.
- 8  Weights of tokens on a sequence ratio: refused, below.
- 9  Clip fractions without the sign of the advantage, with groups of advantage 0, or as means of
-    micro-batches: test_oracle.py compares them as counts, whole and in micro-batches.
-10  Entropy of the sampled token alone: tests/unit/models/test_logprob_head.py compares it with
-    -sum_v p_v log p_v of the dense softmax; test_oracle.py that it is this one that is averaged.
-11  A key that nothing reads: refused; that each key changes what is expected, test_oracle.py.
-12  Context parallelism: a shard without tokens, a collective that takes the gradient with it, sums
-    of one shard (the divisions of test_oracle.py); whitening by one rank (below). With real ranks:
-    sequence_sums_not_reduced_over_cp of tests/parallel/test_mistakes.py, test_layout_matrix.py.
-13  A policy that is compared with itself, all ratios 1: test_oracle.py.
-14  Gradients of the routers' losses 10^4 times too large under context parallelism, from a loss
-    callback of two values: aux_loss_scaled_by_tokens_of_the_shard in
-    tests/parallel/test_mistakes.py; tests/unit/rl/test_gradients.py has them by hand.
-15  Means over uneven micro-batches or ranks averaged as if equal: the micro-batches of
-    test_oracle.py; tests/parallel/test_mistakes.py (mean_of_micro_batch_means,
-    divisor_of_one_data_rank).
+Tests without a path are in this folder.
+
+1. A sequence ratio in a loss that sums over tokens, which weighs it by length: test_oracle.py. A
+configuration that asks for it is refused (tests/unit/config/test_objective_recipes.py, which also
+has 2, 7, 8 and 11).
+2. A clip range for tokens with GSPO, whose ratios never reach it: test_oracle.py compares the
+recipe's numbers with the paper's.
+3. A column of advantages becomes a square: below.
+4. Weights of sequences used as weights of tokens: test_oracle.py (gspo_token, corrections).
+5. Positions outside the mask in sums, lengths or gradients: every case of test_oracle.py has NaN,
+infinities or large numbers there.
+6. The mean of exponentials, or a sum in place of a mean: test_oracle.py.
+7. A correction by a product over tokens with a ratio that is a mean: test_oracle.py.
+8. Token weights on a sequence ratio: refused, below.
+9. Clip fractions without the sign of the advantage, with groups of advantage 0, or as means of
+micro-batches: test_oracle.py compares them as counts, whole and in micro-batches.
+10. The entropy of the sampled token only: tests/unit/models/test_logprob_head.py compares it with
+-sum_v p_v log p_v of the dense softmax, and test_oracle.py checks that this one is averaged.
+11. A key that nothing reads: refused. test_oracle.py checks that each key changes the result.
+12. Context parallelism: a shard without tokens, a collective that adds a gradient, sums of one
+shard (the divisions of test_oracle.py), and whitening by one rank (below). Real ranks:
+sequence_sums_not_reduced_over_cp in tests/parallel/test_mistakes.py, and test_layout_matrix.py.
+13. A policy that is compared with itself, so that all ratios are 1: test_oracle.py.
+14. Gradients of the routers' losses that are 10^4 times too large under context parallelism,
+because of a loss callback with two values: aux_loss_scaled_by_tokens_of_the_shard in
+tests/parallel/test_mistakes.py; tests/unit/rl/test_gradients.py computes them by hand.
+15. Means over uneven micro-batches or ranks, averaged as if these were equal: the micro-batches of
+test_oracle.py, and tests/parallel/test_mistakes.py (mean_of_micro_batch_means,
+divisor_of_one_data_rank).
 """
 
 from __future__ import annotations
@@ -44,21 +46,21 @@ from tests.unit.objectives.batches import inputs_of, make_inputs, make_objective
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "sapo", "cispo", "minirl"])
 def test_bug_03_a_column_of_advantages_becomes_a_square(name):
-    """[B] times [B, 1] is [B, B], and its mean is a number like any other."""
+    """[B] times [B, 1] is [B, B], whose mean looks like any other number."""
     inputs = inputs_of(name, 1)
     column = dataclasses.replace(inputs, advantages=inputs.advantages[:, None])
     assert (inputs.advantages * column.advantages).shape == (6, 6)
     objective = make_objective(name)
     with pytest.raises(AssertionError, match="not \\[num_sequences\\]"):
         objective(column)
-    # a second line of defence, where the first is lost
+    # a second check, if the first is missing
     with mock.patch.object(parts, "check_inputs"), pytest.raises(AssertionError):
         objective(column)
 
 
 @pytest.mark.parametrize("correction", ["token_tis", "icepop"])
 def test_bug_08_token_weights_on_a_sequence_ratio(correction):
-    """The configuration refuses them; where it has not been asked, the loss does."""
+    """The configuration refuses them. If it was not checked, the loss refuses them."""
     with pytest.raises(AssertionError, match="token weights of a sequence"):
         make_objective("gspo", correction=correction)(make_inputs(1))
 

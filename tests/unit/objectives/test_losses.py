@@ -1,4 +1,4 @@
-"""Properties of the objectives that the table of test_oracle.py does not have as cases."""
+"""Properties of the objectives that are not cases in the table of test_oracle.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.unit.objectives.batches import (
 )
 from tests.unit.objectives.test_oracle import BOUNDS, OF_TOKENS
 
-# Whose clip flags are one a sequence: the clip metrics of the others need the flags of all shards.
+# Objectives whose clip flags are one for each sequence. The clip metrics of the others need the
+# flags of all shards.
 CLIP_SEQUENCES = [
     name for name, each in RECIPES.items()
     if each.ratio in ("sequence", "sequence_product") and each.rule in ("min_clip", "dual_clip")
@@ -37,7 +38,8 @@ OF_SEQUENCES = [*CLIP_SEQUENCES, "gmpo"]
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_on_half_a_page_is_the_recipe_bit_for_bit(seed):
-    """`losses.gspo` is where a reader begins: whole and in the shards of context parallelism."""
+    """`losses.gspo` is where a reader begins. It is compared on whole batches and on the shards of
+    context parallelism."""
     inputs = inputs_of("gspo", seed, dtype=torch.float32, with_reference=True)
     owner = owners("zigzag", len(inputs.mask), 2)
     everything = torch.zeros_like(owner)
@@ -118,7 +120,8 @@ def test_a_dual_clip_inside_the_range_counts_as_outside_where_it_binds():
 
 
 def test_estimators_are_means_of_the_divergence():
-    """Over all tokens of a vocabulary, weighted by pi: k1 and k3 are exact, k2's gradient is."""
+    """Weighted by pi over the whole vocabulary, k1 and k3 are exact, and so is the gradient of
+    k2."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     new = torch.log_softmax(logits, 0)
     reference = torch.log_softmax(torch.tensor([0.0, 0.5, -0.4, 1.0], dtype=torch.float64), 0)
@@ -139,7 +142,8 @@ def test_estimators_are_means_of_the_divergence():
 
 
 def test_k3_mask_bounds_the_divergence_of_the_rollouts_policy_from_the_old_one():
-    """Tokens as often as the rollout's policy draws them: k3 is KL(rollout, old) to the digit."""
+    """Each token comes as often as the rollout's policy samples it. Then k3 is KL(rollout, old), to
+    the last digit."""
     rollout = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     old = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     kl = float((rollout * (rollout / old).log()).sum())
@@ -166,7 +170,7 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
         inputs.old_logprobs.fill_(0.0)
         inputs.logprobs.fill_(1e-3)
     numerator, tokens = make_objective("gspo")(inputs).means["kl/k3"].tolist()
-    # x^2/2 = 5e-7 is a few float32 units of 1: exp(x) - 1 - x would have no digit right.
+    # x^2/2 = 5e-7 is a few float32 units of 1, so exp(x) - 1 - x would have no correct digit.
     assert numerator / tokens == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
 
 
@@ -176,7 +180,8 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
 @pytest.mark.parametrize("global_tokens", [0, 40])
 @EVERY_OBJECTIVE
 def test_a_batch_without_any_masked_token_gives_zero(name, global_tokens):
-    """40: other micro-batches have some. 0: the whole mini-batch has none, and 0/0 is no loss."""
+    """With 40, other micro-batches have masked tokens. With 0, the whole mini-batch has none, and
+    0/0 must not be the loss."""
     inputs = inputs_of(name, 3)
     inputs.mask.zero_()
     inputs.sequence_lengths.zero_()
@@ -262,7 +267,7 @@ def test_what_a_part_needs_and_the_inputs_lack_is_refused():
 
 
 def sent_by(objective: Objective, inputs: LossInputs) -> list[Tensor]:
-    """What one call hands to the collective, call by call."""
+    """The messages of each collective."""
     sent = []
 
     def sum_over_shards(vector: Tensor) -> Tensor:
@@ -282,8 +287,8 @@ def test_bytes_a_sequence_whatever_its_length_and_the_additions(name, correction
     inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32, with_reference=True)
     additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
     objective = make_objective(name, correction=correction, off_policy_mask=0.1, **additions)
-    sums += name == "gmpo"  # whose mean has limited log-ratios
-    # one message of all sums; then outside, low and high where tokens have clip flags
+    sums += name == "gmpo"  # its mean has limited log-ratios
+    # one message with all sums; then outside, low and high if tokens have clip flags
     expected = [sums * 4] if name in CLIP_SEQUENCES else [sums * 4, 12]
     sent = sent_by(objective, inputs)
     assert [each.numel() * each.element_size() / 3 for each in sent] == expected
@@ -304,7 +309,7 @@ def test_a_shards_loss_is_the_whole_or_a_part_of_it(name):
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that get tensors of floating point."""
+    """Records the operators that get floating-point tensors."""
 
     def __init__(self) -> None:
         super().__init__()

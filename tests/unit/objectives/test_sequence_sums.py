@@ -1,4 +1,4 @@
-"""Sums of tokens by sequence: against numpy in float64, with the same bits at each call."""
+"""Sums of tokens by sequence, compared with numpy in float64. Every call gives the same bits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from gspo_megatron.objectives.parts import segment_sum, sequence_sums
 from tests.unit.objectives.batches import make_inputs
 
-# tokens and sequences: nothing at all, more sequences than tokens, odd numbers, a long response
+# tokens and sequences: none at all, more sequences than tokens, odd numbers, a long response
 SIZES = [(0, 0), (0, 3), (1, 1), (1, 5), (7, 4), (23, 6), (1001, 17), (70_001, 1)]
 
 
 def random_sums(tokens: int, sequences: int, dtype: torch.dtype, rows: tuple[int, ...] = ()):
-    """Values and their sequences; most are in runs, as packing has them, cut as zig-zag cuts."""
+    """Values and their sequences. Most tokens of a sequence are in runs, as after packing and after
+    the zig-zag cut."""
     generator = torch.Generator().manual_seed(tokens)
     values = torch.randn(*rows, tokens, generator=generator, dtype=torch.float64).to(dtype)
     index = torch.randint(max(sequences, 1), (tokens,), generator=generator).sort().values
@@ -59,8 +60,8 @@ def test_no_tokens_at_all_keep_the_graph():
 @pytest.mark.parametrize(
     ("values", "index", "error"),
     [
-        (torch.ones(4, 1), [0, 0, 0, 0], AssertionError),  # would broadcast
-        (torch.ones(2), [0, 1], RuntimeError),  # of one sequence
+        (torch.ones(4, 1), [0, 0, 0, 0], AssertionError),  # these shapes would broadcast
+        (torch.ones(2), [0, 1], RuntimeError),  # the index of a second sequence, but there is one
         (torch.ones(2), [0, -1], RuntimeError),
     ],
 )

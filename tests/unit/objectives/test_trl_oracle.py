@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class TrlResult:
-    loss: Tensor  # scalar
+    loss: Tensor  # a scalar
     gradient: Tensor  # [tokens], in the flat order of the inputs
     entropy_gradient: Tensor | None  # [tokens]
     metrics: dict[str, float]
@@ -70,9 +70,9 @@ def trl_loss(
     rollout_for_mask: bool = False,
     **settings: Any,
 ) -> TrlResult:
-    """One micro-batch of `steps` through TRL.
+    """Compute one micro-batch of `steps` with TRL.
 
-    `settings` are attributes of the trainer or of its arguments; `importance_sampling_ratio`
+    `settings` are attributes of the trainer or of its arguments. `importance_sampling_ratio`
     [tokens] or [num_sequences] is what TRL computes when it samples with vLLM.
     """
     index = inputs.sequence_index
@@ -85,7 +85,7 @@ def trl_loss(
 
     flat = inputs.logprobs.detach().clone().requires_grad_()
     entropy = inputs.entropy.detach().clone().requires_grad_()
-    # Padding has ratios far out of the range: it must not show.
+    # Padding has ratios far out of the range, which must not show.
     batch = {
         "prompt_ids": torch.zeros(shape[0], 2, dtype=torch.long),
         "prompt_mask": torch.ones(shape[0], 2),
@@ -93,7 +93,7 @@ def trl_loss(
         "completion_mask": padded(inputs.mask, 0.0),
         "advantages": inputs.advantages,
         "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        # over the generation batch, which is as many micro-batches as are accumulated
+        # over the generation batch, which has as many micro-batches as are accumulated
         "num_items_in_batch": torch.tensor(float(inputs.global_num_tokens)),
     }
     if inputs.token_advantages is not None:
@@ -121,7 +121,7 @@ def trl_loss(
 def _trainer(
     level: str, outputs: tuple[Any, ...], steps: int, longest: int, settings: dict[str, Any]
 ) -> Any:
-    """A trainer with no more than what its loss reads, on one process."""
+    """A trainer with only the attributes that its loss reads, in one process."""
     if level == "sequence_token":
         from trl.experimental.gspo_token import GRPOTrainer
     else:
@@ -135,7 +135,7 @@ def _trainer(
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
         "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.0625,  # its own 1.05 in float32, whatever the rest is: not exact
+        "sapo_temperature_neg": 1.0625,  # 1.05 is not exact in TRL's float32
     }
     own = {
         "importance_sampling_level": level,
@@ -170,14 +170,14 @@ def _trainer(
 
 # --- The comparison ------------------------------------------------------------------------------
 
-# Not importorskip: a TRL that is installed and does not import is to fail here.
+# Not importorskip: if TRL is installed but cannot be imported, the test must fail.
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl, one of the dev requirements, is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 
-# Our name and TRL's importance_sampling_level. With one advantage a sequence, GSPO and GSPO-token
-# are the same thing: each has to agree with both of TRL's.
+# Our name, and TRL's importance_sampling_level. With one advantage for each sequence, GSPO and
+# GSPO-token are the same. Each must agree with both of TRL's.
 PAIRS = [
     ("gspo", "sequence"),
     ("gspo", "sequence_token"),
@@ -192,7 +192,7 @@ PAIRS = [
     ("vespo", "token"),
 ]
 OF_TOKENS = [("gspo_token", "sequence_token"), *[pair for pair in PAIRS if pair[1] == "token"]]
-# What TRL's main trainer has, and its experimental one for GSPO-token has not.
+# Features of TRL's main trainer that its experimental trainer for GSPO-token lacks.
 MAIN = [pair for pair in PAIRS if pair[1] != "sequence_token"]
 CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo", "vespo")]
 
@@ -209,7 +209,7 @@ def our_loss(name: str, inputs: LossInputs, **keys: Any) -> LossOutputs:
 
 
 def ragged(name: str, seed: int, **options: Any) -> LossInputs:
-    """24 sequences of 1 to 40 tokens, with ratios to both sides of the objective's clip range."""
+    """24 sequences of 1 to 40 tokens, with ratios on both sides of the objective's clip range."""
     rng = random.Random(seed)
     lengths = tuple(rng.randint(1, 40) for _ in range(24))
     return as_mini_batch(inputs_of(name, seed, lengths=lengths, **options))
@@ -220,7 +220,7 @@ def assert_same_loss(ours: LossOutputs, theirs: TrlResult, inputs: LossInputs) -
     ours.loss.backward()
     torch.testing.assert_close(ours.loss.detach(), theirs.loss, **EXACT)
     torch.testing.assert_close(inputs.logprobs.grad, theirs.gradient, **EXACT)
-    assert float(theirs.gradient.abs().max()) > 1e-4  # the comparison is not of zeros
+    assert float(theirs.gradient.abs().max()) > 1e-4  # the comparison is not one of zeros
     if inputs.entropy.grad is not None:
         torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
 
@@ -237,11 +237,11 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
     assert_same_loss(ours, theirs, inputs)
     assert mean(ours.means["policy/entropy"]) == pytest.approx(theirs.metrics["entropy"], rel=1e-12)
     if (name, level) in CLIPPED:
-        # TRL counts sequences where its ratio has one value a sequence, tokens elsewhere.
+        # TRL counts sequences if its ratio has one value for each sequence, otherwise tokens.
         counted = "clip/sequence" if level == "sequence" else "clip/token"
         pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
         found = {key: theirs.metrics[f"clip_ratio/{pair}"] for key, pair in pairs.items()}
-        # Both bounds bind, and what is neither of the two is compared as well.
+        # Both bounds bind, and values that are neither are compared, too.
         assert found["low"] > 0 and found["high"] > 0 and found["low"] + found["high"] < 1
         for key, expected in found.items():
             ours_too = mean(ours.means[f"{counted}/{key}"])
@@ -254,7 +254,7 @@ OFF_POLICY = {name: {"off_policy_mask": 0.2 * paper.spread} for name, paper in P
 WITH_MORE: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *((*pair, {}, {}, {"with_token_advantages": True}) for pair in OF_TOKENS),
     *((*pair, KL, {"beta": 0.3}, {"with_reference": True}) for pair in PAIRS),
-    # TRL's ratio in front of k3 is that of its surrogate, ours the token's
+    # TRL multiplies k3 by the ratio of its surrogate, we by the token's ratio
     *(
         (*pair, KL | {"kl": "k3_unbiased"}, {"beta": 0.3, "use_bias_correction_kl": True},
          {"with_reference": True})
@@ -290,7 +290,7 @@ def test_additions_are_those_of_trl(name, level, keys, settings, options):
         if keys.get("kl") == "k3":
             expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
             assert mean(ours.means["kl/reference_k3"]) == expected
-            # the penalty is the same mean where the aggregation has tokens as its divisor
+            # the penalty has the same mean if the aggregation divides by tokens
             if name in ("dapo", "cispo"):
                 assert mean(ours.means["kl/penalty"]) == expected
 
@@ -298,8 +298,8 @@ def test_additions_are_those_of_trl(name, level, keys, settings, options):
 @pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
 def test_corrections_of_tokens_and_of_products(name, mode):
-    """TRL's token_truncate, token_mask and sequence_truncate; it computes the weights where it
-    samples, by these formulas, and its loss multiplies them in."""
+    """TRL's token_truncate, token_mask and sequence_truncate. TRL computes the weights by these
+    formulas when it samples, and its loss multiplies by them."""
     inputs = ragged(name, seed=10, mismatch=0.4, with_reference=True)
     logs = (inputs.old_logprobs - inputs.rollout_logprobs) * inputs.mask
     if mode == "sequence_product_tis":
@@ -310,14 +310,15 @@ def test_corrections_of_tokens_and_of_products(name, mode):
     else:
         ratio = logs.exp()
         weights = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), 0.0)
-    # the penalty is not weighted
+    # the penalty has no weight
     theirs = trl_loss(name, "token", inputs, beta=0.3, importance_sampling_ratio=weights)
     assert_same_loss(our_loss(name, inputs, correction=mode, **KL), theirs, inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
 def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
-    # TRL divides by the number of equal micro-batches, we by the mini-batch's sequences or tokens.
+    # TRL divides by the number of equal micro-batches, we divide by the mini-batch's sequences or
+    # tokens.
     inputs = ragged(name, seed=6)
     inputs.global_num_sequences *= 3
     inputs.global_num_tokens *= 3
@@ -342,7 +343,8 @@ def test_two_sided_clip_inside_the_range_is_another_thing_in_trl():
     theirs = trl_loss("grpo", "token", inputs, delta=1.1)
     ours = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
     torch.testing.assert_close(ours.loss.detach(), our_loss("grpo", inputs).loss.detach(), **EXACT)
-    assert ours.loss < theirs.loss  # there positive advantages are clipped at 1.1, not at 1.27
+    # in TRL, positive advantages are clipped at 1.1 here, not at 1.27
+    assert ours.loss < theirs.loss
 
 
 def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():
@@ -350,7 +352,7 @@ def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():
     settings = {"off_policy_mask_threshold": 0.1, "rollout_for_mask": True}
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
-    # they agree where the rollout's log-probs are the old ones: objective.old_logprobs = rollout
+    # they agree if the rollout's log-probs are the old ones: objective.old_logprobs = rollout
     inputs.old_logprobs = inputs.rollout_logprobs
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert_same_loss(our_loss("grpo", inputs, off_policy_mask=0.1), theirs, inputs)

@@ -18,7 +18,7 @@ from gspo_megatron.observe.metrics_files import MetricsWriter, Run
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:
-    """A run in memory; None is a value that was not finite."""
+    """A run in memory. None stands for a value that was not finite."""
     records = [
         {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0}
         for step, reward in enumerate(rewards, start=1)
@@ -30,7 +30,7 @@ def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) ->
 
 
 def with_accuracies(name: str, values: Sequence[float | None]) -> VariantRuns:
-    """One run for each seed from 1 on; None: the seed has no run."""
+    """One run for each seed from 1 on. None: the seed has no run."""
     runs = {
         seed: run_of([0.5] * 2, **{"evaluation/accuracy": [0.1, value]})
         for seed, value in enumerate(values, start=1)
@@ -65,7 +65,7 @@ def write_run(
 
 
 def written(folder: Path, name: str, accuracies: Sequence[float], **more: float) -> VariantRuns:
-    """Writes a variant's runs, seeds from 1."""
+    """Write a variant's runs, with seeds from 1 on."""
     baseline, _, replay = name.partition("+")
     folders = {
         seed: write_run(folder / name / f"seed_{seed}", 20, accuracy, **more)
@@ -76,7 +76,7 @@ def written(folder: Path, name: str, accuracies: Sequence[float], **more: float)
 
 
 def report_of(variants: Sequence[VariantRuns], out: Path) -> tuple[str, list[str]]:
-    """The page, and the findings."""
+    """The page and its findings."""
     path, found = ablation.write_ablation_report(variants, out)
     assert path == out / "report.html"
     return path.read_text(), found
@@ -91,7 +91,7 @@ def three_variants(folder: Path) -> list[VariantRuns]:
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, its head first."""
+    """The cells of the table below a heading, with the head first."""
     section = re.split(r"<h2[ >]", page.split(f"{heading}</h2>")[1])[0]
     cells = re.findall(r"<tr.*?</tr>", section, re.DOTALL)
     found = [re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.DOTALL) for row in cells]
@@ -108,17 +108,17 @@ RISING = [0.2 + 0.01 * n for n in range(50)]
     [
         (RISING, False),
         ([0.5] * 50, False),
-        (RISING[:40] + [0.1] * 10, True),  # fell and stayed down
-        (RISING[:20] + [0.1] * 10 + RISING[20:40], False),  # fell and came back
-        (RISING[:48] + [0.0] * 2, False),  # two bad steps are no window
+        (RISING[:40] + [0.1] * 10, True),  # fell and did not recover
+        (RISING[:20] + [0.1] * 10 + RISING[20:40], False),  # fell and recovered
+        (RISING[:48] + [0.0] * 2, False),  # two bad steps are less than a window
         (RISING[:45] + [0.0] * 5, True),
         ([0.6] * 45 + [0.31] * 5, False),  # just above half
         ([0.6] * 45 + [0.29] * 5, True),
-        ([-0.5] * 40 + [-2.0] * 10, False),  # half of a negative reward means nothing
+        ([-0.5] * 40 + [-2.0] * 10, False),  # half of a negative reward has no meaning
         ([0.0] * 50, False),
         ([0.9] * 5 + [0.1] * 4, False),  # shorter than two windows
         ([0.9] * 5 + [0.1] * 5, True),
-        ([0.8] * 190 + [0.1] * 10, False),  # half of the last window, which is 20 of 200 steps
+        ([0.8] * 190 + [0.1] * 10, False),  # half of the last window, which has 20 of 200 steps
         ([0.8] * 180 + [0.1] * 20, True),
         ([], False),
     ],
@@ -178,13 +178,14 @@ def test_another_phase_of_as_many_steps_is_no_finished_run(tmp_path: Path) -> No
 
 
 def test_the_interval_is_students_over_paired_seeds() -> None:
-    """Differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t = 4.303 with 2 degrees of freedom."""
+    """The differences are 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, and t = 4.303 for 2 degrees of
+    freedom."""
     one, other = with_accuracies("a", [0.5, 0.7, 0.4]), with_accuracies("b", [0.4, 0.5, 0.1])
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.seeds == 3
     assert found.mean == pytest.approx(0.2)
     assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-4)
-    assert not found.significant  # 0.2 lies inside 0.248
+    assert not found.significant  # 0.2 is smaller than 0.248
 
 
 def test_seeds_that_one_variant_lacks_are_left_out() -> None:
@@ -243,7 +244,7 @@ def test_it_is_said_what_differs() -> None:
 
 
 def with_metrics(name: str, key: str, values: Sequence[float], **more: float) -> VariantRuns:
-    """One run for each seed from 1 on, with this value of the metric at each of its two steps."""
+    """One run for each seed from 1 on, with this value of the metric at both of its steps."""
     others = {name: [value] * 2 for name, value in more.items()}
     runs = {
         seed: run_of([0.5] * 2, **{key: [value] * 2}, **others)
@@ -264,7 +265,7 @@ def test_two_seeds_are_not_tested_however_alike_they_are() -> None:
 
 
 def test_differences_that_are_the_same_for_all_seeds_show_nothing() -> None:
-    """Of 8 prompts one more is right, whatever the seed: an interval of no width is none."""
+    """One more of 8 prompts is right for every seed. An interval of width 0 is not an interval."""
     one, other = with_accuracies("a", [0.5] * 3), with_accuracies("b", [0.375] * 3)
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.half_width == 0 and not found.significant

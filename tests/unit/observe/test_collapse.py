@@ -1,5 +1,5 @@
 """The rule for collapses: on the kept runs of examples/evidence, on whole runs of the demo, and on
-figures that are made up."""
+made-up metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gspo_megatron.observe.collapse import FALL, WINDOW, CollapseWatch, find_col
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "examples/evidence/results/frontier.jsonl"
-# 16 good steps, and what other figures have there
+# 16 good steps, with the values of the other metrics
 GOOD = [0.5, 0.52, 0.48, 0.5] * 4
 
 
 def records(
     rewards: Sequence[float | None], **figures: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """Records of steps from 1 on. A figure's name has two underscores in place of a slash."""
+    """Records of steps from 1 on. A metric's name has two underscores in place of a slash."""
     found: list[dict[str, Any]] = []
     for place, reward in enumerate(rewards):
         more = {name.replace("__", "/"): values[place] for name, values in figures.items()}
@@ -53,7 +53,7 @@ def best_window(rewards: Sequence[float]) -> int:
 
 
 def test_rates_on_the_kept_runs() -> None:
-    """docs/campaigns.md has these numbers."""
+    """docs/campaigns.md quotes these numbers."""
     runs = [json.loads(line) for line in KEPT.read_text().splitlines()]
     found, delays, after_best = Counter[tuple[str, bool]](), list[int](), list[int]()
     for run in runs:
@@ -82,7 +82,7 @@ def test_rates_on_the_kept_runs() -> None:
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_whole_runs_of_the_demo_are_quiet(seed: str) -> None:
-    """They have all figures, and 250 steps."""
+    """They have all metrics, and 250 steps."""
     with Path(__file__).with_name("demo.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.pop("seed") == seed]
     steps = [{key: float(value) for key, value in row.items()} for row in rows]
@@ -91,7 +91,7 @@ def test_whole_runs_of_the_demo_are_quiet(seed: str) -> None:
 
 
 def test_a_fall_of_a_quarter_is_an_alarm_and_a_smaller_one_is_not() -> None:
-    """Five steps at 72% of the best reward are one, at 80% none."""
+    """Five steps at 72% of the best reward are a collapse, at 80% they are not."""
     assert alarm_step(records([*GOOD, *[0.36] * 9])) == len(GOOD) + 5
     assert alarm_step(records([*GOOD, *[0.4] * 9])) is None
 
@@ -115,8 +115,8 @@ def test_half_of_it_is_one_with_another_figure_out_of_its_range(
     rewards: list[float | None] = [*GOOD, *[0.4] * 9]
     figures = {key: [good] * len(GOOD) + [bad] * 9}
     alarm = find_collapse(records(rewards, **figures))
-    assert alarm is not None and alarm.text.count("->") == 3  # steps, reward, figure
-    # the figure alone is none, and with a reward that falls by less neither
+    assert alarm is not None and alarm.text.count("->") == 3  # steps, reward, metric
+    # the metric alone is no collapse, even if the reward also falls, but by less
     assert find_collapse(records([*GOOD, *[0.5] * 9], **figures)) is None
     assert find_collapse(records([*GOOD, *[0.46] * 9], **figures)) is None
 
@@ -133,7 +133,7 @@ def test_small_figures_may_grow_by_any_factor(key: str, good: float, bad: float)
 @pytest.mark.parametrize("key", ["reward/mean", "grad_norm", "loss"])
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_figures_that_are_not_finite_are_an_alarm_at_once(key: str, value: float | None) -> None:
-    """JSON has null in their place."""
+    """In JSON they are null."""
     watch = CollapseWatch()
     assert watch.add(1, {"reward/mean": 0.5, "grad_norm": 1.0, "loss": 0.0}) is None
     alarm = watch.add(2, {"reward/mean": 0.5, "grad_norm": 1.0, "loss": 0.0, key: value})
@@ -142,7 +142,8 @@ def test_figures_that_are_not_finite_are_an_alarm_at_once(key: str, value: float
 
 @pytest.mark.parametrize("offset", [0.0, -1.0, -20.0, 100.0])
 def test_noise_is_no_fall_whatever_rewards_are_measured_from(offset: float) -> None:
-    """Zero, negative and large rewards, whose relative size says nothing: the noise does."""
+    """Rewards may be zero, negative or large, so that their relative size has no meaning. The noise
+    is what counts."""
     wave = [offset + 0.3 * math.sin(2.3 * step) * math.cos(0.7 * step) for step in range(200)]
     assert alarm_step(records(wave)) is None
 
@@ -184,7 +185,7 @@ def test_what_it_remembers_does_not_grow() -> None:
 
 
 def test_other_rewards_begin_again_and_what_was_healthy_stays() -> None:
-    """Harder prompts in a new phase are no collapse; a fall after that is."""
+    """Harder prompts in a new phase are no collapse, but a later fall is."""
     watch = CollapseWatch()
     harder = [0.2] * 12
     alarms = [watch.add(r["step"], r) for r in records([*GOOD])]

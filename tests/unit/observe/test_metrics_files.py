@@ -42,7 +42,7 @@ def test_opening_cuts_in_every_place_leave_whole_records(tmp_path: Path) -> None
         with MetricsWriter(tmp_path) as writer:
             writer.write({"step": 9})
         steps = [record["step"] for record in read_metrics(tmp_path)]
-        # A line counts once its closing brace is there, be it with its line feed or without.
+        # A line counts when its closing brace is there, with or without its line feed.
         expected = [step for step, end in ((1, 21), (2, len(content) - 1)) if cut >= end]
         assert steps == [*expected, 9], cut
 
@@ -115,7 +115,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
             writer.write({"step": 2, "loss": [0.5] * 40})
-    # closing it had nothing left to write, and the half line is dropped by whoever opens it next
+    # on closing nothing was left to write; whoever opens the file next drops the half line
     assert (tmp_path / "metrics.jsonl").stat().st_size == 100
     MetricsWriter(tmp_path).close()
     assert read_metrics(tmp_path) == [{"step": 1}]
@@ -127,7 +127,7 @@ def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
     path = tmp_path / "metrics.jsonl"
     content = b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 10))
     path.write_bytes(content)
-    request.getfixturevalue("small_files")  # from here on
+    request.getfixturevalue("small_files")  # from here on no file may grow
     with MetricsWriter(tmp_path) as writer, pytest.raises(UserError, match="cannot be written"):
         writer.truncate_after(8)
     assert path.read_bytes() == content
@@ -135,7 +135,7 @@ def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
 
 def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/null")  # takes every byte and cannot be synchronised
+    path.symlink_to("/dev/null")  # it accepts every byte, but cannot be synchronised
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: Invalid"):
@@ -143,7 +143,7 @@ def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Pat
 
 
 def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
-    """But for lone surrogates, which UTF-8 cannot hold."""
+    """The only exception is lone surrogates, which UTF-8 cannot hold."""
     assert read_samples(tmp_path) == []
     response = 'two\nlines "quoted" \u2028 é \x00'
     with JsonLinesWriter(tmp_path / SAMPLES_FILE) as writer:

@@ -184,7 +184,7 @@ def test_small_values_are_brought_to_order_one() -> None:
 def test_the_ratios_of_tokens_and_sequences_are_drawn_on_one_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of sequences are a hundred times closer to 1, which has to be seen."""
+    """The ratios of sequences are a hundred times closer to 1, which must be visible."""
     drawn: dict[str, Figure] = {}
 
     def keep(figure: Figure, path: Path) -> Path:

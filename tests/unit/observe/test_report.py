@@ -1,4 +1,4 @@
-"""Reports as texts and tables; their pictures are drawn in test_plots and test_timing_plots."""
+"""Reports as texts and tables. Their pictures are tested in test_plots and test_timing_plots."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tests.unit.observe.conftest import RunMaker
 
 @pytest.fixture(autouse=True)
 def _pictures_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is rendered, which takes seconds a report."""
+    """Do not draw pictures, which takes seconds for each report."""
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"picture"))
 
 
 def cells(path: Path) -> list[str]:
-    """Of all tables in a page, as in the source, where text is escaped."""
+    """The cells of all tables in a page, in the source, where text is escaped."""
     return re.findall(r"<td>(.*?)</td>", path.read_text(), re.DOTALL)
 
 
 def sources(path: Path) -> list[str]:
-    """Whatever the page would load."""
+    """Everything that the page would load."""
     return re.findall(r"(?:src|href)\s*=\s*[\"']?([^\"'>]*)", path.read_text())
 
 
@@ -60,7 +60,7 @@ def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunM
     assert len(sources(path)) == 5
     assert all(source.startswith("data:image/png;base64,") for source in sources(path))
     assert "preset: &lt;tiny&gt;" in path.read_text()
-    # shown, never interpreted
+    # text is shown, never interpreted as HTML
     assert "&lt;b&gt;1&lt;/b&gt;" in cells(path) and "&amp;seven" in cells(path)
 
 
@@ -137,7 +137,7 @@ def test_a_figure_that_only_some_seeds_have_is_not_averaged(
 
 
 def make_stage_run(folder: Path, phase: str, losses: list[float]) -> Path:
-    """Evaluated at its end."""
+    """A run of a stage, which is evaluated at its end."""
     with MetricsWriter(folder) as metrics:
         for step, loss in enumerate(losses, 1):
             held_out = {"evaluation/loss": loss + 0.5} if step == len(losses) else {}
@@ -154,7 +154,7 @@ def test_runs_of_a_stage_are_compared_by_what_the_stage_has(tmp_path: Path) -> N
     assert found[:7] == ["x", "2", held_out, held_out, loss, grad_norm, progress.MISSING]
     assert found[7:13] == ["x_seed1", "2", "3.50", "3.50", "3.00", "6.00"]
     assert "last held-out loss" in text and "last reward" not in text
-    assert len(sources(path)) == 1  # a picture of it
+    assert len(sources(path)) == 1  # one picture
 
 
 def test_runs_of_several_stages_are_compared_stage_by_stage(
@@ -217,7 +217,7 @@ def test_equal_settings_and_healthy_runs_add_nothing(make_run: RunMaker, tmp_pat
 
 
 def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_path: Path) -> None:
-    """In the summary of the run, in its report, and where it is compared."""
+    """The warnings are in the run's summary, in its report, and in comparisons."""
     runs = [make_run("good"), make_run("bad", steps=12)]
     with MetricsWriter(runs[1]) as writer:
         writer.write({"step": 7, "grad_norm": 400.0})
@@ -242,7 +242,7 @@ def test_accuracy_says_from_which_reward_on(make_run: RunMaker) -> None:
 
 
 def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
-    """Not as YAML 1.1, in which 1e-5 is a text, and of two equal keys the second one wins."""
+    """YAML 1.1 would read 1e-5 as text, and take the second of two equal keys."""
     run_dir = make_run("run")
     file = run_dir / "config.resolved.yaml"
     file.write_text("evaluation: {correct_at: 1e-5}\n")
@@ -286,7 +286,7 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
 
 
 def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path: Path) -> None:
-    """A rising reward whose last step happens to be low."""
+    """The reward rises, but its last step happens to be low."""
     rewards = [0.9] + [0.2] * 4 + [0.5] * 10 + [0.8] * 4 + [0.1]
     with MetricsWriter(tmp_path) as writer:
         for step, reward in enumerate(rewards, 1):
@@ -297,7 +297,7 @@ def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path
     assert reward.steps == 5
     assert (reward.first, reward.last) == pytest.approx((0.34, 0.66))
     assert reward.best == pytest.approx(0.74) and reward.best_step == 19
-    # an evaluation is a mean over prompts already
+    # an evaluation is already a mean over prompts
     assert (accuracy.first, accuracy.last, accuracy.steps) == (0.9, 0.1, 1)
     page = write_report([tmp_path], tmp_path).read_text()
     assert "reward, first to last 5 of 20 steps</span><b>0.340 → 0.660" in page
@@ -321,7 +321,7 @@ def test_means_of_windows_are_those_of_a_plain_loop() -> None:
         for end in range(size, len(values) + 1):
             finite = [v for v in values[end - size : end] if math.isfinite(v)]
             expected.append(statistics.fmean(finite) if finite else math.nan)
-        if size == 1:  # single values stay as they are
+        if size == 1:  # single values are not changed
             expected = values
         # sums of 40 numbers near 1, in another order
         found = report.window_means(values, size)
@@ -380,7 +380,7 @@ def test_the_results_of_several_runs_are_printed(
 def test_settings_that_differ_are_whole_words_one_key_each(
     make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapping is shown key by key; what does not fit beside each other stands below."""
+    """A mapping is shown key by key. What is too wide for columns is shown in a list."""
     config = "rollout: {{vllm: {{servers: {0}, options: {{max_num_seqs: {0}}}}}, engine: vllm}}\n"
     runs = [configured(make_run(f"[bold]_{n}"), config.format(n)) for n in range(2)]
     wide = printed_comparison(runs, monkeypatch, 100)
@@ -399,7 +399,7 @@ def test_settings_that_differ_are_whole_words_one_key_each(
 def test_every_table_says_from_which_reward_a_response_is_correct(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
-    half, whole = make_run("half"), make_run("whole")  # written before there was the key
+    half, whole = make_run("half"), make_run("whole")  # written before the key existed
     (half / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.5}\n")
     rows = [line.split() for line in printed_at_the_end(half).splitlines()]
     assert ["held-out", "accuracy", "(reward", "≥", "0.5)"] in [row[:5] for row in rows]

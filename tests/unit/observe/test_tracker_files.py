@@ -1,5 +1,5 @@
-"""What the trackers' own packages have written, read back: a new run, a resumed one, steps that
-were lost or repeated, and two runs side by side."""
+"""The files that the trackers' own packages wrote, read back: a new run, a resumed run, lost or
+repeated steps, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.observe.trackers import SENT_FILE
 from tests.programs import wait_until
 
-Points = list[tuple[int, float]]  # step and value, in the order in which they were written
-Reader = Callable[[Path], Points]  # of the metric reward/mean of a run
+Points = list[tuple[int, float]]  # step and value, in the order of writing
+Reader = Callable[[Path], Points]  # reads the metric reward/mean of a run
 
 
 def read_tensorboard(run: Path) -> Points:
@@ -48,7 +48,7 @@ def read_wandb(run: Path) -> Points:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: LevelDB's log format, blocks of 32 KiB."""
+    """The records of a .wandb file. It has LevelDB's log format with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, parts = path.read_bytes(), 7, b""
@@ -59,7 +59,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last of several parts
+        if kind in (1, 4):  # a whole record, or the last of several parts
             record = Record()
             record.ParseFromString(parts)
             parts = b""
@@ -85,7 +85,7 @@ READERS: dict[str, Reader] = {
 
 @pytest.fixture(params=READERS)
 def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each tracker whose package is here, kept on this machine."""
+    """Each tracker whose package is installed, without its servers."""
     name = str(request.param)
     pytest.importorskip(name)
     folder = request.getfixturevalue("tmp_path")
@@ -109,7 +109,7 @@ def reward(run: Path, step: int) -> float:
 
 
 def write(run: Path, tracker: str, steps: Sequence[int], after: int | None = None) -> None:
-    """A start of a run, from `after` if it is resumed."""
+    """One start of a run, from step `after` if it is resumed."""
     logger = RunLogger(config_of(run, tracker), True, None if after is None else ("rl", after))
     for step in steps:
         logger.write("rl", step, {"reward/mean": reward(run, step), "grad_norm": float("nan")})
@@ -124,13 +124,14 @@ def test_what_a_tracker_has_of_runs_that_were_resumed(tracker: str, tmp_path: Pa
     one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     read = READERS[tracker]
     write(one, tracker, range(4))
-    write(two, tracker, range(2))  # beside it
+    write(two, tracker, range(2))  # a second run in the same project
     assert read(one) == of_steps(one, range(4)) and read(two) == of_steps(two, range(2))
 
-    write(one, tracker, [2, 3, 4], after=1)  # steps 2 and 3 were not saved: it makes them again
+    # steps 2 and 3 were not saved, so the run makes them again
+    write(one, tracker, [2, 3, 4], after=1)
     assert read(one) == of_steps(one, range(5))
 
-    # killed after step 6 was written down, and before the tracker had it
+    # killed after step 6 was recorded, and before the tracker got it
     write(one, tracker, [5, 6], after=4)
     note = json.loads((one / SENT_FILE).read_text())
     assert (note["tracker"], note["step"]) == (tracker, 6)

@@ -1,5 +1,5 @@
-"""The source of Megatron-Core as installed, read from disk: what the substitutions and fixes did to
-the imported modules does not matter."""
+"""The source code of the installed Megatron-Core, read from disk. So our changes of the imported
+modules do not affect it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tree(file: str) -> ast.Module:
 
 
 def function(file: str, name: str) -> str:
-    """Source of a function or a method."""
+    """The source of a function or a method."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return ast.unparse(node)

@@ -1,4 +1,4 @@
-"""What one rank does for all of them."""
+"""Work that one rank does for all of them."""
 
 from __future__ import annotations
 

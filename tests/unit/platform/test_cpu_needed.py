@@ -1,7 +1,7 @@
-"""Each substitution for Megatron-Core on CPU is still needed by the installed Megatron-Core.
+"""The installed Megatron-Core still needs each substitution for the CPU.
 
-Every test fails when an upgrade makes a line of platform/cpu/needed.py superfluous: the line can
-then go.
+A test fails if an upgrade makes a line of platform/cpu/needed.py unnecessary. Then the line can be
+removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ needs_substitutions = pytest.mark.skipif(
     not needed.is_needed(), reason="there is CUDA: nothing is substituted"
 )
 
-# Parts of Megatron-Core that are not on our path: what only they need is not needed.
+# Parts of Megatron-Core that we do not use. What only they need is not needed.
 FOREIGN = ("inference/", "datasets/", "export/", "ssm/", "models/", "distributed/fsdp/", "mimo/")
 OURS_AFTER_ALL = ("models/common/", "models/gpt/", "models/backends.py")
 
@@ -42,7 +42,7 @@ def sources() -> tuple[str, ...]:
 
 @functools.cache
 def calls() -> dict[str, list[ast.Call]]:
-    """All calls by the dotted name of what is called."""
+    """All calls, by the dotted name of the called function."""
     found: dict[str, list[ast.Call]] = {}
     for call in (call for file in sources() for call in stock.calls(file)):
         found.setdefault(ast.unparse(call.func), []).append(call)
@@ -51,13 +51,14 @@ def calls() -> dict[str, list[ast.Call]]:
 
 @functools.cache
 def dotted_names() -> frozenset[str]:
-    """Every `torch.cuda...` that is read anywhere."""
+    """Every name `torch.cuda...` that is used anywhere."""
     nodes = (node for file in sources() for node in ast.walk(stock.tree(file)))
     return frozenset(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
 
 
 def asks_for_cuda(call: ast.Call) -> bool:
-    """With a literal device: `torch.cuda.current_device()` already answers with the CPU."""
+    """Whether it asks for CUDA with a literal device; `torch.cuda.current_device()` already returns
+    the CPU."""
     return any(
         keyword.arg == "pin_memory"
         or (keyword.arg == "device" and "'cuda'" in ast.unparse(keyword.value))
@@ -112,7 +113,7 @@ RUNTIME = (
 
 def test_the_cuda_runtime_is_called() -> None:
     assert {f"torch.cuda.{name}" for name in RUNTIME.split()} - dotted_names() == set()
-    for method in ("cuda", "record_stream"):  # of tensors
+    for method in ("cuda", "record_stream"):  # methods of tensors
         assert any(name.endswith(f".{method}") for name in calls())
 
 
@@ -144,10 +145,11 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
     assert torch.equal(inside, expected_inside)
     assert torch.equal(torch.rand(3), expected_outside)
     with tracker.fork("dropout"):
-        assert not torch.equal(torch.rand(5), expected_inside)  # it goes on where it stopped
+        # the generator goes on where it stopped
+        assert not torch.equal(torch.rand(5), expected_inside)
 
 
-# Gloo refuses unequal shares; tests of several processes run the substitutes.
+# Gloo refuses shares of different sizes. Tests of several processes run the substitutes.
 GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 MAPPINGS = "tensor_parallel/mappings.py"
 RANDOM, MOE_UTILS = "tensor_parallel/random.py", "transformer/moe/moe_utils.py"
@@ -170,12 +172,12 @@ def test_a_replaced_function_does_what_no_cpu_can(file: str, name: str, words: l
 def test_importing_megatron_core_compiles_functions() -> None:
     assert "torch.compile" in stock.source("jit.py")
     assert sum(stock.source(file).count("@jit_fuser\n") for file in sources()) > 5
-    # and here torch.compile is itself again after the import
+    # after the import, torch.compile is itself again
     assert (torch.compile.__module__, torch.compile.__qualname__) == ("torch", "compile")
 
 
 def run_python(code: str, **environ: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of another Python."""
+    """The exit code, stdout and stderr of a new Python process."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -188,8 +190,8 @@ def run_python(code: str, **environ: str) -> tuple[int, str, str]:
 
 
 def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
-    """Where they are installed and the GPU is missing or hidden: Megatron-Core would compute with
-    their kernels."""
+    """They are installed, but the GPU is missing or hidden. Megatron-Core would use their
+    kernels."""
     for name in needed.GPU_PACKAGES:
         (tmp_path / name).mkdir()
         broken = 'raise SystemExit("a package for GPUs was imported")'
@@ -208,7 +210,7 @@ def test_the_dispatcher_leaves_split_sizes_of_cpu_tensors_as_tensors() -> None:
     assert "as_numpy=True" in stock.source("transformer/moe/token_dispatcher.py")
     source = stock.function(MOE_UTILS, "maybe_move_tensor_to_cpu")
     namespace: dict[str, object] = {"torch": torch}
-    # the function as on disk, without its annotations' names
+    # the function as it is on disk, without the names of its annotations
     exec(f"from __future__ import annotations\n{source}", namespace)
     native = namespace["maybe_move_tensor_to_cpu"]
     assert torch.is_tensor(native(torch.tensor([1, 2]), as_numpy=True))
@@ -233,7 +235,7 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
 
     for name in (GATHER, SCATTER):
         wrapped = getattr(mappings, name)
-        native = inspect.signature(wrapped)  # functools.wraps: that of the native function
+        native = inspect.signature(wrapped)  # functools.wraps: the signature of the native function
         assert list(native.parameters)[:2] == ["input_", "group"]
         third = list(native.parameters)[2]
         assert third in ("input_split_sizes", "output_split_sizes")
@@ -266,7 +268,7 @@ def test_install_is_inert_where_there_is_cuda() -> None:
     assert code == 0, errors
 
 
-# A run in small: rollout, log-probs, gradients, update.
+# A small run: rollout, log-probs, gradients, update.
 STEP = """
 import torch
 from gspo_megatron.config.schema import OptimizerSection

@@ -1,6 +1,7 @@
-"""Context variables in recomputation: stock loses them, and platform.megatron_fixes carries them.
+"""Context variables in recomputation: stock Megatron-Core loses them, and platform.megatron_fixes
+keeps them.
 
-The tests of the stock functions fail when an upgrade makes the mending superfluous, or useless.
+The tests of the stock functions fail if an upgrade makes the fix unnecessary, or breaks it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_seen(*, in_a_thread: bool = False) -> list[str]:
-    """What two checkpointed functions read, in their forward passes and then in recomputation."""
+    """The values that two checkpointed functions read in their forward passes, and then in
+    recomputation."""
     seen: list[str] = []
 
     def read(hidden: Tensor) -> Tensor:
@@ -64,10 +66,11 @@ def values_seen(*, in_a_thread: bool = False) -> list[str]:
         variable.reset(token)
 
     def backward() -> None:
-        for output in outputs:  # the first after the second has begun, as under 1F1B
+        # the first one's backward pass comes after the second one's forward pass, as in 1F1B
+        for output in outputs:
             output.sum().backward()
 
-    if in_a_thread:  # as autograd runs the backward pass of a device
+    if in_a_thread:  # autograd runs a device's backward pass in a thread
         with ThreadPoolExecutor() as threads:
             threads.submit(backward).result()
     else:
@@ -83,12 +86,12 @@ def test_recomputation_sees_the_variables_of_its_forward_pass(in_a_thread: bool)
 @pytest.mark.parametrize("in_a_thread", [False, True])
 @pytest.mark.usefixtures("stock")
 def test_stock_recomputation_does_not(in_a_thread: bool) -> None:
-    """When this fails Megatron-Core carries the context by itself, and the mending can go."""
+    """If this fails, Megatron-Core keeps the context itself, and the fix can be removed."""
     assert values_seen(in_a_thread=in_a_thread) == ["first", "second", "nothing", "nothing"]
 
 
 def test_nested_checkpoints_and_changes_inside() -> None:
-    """A checkpoint within a recomputed function belongs to what is set around it there."""
+    """A checkpoint inside a recomputed function gets the values that are set around it there."""
     seen: list[str] = []
 
     def inner(hidden: Tensor) -> Tensor:
@@ -107,7 +110,8 @@ def test_nested_checkpoints_and_changes_inside() -> None:
     output = CheckpointFunction.apply(outer, False, hidden)
     variable.reset(token)
     output.sum().backward()
-    # forward; recomputation of the outer one; and of the inner one, whose backward comes with it
+    # the forward pass; the recomputation of the outer one; that of the inner one, whose backward
+    # pass comes with it
     assert seen == ["outer", "inner", "outer", "inner", "inner"]
     assert hidden.grad.tolist() == [6.0, 6.0]
 
@@ -122,7 +126,7 @@ def test_the_mended_place_is_where_recomputation_takes_its_function_from() -> No
     assert "ctx.run_function(*" in inspect.getsource(CheckpointFunction.backward)
 
 
-# 0.19 has a file for what transformer blocks did by themselves.
+# In 0.19 a file has what transformer blocks did themselves before.
 OF_BLOCKS = next(
     file
     for file in ("recompute.py", "transformer/transformer_block.py")
@@ -140,13 +144,14 @@ def test_routers_are_recomputed_in_no_other_way(file: str) -> None:
 
 
 def test_megatron_takes_transformer_engines_function_at_each_call() -> None:
-    """From where megatron_fixes puts the mended one, whatever was imported first."""
+    """Megatron-Core looks it up where megatron_fixes puts the fixed one, in any order of
+    imports."""
     te_checkpoint = megatron.function("extensions/transformer_engine.py", "te_checkpoint")
     assert "from transformer_engine.pytorch.distributed import checkpoint" in te_checkpoint
 
 
 class KeepsTheFunction(torch.autograd.Function):
-    """Transformer Engine's checkpoint as far as the function goes: it is kept as it is."""
+    """A stand-in for Transformer Engine's checkpoint, which keeps the function as it is."""
 
     @staticmethod
     def forward(ctx: Any, function: Forward, kwargs: dict[str, Any], *args: Tensor) -> Tensor:
@@ -166,7 +171,7 @@ class KeepsTheFunction(torch.autograd.Function):
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package of the same name, where the real one cannot be."""
+    """A stand-in for the package, because the real one cannot be imported here."""
     names = ("", ".pytorch", ".pytorch.distributed")
     package, pytorch, distributed = (ModuleType(f"transformer_engine{name}") for name in names)
 
@@ -177,7 +182,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.pytorch, pytorch.distributed = pytorch, distributed
     for module in (package, pytorch, distributed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # what is mended twice afterwards is put back as it was
+    # the functions that are fixed twice afterwards are restored
     monkeypatch.setattr(CheckpointFunction, "forward", CheckpointFunction.forward)
     return distributed
 
@@ -208,7 +213,7 @@ def test_transformer_engines_recomputation(transformer_engine: ModuleType, mende
     not TRANSFORMER_ENGINE, reason="reads the source of Transformer Engine, which is not installed"
 )
 def test_transformer_engine_keeps_the_function_as_it_is() -> None:
-    """When this fails it may carry the context by itself, or take the function elsewhere."""
+    """If this fails, it may keep the context itself, or take the function from elsewhere."""
     from transformer_engine.pytorch import distributed
 
     assert distributed.checkpoint.__wrapped__ is not None

@@ -1,5 +1,5 @@
-"""The pretended world: what it says of itself, that it leaves nothing behind, and that each
-substitution in it is still needed."""
+"""The simulated world: its answers about itself, that it leaves nothing behind, and that each of
+its substitutions is still needed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_collectives_are_recorded_with_the_whole_message() -> None:
         assert gathered.shape == (24, 5)
         mappings._reduce_scatter_along_first_dim(gathered, group)
         dist.all_reduce(states, group=group)
-        dist.all_reduce(states, group=dist.new_group([1]))  # with nobody
+        dist.all_reduce(states, group=dist.new_group([1]))  # in a group of its own
     found = [(each.kind, each.ranks, each.num_bytes) for each in trace.collectives]
     ranks = (0, 1, 2, 3)
     assert found == [
@@ -86,7 +86,7 @@ def test_live_bytes_and_their_peak() -> None:
         second = first + 1
         view = second[10:]
         del second
-        assert trace.live_bytes == 800  # the view keeps all of its storage
+        assert trace.live_bytes == 800  # the view keeps its whole storage alive
         del first, view
         gc.collect()
         assert (trace.live_bytes, trace.peak_bytes) == (0, 800)
@@ -105,7 +105,7 @@ def test_experts_get_equally_many_tokens() -> None:
         assert taken.shape == (60,)
         taken.sum().backward()
         assert scores.grad is not None and scores.grad.shape == (8, 30)
-        assert (counts.to(META) + torch.empty(8, device=META)).is_meta  # real where values count
+        assert (counts.to(META) + torch.empty(8, device=META)).is_meta  # real where values matter
 
 
 def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
@@ -127,7 +127,7 @@ def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
     assert key.grad is not None and key.grad.shape == key.shape
 
 
-# Each of these fails when torch or Megatron-Core learns to do without the substitution.
+# Each of these tests fails if torch or Megatron-Core no longer needs the substitution.
 
 
 def test_attention_on_meta_would_keep_the_scores_of_all_pairs() -> None:
@@ -156,7 +156,7 @@ def test_torch_does_not_wrap_what_runs_at_every_operation() -> None:
     assert not hasattr(Trace.__torch_dispatch__, "__wrapped__")
 
 
-# What is cached of an operation on meta tensors is what torch says of it.
+# The cached results of an operation on meta tensors are those of torch.
 
 
 class Remembering(TorchDispatchMode):
@@ -172,7 +172,7 @@ class Remembering(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The results that are made without asking torch."""
+    """The results that are made without torch."""
     made: list[Any] = []
     make = torch.empty_strided
     with monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def form(value: Any) -> list[Any]:
-    """Everything that can be told of meta tensors."""
+    """All properties of meta tensors."""
     return [type(value)] + [
         (t.shape, t.stride(), t.dtype, t.device, t.storage_offset(), t.untyped_storage().nbytes())
         for t in tensors_in(value)
@@ -235,7 +235,7 @@ def test_the_second_time_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_view_stays_a_view() -> None:
-    """_unsafe_view's schema says that its result is new."""
+    """_unsafe_view's schema claims that its result is new."""
     values, results = meta(3, 5), MetaResults()
     for operation in (
         lambda: torch.ops.aten._unsafe_view(values, [15]),

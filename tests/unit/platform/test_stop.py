@@ -1,4 +1,4 @@
-"""A run is told to stop by signals, and before a job's time is over."""
+"""A run is told to stop by signals, and before the time limit of its job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
         assert not stop.is_requested
         os.kill(os.getpid(), number)
         assert stop.is_requested
-        raise KeyError  # handlers are put back after an error too
+        raise KeyError  # handlers are restored after an error, too
     assert signal.getsignal(number) is before
     with StopSignals(enabled=False) as stop:  # a run that saves nothing leaves signals alone
         assert signal.getsignal(number) is before and not stop.is_requested
@@ -37,7 +37,8 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
 def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once; without SAVES, before the run has begun to train, and after it, it ends the process."""
+    """It is noted once. It ends the process without SAVES, before the run has begun to train, and
+    after it."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     try:
@@ -58,7 +59,7 @@ def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
 
 
 class Job(SlurmJob):
-    """Whose time passes as told."""
+    """A job whose clock the test sets."""
 
     left = 1000.0
 
@@ -114,7 +115,7 @@ def test_the_longest_step_lies_between_two_boundaries(monkeypatch: pytest.Monkey
         assert stop.longest_step == longest
 
 
-# What a process learns of its Slurm job. The real programs: tests/slurm.
+# What a process knows about its Slurm job. tests/slurm has the real programs.
 
 TIMES = {
     "9": 9,

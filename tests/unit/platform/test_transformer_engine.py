@@ -1,4 +1,5 @@
-"""What stands in for Transformer Engine on the rehearsed device fits the kept tables of it."""
+"""The stand-in for Transformer Engine on the rehearsed device fits the recorded signatures of the
+real one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.cuda_rehearsal.engine.contract import demands
 from tests.cuda_rehearsal.engine.implementations import IMPLEMENTATIONS
 from tests.cuda_rehearsal.engine.tables import SITE, TABLES, Table, signature_of, versions
 
-# Fields that TEDotProductAttention takes out, whatever the version of Transformer Engine.
+# Fields that TEDotProductAttention takes out, in any version of Transformer Engine.
 NOT_PASSED_ON = {"cp_group", "local_cp_size", "total_tokens", "seq_idx", "tokens_per_sample"}
 
 
@@ -29,7 +30,7 @@ def test_attention_takes_the_fields_of_packed_sequences(version: str) -> None:
 
 
 def test_the_contract_names_arguments_of_the_tables() -> None:
-    """A demand is about an argument that each of its versions has, or about the module itself."""
+    """A requirement concerns an argument that each of its versions has, or the module itself."""
     for name, found in demands().items():
         for demand in found:
             assert set(demand["where"]) <= set(TABLES)
@@ -41,7 +42,7 @@ def test_the_contract_names_arguments_of_the_tables() -> None:
 
 
 def own_parameters(path: str) -> set[str]:
-    """Of what stands in for this name of a table; none if nothing does."""
+    """The parameters of the stand-in for a name of the table; none if there is no stand-in."""
     owner, _, member = path.removeprefix("transformer_engine.").rpartition(".")
     if owner in IMPLEMENTATIONS:
         function = vars(IMPLEMENTATIONS[owner]).get(member)
@@ -56,7 +57,7 @@ def own_parameters(path: str) -> set[str]:
 
 @pytest.mark.parametrize("version", versions())
 def test_the_stand_in_has_no_parameter_that_the_table_lacks(version: str) -> None:
-    """Else it would compute with what no caller can give."""
+    """Otherwise it would compute with parameters that no caller can give."""
     compared = 0
     for path, text in Table(version).names.items():
         if text is not None and text.startswith("("):

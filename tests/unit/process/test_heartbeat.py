@@ -1,4 +1,4 @@
-"""A process that stands still is ended, and tells where it stood."""
+"""A process that hangs is ended, and reports where it was."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("done")
 def start(
     folder: Path, rank: int, doing: str, timeout: float = 1.0, together: int = 1
 ) -> subprocess.Popen[str]:
-    """`together`: so many begin at the same time."""
+    """`together`: the number of ranks that begin at the same time."""
     words = [str(folder), str(rank), doing, str(timeout), str(together)]
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *words],
@@ -108,7 +108,8 @@ def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None
 
 
 def test_a_rank_that_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
-    """As all wait for the rank with the most to save, or with the slowest rewards."""
+    """An example is ranks that wait for the rank with the most to save, or with the slowest
+    rewards."""
     for process in start_two(tmp_path, "time.sleep(4)", "work(5, heartbeat)", timeout=2.0):
         assert end(process) == (0, "done\n", "")
 
@@ -121,5 +122,5 @@ def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None
         code, _, err = end(process)
         assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
-        assert silence_in(stacks) < 6  # 6 since the wait began
+        assert silence_in(stacks) < 6  # 6 seconds since the wait began
         assert "in stand_still" in stacks and "no stacks from" not in err

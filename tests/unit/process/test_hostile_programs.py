@@ -1,4 +1,4 @@
-"""Hostile programs in sandboxes of root and of an ordinary user: none gets what it wants."""
+"""Hostile programs in sandboxes of root and of an ordinary user: none of them succeeds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the programs have the numbers of x86-64"
 )
 
-Runs = Callable[[Sequence[tuple[str, float]]], list[Outcome]]  # of programs and their seconds
+# takes programs with their time limits
+Runs = Callable[[Sequence[tuple[str, float]]], list[Outcome]]
 LIMITS = Limits(memory_mb=256, processes=32, disk_mb=8, output_bytes=1 << 20)
 
-MISWRITTEN = ("SyntaxError", "NameError", "AttributeError")  # programs of ours that try nothing
+# errors that show a mistake in our program, which then tries nothing
+MISWRITTEN = ("SyntaxError", "NameError", "AttributeError")
 FORKED = "if os.fork(): os.wait(); raise SystemExit(1)\n"
 
-# Runs each program in a process of its own, and prints why it ended; "held": it did not.
+# Run each program in a process, and print why it ended. "held": the sandbox did not stop it.
 DRIVER = """
 import json, os, sys
 for name, text in json.loads(TABLE):
@@ -64,7 +66,7 @@ for name, text in json.loads(TABLE):
 
 @contextmanager
 def name_server() -> Iterator[int]:
-    """Answers all datagrams; its port."""
+    """A server that answers all datagrams. Returns its port."""
     with socket.socket(type=socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
 
@@ -81,7 +83,7 @@ def name_server() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def outside() -> Iterator[dict[str, str]]:
-    """What the programs want to reach: ports, a socket, shared memory, this process."""
+    """Things that the programs want to reach: ports, a socket, shared memory, and this process."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as named,
@@ -113,7 +115,8 @@ def runs(
     outside: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Runs]:
-    """Each in a folder with a secret, and with another one in the environment."""
+    """A function that runs each program in a folder with a secret, and with another secret in the
+    environment."""
     is_other = request.param == "an ordinary user"
     if not is_other and os.geteuid() != 0:
         pytest.skip("this user is an ordinary one")
@@ -140,9 +143,10 @@ def runs(
 
 @pytest.fixture(scope="module")
 def before(runs: Runs) -> Iterator[list[psutil.Process]]:
-    """The processes below this one, to which orphans of its children come from now on."""
+    """The processes below this one. From now on, orphans of its children become its children."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
-    found = psutil.Process().children(recursive=True)  # of other tests, such as a resource tracker
+    # processes of other tests, such as a resource tracker
+    found = psutil.Process().children(recursive=True)
     assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
     yield found
     libc.prctl(set_child_subreaper, 0, 0, 0, 0)
@@ -150,7 +154,7 @@ def before(runs: Runs) -> Iterator[list[psutil.Process]]:
 
 @pytest.fixture(scope="module")
 def told(runs: Runs, before: object) -> dict[str, str]:
-    """Why each of REFUSED ended."""
+    """The reason why each of REFUSED ended."""
     table = json.dumps(list(REFUSED.items()))
     program = f"TABLE = {table!r}\nPRELUDE = {PRELUDE!r}\n{DRIVER}"
     (outcome,) = runs([(program, 30.0)])
@@ -187,9 +191,11 @@ def test_all_end_at_a_limit(limited: dict[str, Outcome]) -> None:
 
 
 def groups_left() -> list[Path]:
-    """The memory cgroups of this process that stay.
+    """The memory cgroups of this process that remain.
 
-    The kernel keeps a cgroup until ended processes are reaped. Each later sandbox tries again."""
+    The kernel keeps a cgroup until its ended processes are reaped. Each later sandbox tries again
+    to remove it.
+    """
     place = sandbox_memory.place()
     end = time.monotonic() + 30
     while place is not None:
@@ -209,13 +215,13 @@ def test_they_leave_nothing(
 
 
 def shared_memory() -> set[str]:
-    """The machine's: segments without their counters, and files."""
+    """The machine's shared memory: segments without their counters, and files."""
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     return {" ".join(line.split()[:4]) for line in segments} | set(os.listdir("/dev/shm"))
 
 
 def is_left_over(before: set[str]) -> set[str]:
-    """What is new in shared memory, and stays: other tests make locks there, for a moment."""
+    """What is new in shared memory, and remains. Other tests make locks there for a moment."""
     end = time.monotonic() + 30
     while (new := shared_memory() - before) and time.monotonic() < end:
         time.sleep(0.5)
@@ -225,7 +231,7 @@ def is_left_over(before: set[str]) -> set[str]:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_thousand_leave_nothing(runs: Runs) -> None:
-    """Random ones, some of them after a fork."""
+    """Random programs, some of them after a fork."""
     draw, before = random.Random(1), shared_memory()
     for _ in range(50):
         names = draw.choices([*REFUSED, *LIMITED], k=20)

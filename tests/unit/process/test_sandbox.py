@@ -1,4 +1,4 @@
-"""Programs that attack: the sandbox holds, and each is named."""
+"""Programs that attack: the sandbox holds, and reports each attack."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def run(program: str, stdin: str = "", seconds: float = 5.0) -> sandbox.Outcome:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Orphans of a test become children of this process, the subreaper; none may live."""
+    """Check that nothing is left. Orphans of a test become children of this process, the
+    subreaper."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
-    before = psutil.Process().children(recursive=True)  # of other tests, such as a resource tracker
+    # processes of other tests, such as a resource tracker
+    before = psutil.Process().children(recursive=True)
     assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
     yield
     try:
@@ -71,7 +73,7 @@ print(count)
 
 # --- walls --------------------------------------------------------------------------------------
 
-# allows all
+# a filter that allows everything
 NO_FILTER = """
 import struct
 sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
@@ -86,7 +88,8 @@ def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter(user: User
     assert memory.failure is None  # there was no filter
 
 
-# As a login does it: a session keyring, with a secret of the user's. keyctl, add_key: x86-64.
+# A session keyring with a secret of the user, as a login makes it. keyctl and add_key are for
+# x86-64.
 WITH_KEY = """
 import ctypes, struct, sys
 libc = ctypes.CDLL(None)
@@ -111,7 +114,7 @@ print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="it has the numbers of x86-64")
 @pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
 def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
-    """By the filter, and by a keyring of its own."""
+    """The filter protects them, and a keyring of the sandbox's own."""
     words = [sys.executable, "-c", WITH_KEY, filtered]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     if done.stdout.strip() == "no keyrings":
@@ -129,7 +132,7 @@ def test_nothing_is_in_the_environment_of_any_process(user: User) -> None:
     assert "PWD=/tmp\0" in own
 
 
-# Makes a file, a lock and a block, fills the rest, and tells what it has of shared memory.
+# Make a file, a lock and a block, fill the rest, and report what there is of shared memory.
 SHARED = """
 import multiprocessing, os
 from multiprocessing import shared_memory
@@ -151,8 +154,8 @@ SHARED = SHARED.replace("ESCAPED", ESCAPED)
 
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
 def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: User) -> None:
-    """Two programs, one after the other: neither sees the other's, and the host sees none. It has
-    its size without a cgroup too: an ordinary user mostly has none."""
+    """Two programs, one after the other. Neither sees the other's shared memory, and the host sees
+    none. The size is limited also without a cgroup, which an ordinary user mostly cannot make."""
     is_other = who == "an ordinary user"
     own = user.run([SHARED] * 2, LIMITS) if is_other else [run(SHARED), run(SHARED)]
     for outcome in own:
@@ -165,7 +168,7 @@ def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: Use
 
 
 def test_a_sandbox_ends_with_its_owner() -> None:
-    """Also where the owner is killed."""
+    """Also if the owner is killed."""
     program = """
 from gspo_megatron.process import sandbox
 sandbox.run(b"import time; time.sleep(900)", b"", sandbox.Limits(900.0))
@@ -289,7 +292,7 @@ def test_a_solution_cannot_tamper_with_its_tests(solution: str) -> None:
 
 
 def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandbox() -> None:
-    """Its own sandbox starts first. A fault would end the run."""
+    """Its own sandbox starts first. A fault of the sandbox would end the run."""
     limits = replace(LIMITS, output_bytes=64)
     for _ in range(3):
         outcome = sandbox.judge(b"while True: print('x' * 99)", (), (), ("assert f(1)",), limits)
@@ -297,7 +300,7 @@ def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandb
 
 
 def test_expected_values_never_enter() -> None:
-    """Nothing in the solution's sandbox has the text of a test."""
+    """Nothing in the solution's sandbox contains the text of a test."""
     program = """
 import glob
 def f(x):
@@ -313,7 +316,7 @@ def f(x):
 
 
 def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a bwrap that may not make namespaces, as the kernel of some clusters says."""
+    """bwrap may not make namespaces, which is what the kernels of some clusters answer."""
     program = tmp_path / "bwrap"
     program.write_text(
         "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"

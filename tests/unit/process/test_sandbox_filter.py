@@ -1,5 +1,5 @@
-"""The filter of system calls: what it decides, by an interpreter of classic BPF, and that programs
-which solve tasks never notice it."""
+"""The filter of system calls: its decisions, computed by an interpreter of classic BPF; and that
+programs which solve tasks never notice it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = [
 
 
 def decision(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
-    """What the kernel would do: a number of errno, ALLOWED or KILLED."""
+    """The decision of the kernel: an errno, ALLOWED or KILLED."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<iIQ6Q", number, audit or AUDIT[machine], 0, *words)
     program = sandbox_filter.program(machine)
@@ -104,7 +104,7 @@ def test_arguments_decide(machine: str) -> None:
     assert socket(1 << 32 | 40, 1, 0) == no_family  # the kernel takes the low half
     assert decision(machine, its.socketpair, 1, 1, 0) == ALLOWED
     assert decision(machine, its.socketpair, 40, 1, 0) == no_family
-    thread = 0x3D0F00  # of pthread_create
+    thread = 0x3D0F00  # the flags of pthread_create
     assert decision(machine, its.clone, thread) == decision(machine, its.clone, 17) == ALLOWED
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert decision(machine, its.clone, 17 | flag) == errno.EPERM
@@ -136,7 +136,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         sandbox.fault.cache_clear()
 
 
-# What solutions and explorations do: all of it works.
+# What solutions and explorations do. All of it works.
 USUAL = """
 import asyncio, bisect, collections, ctypes, datetime, decimal, fcntl, fractions, functools, glob
 import hashlib, heapq, io, itertools, json, locale, math, os, pathlib, pickle, platform, queue

@@ -12,7 +12,7 @@ Answer = str | int | Callable[[str], str | int]
 
 
 class Judge:
-    """Gives the answers in their order, the last one again and again.
+    """A judge that gives these answers in their order, and repeats the last one.
 
     An answer is a text, a status, or a function that makes one of these of the question. A function
     that raises closes the connection."""

@@ -1,4 +1,4 @@
-"""The reward of one sample, as a test wants to compare it."""
+"""The reward of one sample, in a form that a test can compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gspo_megatron.types import Sample, TurnRewards
 
 
 def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
-    """Of a reward, or a function that is one."""
+    """The score by a reward, or by a function that is one."""
     reward = reward if isinstance(reward, Reward) else Reward("mine", reward)
     ((found,), _) = Scorer(reward, RewardSection(retries=0, workers=0)).score([sample])
     if found.ends is not None:

@@ -1,4 +1,4 @@
-"""The estimate of a rating against closed forms, a solver of its own and a simulation."""
+"""The estimate of a rating, compared with closed forms, a second solver and a simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from examples.evaluation.codeforces import LEAST, MOST, Contest, score_of
 
 
 def by_steps(ratings: list[float], place: float) -> float:
-    """The rating with that expected place: steps of 1, then of 0.001, with plain Python."""
+    """The rating with that expected place, searched in steps of 1 and then of 0.001, in plain
+    Python."""
 
     def expected(rating: float) -> float:
         return 1 + sum(1 / (1 + math.exp((rating - r) * math.log(10) / 400)) for r in ratings)
@@ -38,12 +39,12 @@ def test_ratings_are_those_of_an_independent_solver() -> None:
 
 
 def test_equal_opponents_have_a_closed_form() -> None:
-    """With n opponents of rating r: 1 + n / (1 + 10^((R − r) / 400)) = place."""
+    """With n opponents of rating r: 1 + n / (1 + 10^((R - r) / 400)) = place."""
     for n, ahead in ((3, 1), (10, 2), (10, 8)):
         contest = Contest([1500.0] * n, [2.0] * ahead + [0.0] * (n - ahead))
         expected = 1500 + 400 * math.log10(n / ahead - 1)
         assert contest.rating_of(1.0) == pytest.approx(expected)
-    # as good as one opponent of two: between them
+    # as good as one of two opponents, so between them
     assert Contest([1400.0, 1600.0], [0.0, 2.0]).rating_of(1.0) == pytest.approx(1500)
     assert Contest([1700.0], [5.0]).rating_of(5.0) == pytest.approx(1700)  # a tie
 
@@ -54,7 +55,7 @@ def test_first_and_last_places_end_at_the_bounds() -> None:
 
 
 def test_a_player_of_the_model_gets_its_rating_back() -> None:
-    """Opponents whose scores follow the Elo formula against a player of 1,800."""
+    """Opponents whose scores follow the Elo formula against a player with 1,800."""
     numbers, truth = np.random.default_rng(0), 1800.0
     contests = []
     for _ in range(40):
@@ -73,7 +74,7 @@ def test_points_of_submissions() -> None:
 
 
 def test_submissions_after_the_solution_cost_nothing() -> None:
-    """Whatever they are: the problem is solved."""
+    """The problem is solved already, whatever they are."""
     for more in ([False], [False] * 9, [True], [False, True, False]):
         assert score_of([1000.0], [[True, *more]]) == 1000
         assert score_of([1000.0], [[False, True, *more]]) == 950

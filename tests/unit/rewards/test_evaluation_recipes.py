@@ -1,4 +1,4 @@
-"""The recipes of examples/evaluation read rows of the published formats, and judge them."""
+"""The recipes of examples/evaluation read rows in the published formats, and judge responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODEFORCES = FOLDER / "codeforces.py"
 
 
 def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
-    """A recipe, and its prompts of our own rows."""
+    """A recipe, and its prompts from our own rows."""
     suites: dict[str, Any] = suites_of_file(str(FOLDER / f"{name}.yaml"))
     rows = FOLDER / "rows" / f"{name}.jsonl"
     words = [f"evaluation.suites.{name}.prompts={rows}", *overrides]
@@ -104,7 +104,7 @@ def test_problems_of_codeforces_are_judged_by_their_checkers(tmp_path: Path) -> 
 
 
 def rated(path: Path, correct: dict[str, list[bool | None]]) -> list[str]:
-    """The lines of codeforces.py for these responses."""
+    """The output lines of codeforces.py for these responses."""
     records = [
         {"suite": "codeforces", "row_id": row_id, "sample": number, "correct": is_correct}
         for row_id, responses in correct.items()
@@ -116,11 +116,12 @@ def rated(path: Path, correct: dict[str, list[bool | None]]) -> list[str]:
 
 
 def test_responses_become_submissions_and_a_rating(tmp_path: Path) -> None:
-    """Against four participants: one without a rating does not count, nor what came later."""
+    """There are four participants. One without a rating does not count, and neither do later
+    submissions."""
     path = tmp_path / "evaluation.jsonl"
     given = {"9001/A": [True, False], "9001/B": [False, True, False], "9002/A": [True]}
     contest, missing, rating = rated(path, given)
-    # 500 and 1000 - 50 points, as many as the best of them
+    # 500 and 1000 - 50 points, as many as the best participant
     assert contest.startswith("contest 9001: 2 problems, 1450 points, place 1.5 of 5, rating ")
     assert missing.startswith("contest 9002: left out, no ")
     (number,) = {float(line.split("rating ")[1].split(",")[0]) for line in (contest, rating)}

@@ -1,6 +1,6 @@
-r"""200 odd forms of answers through math-verify: what models write, and what the file has.
+r"""200 unusual forms of answers, read by math-verify: of responses and of files.
 
-Most responses hold only the inside of \boxed{...}; those of WHOLE are whole texts.
+Most responses have only the inside of \boxed{...}; those in WHOLE are whole texts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gspo_megatron.evaluation.scores import majority_at_k
 from gspo_megatron.rewards.math import math, read_answer
 from gspo_megatron.types import Sample
 
-# gold answer: (forms that equal it), (forms that do not); separated by two blanks
+# gold answer: (equal forms), (different forms); two blanks separate them
 BOXED: dict[str, tuple[str, str]] = {
-    # whole numbers, as of AIME
+    # whole numbers, as in AIME
     "204": (
         r"204  204.0  \text{204}  \textbf{204}  \mathbf{204}  {204}  \,204\,  +204  $204$"
         r"  n=204  n = 204  \frac{408}{2}  204\text{ minutes}  \mathrm{204}"
@@ -75,14 +75,14 @@ BOXED: dict[str, tuple[str, str]] = {
     r"12\text{ cm}": (r"12\text{ cm}  12  12\ \text{cm}  12\,\mathrm{cm}", r"120  1.2"),
     r"\$18.90": (r"18.90  \$18.90  18.9", r"18  1890"),
 }
-# whole responses: (response, gold, is it right)
+# whole responses: (response, gold answer, whether it is right)
 WHOLE: Sequence[tuple[str, str | float, bool]] = (
     ("The answer is 82.", 82, True),
     (r"\boxed{\frac{1}{2}}", 0.5, True),
     ("1/2", r"$\frac12$", True),
     ("$1+x^2$", "x^2+1", True),
     (r"\boxed{5} and so \boxed{4}, not 5", "5", False),
-    (r"\boxed{4} and \boxed{5}", r"\{4, 5\}", True),  # all boxes
+    (r"\boxed{4} and \boxed{5}", r"\{4, 5\}", True),  # all boxes count together
     (r"\boxed{A \cup B}", r"A \cup B", True),  # compared as text
     (r"\boxed{A \cap B}", r"A \cup B", False),
     ("The answer is 204.", "204", True),
@@ -107,7 +107,7 @@ WHOLE: Sequence[tuple[str, str | float, bool]] = (
 )
 
 
-# What equals the answer, and math-verify does not see it: (response, gold).
+# Forms that equal the answer, but math-verify does not see it: (response, gold answer).
 MISSED: Sequence[tuple[str, str]] = (
     ("204 204 204", "204"),
     (r"\boxed{204.}", "204"),
@@ -147,7 +147,7 @@ def test_answers_are_compared_by_value(is_equal: bool) -> None:
 
 
 def test_what_is_missed_is_known() -> None:
-    r"""Where this fails, math-verify has become better: move the form to the others."""
+    r"""If this fails, math-verify has become better. Then move the form to the others."""
     missed = [(text, gold) for text, gold in MISSED if not math(Sample("", gold, text, False))]
     assert missed == list(MISSED)
 
@@ -187,7 +187,8 @@ def test_the_value_of_a_huge_number_is_not_computed(text: str) -> None:
     [
         ("0.001", ["10^{-3}", "0.001", "1/1000", "7", "7"]),
         ("5", ["x=5", "5", "7", "7", r"\frac{10}{2}"]),
-        ("9", ["1", "10^{-3}", "0.001", "9", "9", r"\frac{1}{1000}"]),  # the wrong one wins
+        # the wrong answer wins the vote
+        ("9", ["1", "10^{-3}", "0.001", "9", "9", r"\frac{1}{1000}"]),
     ],
 )
 def test_the_majority_is_that_of_a_value(answer: str, texts: list[str]) -> None:
@@ -195,6 +196,6 @@ def test_the_majority_is_that_of_a_value(answer: str, texts: list[str]) -> None:
     correct = [math(sample) == 1.0 for sample in samples]
     wanted = float(answer != "9")
     assert majority_at_k(correct, [read_answer(sample) for sample in samples]) == wanted
-    # right ones are one answer even where their texts differ
+    # right answers count as one, even if their texts differ
     if wanted:
         assert majority_at_k(correct, texts) == wanted

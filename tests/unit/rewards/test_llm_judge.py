@@ -38,7 +38,8 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert rewards == [0.75] and not any(failed)
     ((path, key, request),) = judge.requests
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
-    content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'  # each place once
+    # each placeholder is filled once
+    content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'
     assert request["messages"] == [{"role": "user", "content": content}]
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
     assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
@@ -84,7 +85,8 @@ def test_mistakes_of_the_user_end_the_run_at_once(judges: Any, status: int) -> N
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_question_is_the_failure_of_its_response(judges: Any, status: int) -> None:
-    """One that is too long for the judge, say; reward.on_failure decides what comes of it."""
+    """An example is a question that is too long for the judge. reward.on_failure decides what
+    happens."""
     dropped = {"retries": 0, "on_failure": "drop_group", "workers": 0}
     rewards, failed = score(judges(status, "Score: 5"), "x", "y", section=dropped)
     assert sorted(rewards, key=str) == [0.5, None] and failed.errors == 1
@@ -100,7 +102,7 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
     assert len(files) == 2 and len(judge.requests) == 2
     for text in ("{", "[]", '{"score": [1]}', '{"score": NaN}', '{"score": 1e999}', "[" * 99_999):
         for file in files:
-            file.write_text(text)  # damaged
+            file.write_text(text)  # the cache is damaged
         assert score(judge, "x", cache=cache)[0] == [0.7]
     assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]  # another question
     assert len(judge.requests) == 9

@@ -1,4 +1,5 @@
-"""Answers whose values nobody can compute: they score 0 after about a second, and end nothing."""
+"""Answers with values that nobody can compute. They score 0 after about a second, and end
+nothing."""
 
 from __future__ import annotations
 
@@ -69,4 +70,4 @@ def test_no_answer_raises(response: str) -> None:
 def test_large_values_that_can_be_computed_are_compared() -> None:
     assert math(answered(r"\boxed{2^{100}}", "1267650600228229401496703205376")) == 1.0
     assert math(answered(r"\boxed{20!}", "2432902008176640000")) == 1.0
-    assert math(answered(r"\boxed{9^{9^{9}}}", "9^{9^{9}}")) == 1.0  # the same text
+    assert math(answered(r"\boxed{9^{9^{9}}}", "9^{9^{9}}")) == 1.0  # the texts are equal

@@ -1,4 +1,4 @@
-"""Copies of rows that a reward function is given."""
+"""A reward function gets copies of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gspo_megatron.types import Sample
 def test_what_a_reward_changes_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
 ) -> None:
-    """Of samples of one prompt, which share its row, with and without workers."""
+    """Samples of one prompt share its row, with and without workers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     name = f"changing_{kind}_{workers}"

@@ -1,4 +1,5 @@
-"""Results of solutions, outside of the sandbox: right ones, and forged ones of every kind."""
+"""Results of solutions, checked outside of the sandbox: right ones, and all kinds of forged
+ones."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def same(found: Any, wanted: Any) -> bool:
         ({1: "a"}, {}, False),
         ({(1, "x"): 2}, {"(1, 'x')": 2}, True),
         ({1.5: 2, None: 3, True: 4}, {"1.5": 2, "None": 3, "True": 4}, True),
-        ({1: "a", "1": "b"}, {"1": "b"}, True),  # as JSON: the last counts
+        ({1: "a", "1": "b"}, {"1": "b"}, True),  # as in JSON: the last value counts
         ({1, 2}, [1, 2], False),
         (frozenset(), [], False),
         (b"a", "a", False),
@@ -92,11 +93,11 @@ def test_what_is_no_result_is_named(name: str) -> None:
         read_result(FORGED[name])
 
 
-EQUAL = (1 << 61) - 1  # multiples of it have the same hash
+EQUAL = (1 << 61) - 1  # all multiples of it have the same hash
 
 
 def test_equal_hashes_cost_nothing() -> None:
-    """Sets and dictionaries of 60,000 of them would take minutes."""
+    """Sets and dictionaries with 60,000 of them would take minutes."""
     items = [f'{{"int":"{n * EQUAL:x}"}}' for n in range(1, 60_000)]
     began = time.process_time()
     of_set = '{"set":[' + ",".join(items) + "]}"
@@ -114,7 +115,7 @@ def test_reading_and_comparing_have_a_limit() -> None:
     late = results.Result([[]] * 1000, time.monotonic() - 1)
     with pytest.raises(UnreadableError, match="takes too long to compare"):
         late.equals([[]] * 1000)
-    # some seconds, of a call that may take `reward.timeout_seconds`
+    # some seconds of a call that may take `reward.timeout_seconds`
     assert inspect.signature(read_result).parameters["seconds"].default <= 10
 
 

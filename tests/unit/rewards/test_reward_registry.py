@@ -257,7 +257,7 @@ def test_long_texts_are_cut() -> None:
         ((True, 2), (1, 7)),
         ([1.0], [7]),
         (np.array([1, 2], dtype=np.float32), np.array([6, 7], dtype=np.int32)),
-        ([0.25] * 7, range(1, 8)),  # a turn for each token
+        ([0.25] * 7, range(1, 8)),  # one turn for each token
     ],
 )
 def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:

@@ -1,4 +1,4 @@
-"""How a reward function is called for the responses of a rank, and what it may return for them."""
+"""How a reward function is called for the responses of a rank, and what it may return."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rewards(found: Scorer, count: int) -> list[float | None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits between calls, which take no time."""
+    """Record the waits between calls, which take no time here."""
     found: list[float] = []
     monkeypatch.setattr(time, "sleep", found.append)
     native = asyncio.sleep
@@ -161,7 +161,7 @@ def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[floa
     scores, failed = found.score(samples(3))
     assert [float(score.rewards.sum()) for score in scores] == [0, 1, 2]
     assert failed == FailedCalls(2, 0) and waits == [0.5, 1.0]
-    assert found.score(samples(3))[1] == FailedCalls()  # of this call only
+    assert found.score(samples(3))[1] == FailedCalls()  # only those of this call
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -182,7 +182,7 @@ def test_a_call_that_fails_for_good_leaves_no_reward(
     scores, failed = found.score(samples(3))
     assert [score is None for score in scores] == [False, True, False]
     assert failed == FailedCalls(2, 0)
-    (line,) = capfd.readouterr().err.splitlines()  # once
+    (line,) = capfd.readouterr().err.splitlines()  # the warning comes once
     assert line.startswith("reward 'mine' raised ConnectionError: no judge (test_scoring.py:")
     assert line.endswith("); more of this kind are only counted")
 
@@ -236,12 +236,12 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     found = scorer(parted, weights={"format": -2.0})
     scores, _ = found.score(samples(3))
     assert [score.rewards.tolist() for score in scores] == [[-1.0], [0.0], [1.0]]
-    assert scores[2].parts == {"correct": 2.0, "format": 0.5}  # before weights
+    assert scores[2].parts == {"correct": 2.0, "format": 0.5}  # before weighting
     assert found.part_names == ("correct", "format")
 
 
 def second_is(value: object) -> Callable[[Sample], object]:
-    """Parts for the first response, and something else for the second."""
+    """Returns parts for the first response, and something else for the second."""
     return lambda sample: value if number(sample) else {"a": 1.0, "b": 0.0}
 
 
@@ -347,7 +347,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = scorer(a_second)
     found.score(samples(3))
-    now += 10.0  # of something else
+    now += 10.0  # time that something else takes
     assert (found.take_seconds(), found.take_seconds()) == (3.0, 0.0)
 
     taken = []
@@ -361,7 +361,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     now += 10.0
     asyncio.run(at_the_same_time())
-    assert sum(taken) == 5.0  # the two share them
+    assert sum(taken) == 5.0  # the two responses share them
 
 
 def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

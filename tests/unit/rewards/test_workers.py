@@ -1,4 +1,5 @@
-"""Reward functions in workers: real processes, which hang, crash, eat memory and leave children."""
+"""Reward functions in workers: real processes that hang, crash, use up memory and leave
+children."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from gspo_megatron.rewards.scoring import FailedCalls, Scorer
 from gspo_megatron.types import Sample
 from tests.unit.data.corpora import refusal
 
-# The response is what a function is to do; all of them write their process's id to a file first.
+# The response says what a function does. Each function first writes its process's id to a file.
 MODULE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
 from fractions import Fraction
@@ -112,7 +113,8 @@ if os.environ.get("LOADS_IN", str(os.getpid())) != str(os.getpid()):
 
 @pytest.fixture
 def scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scorer]]:
-    """Makes scorers of functions of MODULE; afterwards no process of theirs is left."""
+    """A function that makes scorers of functions of MODULE. Afterwards none of their processes may
+    be left."""
     (tmp_path / "worker_test_reward.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -163,7 +165,7 @@ def test_values_come_back_as_they_were(scorer: Callable[..., Scorer], tmp_path: 
 
 
 def test_as_many_calls_at_a_time_as_workers(scorer: Callable[..., Scorer], tmp_path: Path) -> None:
-    """Each call waits for three others: with fewer workers it would not end."""
+    """Each call waits for three others. With fewer workers it would never end."""
     assert rewards(scorer(workers=4), *["meet4"] * 4) == [1] * 4
     assert len(set(processes(tmp_path))) == 4
 
@@ -180,7 +182,8 @@ def test_a_batch_is_one_call(scorer: Callable[..., Scorer], tmp_path: Path) -> N
 
 
 def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> None:
-    """As the rollout service does it: each group has one response that waits for the other's."""
+    """The rollout service scores groups in this way. Each group has one response that waits for the
+    other group's."""
     found = scorer(workers=2)
 
     async def both() -> list[Any]:
@@ -193,7 +196,7 @@ def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> No
 
 
 def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time-outs are signals, which only main threads can use."""
+    """Its time limits are signals, which only main threads can use."""
     pytest.importorskip("math_verify")
     found = Scorer(get_reward("math"), RewardSection(name="math"))
     given = [Sample("", "1/2", r"so \boxed{\frac{1}{2}}", truncated=False)]
@@ -207,7 +210,7 @@ def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- calls that fail ------------------------------------------------------------------------------
 
 
-FAILURES = {  # of a response: what is counted, and told
+FAILURES = {  # for each response, what is counted and reported
     "hang": (FailedCalls(0, 1), "took longer than reward.timeout_seconds = 1"),
     "exit": (FailedCalls(1, 0), "ended its worker with exit code 3"),
     "segfault": (FailedCalls(1, 0), "ended its worker with SIGSEGV"),
@@ -229,7 +232,7 @@ def test_a_call_that_fails_costs_its_sample_only(
     scorer: Callable[..., Scorer],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One after the other; a coroutine is under way at the same time as one that is well."""
+    """Calls run one after the other, but coroutines run at the same time as a healthy one."""
     found = scorer(function, workers=1, timeout_seconds=1.0, memory_mb=512)
     for response in responses:
         failed, told = FAILURES[response]
@@ -256,7 +259,7 @@ def test_a_coroutine_that_waits_too_long_leaves_its_worker(
 def test_a_coroutine_that_waits_is_not_blamed_for_one_that_blocks(
     scorer: Callable[..., Scorer], tmp_path: Path
 ) -> None:
-    """Its time is over first, as it came first; it could not go on because of the other one."""
+    """It came first, so its time is over first. But it could not go on because of the other one."""
     found = scorer("judged", timeout_seconds=1.0)
     scores, failed = found.score(samples("nap", "hang"))
     assert [score is None for score in scores] == [False, True]
@@ -326,7 +329,8 @@ def test_nothing_outlives_an_owner_that_is_killed(
             assert owner.poll() is None
             time.sleep(0.01)
         started = psutil.Process(owner.pid).children(recursive=True)
-        assert len(started) == 5  # a keeper and a process of each worker, and what one has started
+        # a keeper and a process of each worker, and one process that a function has started
+        assert len(started) == 5
     finally:
         owner.kill()
         owner.wait()

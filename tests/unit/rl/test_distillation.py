@@ -1,4 +1,4 @@
-"""On-policy distillation: what the teacher adds to the advantages, against the formula."""
+"""On-policy distillation: what the teacher adds to the advantages, compared with the formula."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ OF_SEQUENCES = ["gspo", "luspo", "gmpo"]
 
 
 def teacher_of(inputs: LossInputs, seed: int) -> Tensor:
-    """[tokens], NaN outside the mask."""
+    """A teacher's log-probs [tokens], NaN outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(inputs.mask.shape, generator=generator, dtype=torch.float64)
     return (inputs.old_logprobs + noise).where(inputs.mask > 0, math.nan)
 
 
 def expected_advantages(inputs: LossInputs, teacher: Tensor, coefficient: float) -> list[Any]:
-    """Of each token, and of each sequence by its mean."""
+    """The advantages of each token, and of each sequence as their mean."""
     of_tokens, of_sequences = [], []
     for i, advantage in enumerate(inputs.advantages.tolist()):
         rows = [t for t in range(len(inputs.mask)) if int(inputs.sequence_index[t]) == i]
@@ -126,7 +126,7 @@ def test_a_teacher_that_is_the_policy_changes_nothing(name: str) -> None:
 
 
 def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
-    """Over all tokens that the policy may write, weighted by its probabilities, the gradient of
+    """Sum over all tokens that the policy may write, weighted by its probabilities. The gradient of
     minus the surrogate is that of KL(pi, teacher), from its definition."""
     generator = torch.Generator().manual_seed(1)
     logits, theirs = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -151,7 +151,7 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
 def test_a_teacher_far_away_is_followed_and_what_is_masked_is_not_read(
     name: str, hidden: float
 ) -> None:
-    """One token is 200 apart; the gradient in float32 is that in float64."""
+    """One token differs by 200. The gradient in float32 is that in float64."""
     gradients = []
     for dtype in (torch.float64, torch.float32):
         inputs, objective = inputs_of(name, 3, dtype=dtype), make_objective(name)
@@ -178,7 +178,8 @@ TOPK = ["forward_kl_topk", "reverse_kl_topk"]
 
 @pytest.mark.parametrize("form", TOPK)
 def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
-    """Log-probs of -200 and -inf: the definition in float64, and finite in float32."""
+    """Log-probs are -200 and -inf. The result is the definition in float64, and finite in
+    float32."""
     far = [math.log1p(-math.exp(-1.0)), -200.0, -1.0]
     near = [-200.0, math.log1p(-math.exp(-1.0)), -1.0]
     lost = [-math.inf, -math.inf, -math.inf]
@@ -195,21 +196,21 @@ def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
 
 
 def a_pair(seed: int, tokens: int = 6, vocab: int = 11) -> tuple[Tensor, Tensor]:
-    """Logits of policy and teacher."""
+    """The logits of policy and teacher."""
     generator = torch.Generator().manual_seed(seed)
     ours, theirs = torch.randn(2, tokens, vocab, generator=generator, dtype=torch.float64) * 2
     return ours.requires_grad_(), theirs
 
 
 def in_buckets(logits: Tensor, best: Tensor) -> Tensor:
-    """Log-probs of the tokens `best` [tokens, k], and of all others together."""
+    """The log-probs of the tokens `best` [tokens, k], and of all others together."""
     p = logits.softmax(1)
     rest = p.scatter(1, best, 0.0).sum(1, keepdim=True)
     return torch.cat([p.gather(1, best), rest], 1).log()
 
 
 def by_loops(form: str, ours: Tensor, theirs: Tensor, best: Tensor) -> list[Tensor]:
-    """The divergence of each token from its definition, with all in one sum."""
+    """The divergence of each token by its definition, with all tokens in one sum."""
     found = []
     for row in range(len(ours)):
         q, p = ours[row].softmax(0), theirs[row].softmax(0)
@@ -246,7 +247,7 @@ def test_more_tokens_say_more_up_to_the_whole_vocabulary(form: str) -> None:
     log_q, log_p = ours.log_softmax(1), theirs.log_softmax(1)
     over, under = (log_p, log_q) if form == "forward_kl_topk" else (log_q, log_p)
     whole, before = (over.exp() * (over - under)).sum(1), torch.zeros(6)
-    for k in (1, 2, 5, 10):  # 10: the eleventh is the rest
+    for k in (1, 2, 5, 10):  # with 10, the rest is the eleventh token
         best = theirs.topk(k)[1]
         buckets = [in_buckets(each, best) for each in (ours, theirs)]
         found = bucket_divergence(form, *buckets, torch.ones(6, dtype=torch.bool))
@@ -271,13 +272,14 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(
 
 @pytest.mark.parametrize("form", TOPK)
 def test_what_is_not_learnt_from_may_hold_anything(form: str) -> None:
-    """NaN of the teacher at tokens without a teacher or outside the mask; probabilities of nearly
-    0 and 1 elsewhere."""
+    """The teacher has NaN at tokens without a teacher or outside the mask, and probabilities near 0
+    and 1 elsewhere."""
     ours, theirs = a_pair(5)
     best = theirs.topk(3)[1]
     teacher, chosen = in_buckets(theirs, best), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
     teacher[~chosen] = math.nan
-    teacher[0] = torch.tensor([0.0, -90.0, -95.0, -16.6])  # sure of itself
+    # a teacher with a probability of nearly 1
+    teacher[0] = torch.tensor([0.0, -90.0, -95.0, -16.6])
     scaled = ours * torch.tensor([1.0, 200.0, 1.0, 1.0, 1.0, 1.0])[:, None]
     policy, _ = bucket_logprobs(scaled, torch.eye(11, dtype=torch.float64), best)
     found = bucket_divergence(form, policy, teacher, chosen)

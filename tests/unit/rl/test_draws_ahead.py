@@ -1,5 +1,5 @@
-"""Draws that servers begin before their step: of a loop whose responses are drawn in process, where
-`begin` does nothing."""
+"""Requests that servers start before their step. The loop of these tests generates in process,
+where `begin` does nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = 2
 
 
 class Recorded(ReinforcementLoop):
-    """With what is asked of the collector."""
+    """A loop that records the requests to its collector."""
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
@@ -57,7 +57,7 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     loggers: list[RunLogger] = []
 
     def make(ahead: int, selection: dict[str, Any] | None = None) -> Recorded:
-        stop_processes()  # of another loop
+        stop_processes()  # those of another loop
         config = tiny_config(
             data={
                 "tokenizer": str(folder),
@@ -77,7 +77,8 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             training={"steps": STEPS, "seed": SEED},
             checkpoint={"interval": 0},
         )
-        reward = Reward("always the same", lambda _: 1.0)  # so every refill is drawn
+        # the rewards have no spread, so every refill is requested
+        reward = Reward("always the same", lambda _: 1.0)
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 2))
         loggers.append(run.logger)
         return Recorded(run)
@@ -143,7 +144,7 @@ def test_without_staleness_refills_are_the_next_prompts(make_loop: Any) -> None:
 def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
     make_loop: Any, tmp_path: Path, ahead: int
 ) -> None:
-    """With refills, and with draws that servers have begun before the run ended."""
+    """There are refills, and requests that servers have started before the run ended."""
     selection = {"by": "pass_rate", "floor": 0.3, "retire_after": 2}
     whole = rolled_out(make_loop(ahead, selection), 1, 2)
     saved = json.loads(json.dumps(whole.loader.state_dict()))
@@ -171,4 +172,4 @@ def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
     record = json.loads(lines[0][0])
     assert (record["responses"], record["solved"], record["spread"]) == (2, 2, False)
     explored = [json.loads(line).get("explored", False) for line in lines[0][9:12]]
-    assert explored == [True, False, False]  # of the second step: floor(6 * 0.3) - floor(3 * 0.3)
+    assert explored == [True, False, False]  # for the second step: floor(6 * 0.3) - floor(3 * 0.3)

@@ -1,4 +1,5 @@
-"""Python objects that the driver of a step makes: some for each sequence, none for each token."""
+"""Python objects that the driver of a step makes: some for each sequence, but none for each
+token."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SEQUENCES, PROMPT = 64, 4
 SHORT, LONG = 32, 256  # tokens of a response
-LEAST_BYTES = 8  # of a number in a Python list; large numbers have 28 more
+LEAST_BYTES = 8  # the least bytes of a number in a Python list; large numbers have 28 more
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most memory that the Python objects of a call have at a time. That of tensors is not
-    Python's."""
+    """The most memory that the Python objects of a call use at one time, without the memory of
+    tensors."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -43,9 +44,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def assert_none_for_each_token(run: Callable[[int], object]) -> None:
-    """run: with so many tokens of a response."""
+    """Check that no object is made for each token. run: called with the number of tokens of a
+    response."""
     for length in (SHORT, LONG):
-        run(length)  # what is made once stays
+        run(length)  # objects that are made only once are not counted
     short, long = (peak_bytes(partial(run, length)) for length in (SHORT, LONG))
     extra = SEQUENCES * (LONG - SHORT)
     assert long - short < 0.5 * LEAST_BYTES * extra

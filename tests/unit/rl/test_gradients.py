@@ -1,4 +1,4 @@
-"""Gradients through Megatron's schedule: the loss as it was given, and the routers' own losses."""
+"""Gradients through Megatron's schedule: the loss is used as it is, and the routers' own losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BATCHES = [
 
 
 class Setting:
-    """A policy with its optimizer (which Megatron needs to finalise gradients)."""
+    """A policy with its optimizer, which Megatron needs to finish gradients."""
 
     def __init__(self, **megatron: object) -> None:
         model = {"megatron": {"init_method_std": 0.15, **megatron}}
@@ -58,7 +58,7 @@ class Setting:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], weight: float = 1.0
     ) -> dict[str, Tensor]:
-        """By the schedule, of `weight` times the sum of all log-probs."""
+        """The gradients by the schedule, of `weight` times the sum of all log-probs."""
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, int]:
@@ -74,7 +74,8 @@ class Setting:
 def explicit_gradients(
     setting: Setting, micro_batches: Sequence[MicroBatch], *, weight: float, aux: float, z: float
 ) -> dict[str, Tensor]:
-    """Autograd of the formulas: the loss summed over micro-batches, the routers' averaged."""
+    """The gradients by autograd from the formulas: the loss is summed over micro-batches, the
+    routers' losses are averaged."""
     model = setting.policy.models[0]
     total = torch.zeros(())
     for batch in micro_batches:
@@ -111,8 +112,8 @@ def recording(gating: object, seen: list[Tensor]) -> object:
 
 
 def router_losses(logits: Tensor, aux: float, z: float) -> Tensor:
-    """[tokens, experts] of one layer -> load balancing (Fedus et al. 2021, equation 4, with top-k)
-    and z loss (Zoph et al. 2022, equation 5)."""
+    """The losses of one layer's logits [tokens, experts]: load balancing (Fedus et al. 2021,
+    equation 4, with top-k) and z loss (Zoph et al. 2022, equation 5)."""
     probabilities = torch.softmax(logits, dim=-1)
     chosen = logits.topk(TOP_K).indices
     shares = torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
@@ -122,7 +123,7 @@ def router_losses(logits: Tensor, aux: float, z: float) -> Tensor:
 
 @pytest.fixture(scope="module")
 def plain(one_rank: None) -> Setting:
-    """The same weights as `balanced`, without losses of the routers."""
+    """A model with the same weights as `balanced`, without losses of the routers."""
     return Setting()
 
 
@@ -134,7 +135,7 @@ def balanced(one_rank: None) -> Setting:
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
-        # fp32: the sums over tokens run in another order
+        # fp32: the sums over tokens have another order
         scale = float(expected[name].abs().max())
         difference = float((gradient - expected[name]).abs().max())
         assert difference <= 2e-5 * scale + 1e-7, name
@@ -162,7 +163,8 @@ def test_the_routers_losses_are_averaged_over_micro_batches(
     got = balanced.gradients(own, weight=weight)
     assert_same(got, expected)
     router = "decoder.layers.0.mlp.router.weight"
-    assert float(got[router].abs().max()) > 1e-3  # of the routers' losses, not of rounding
+    # the gradient comes from the routers' losses, not from rounding
+    assert float(got[router].abs().max()) > 1e-3
 
 
 def test_one_loss_alone(plain: Setting) -> None:
@@ -180,7 +182,8 @@ def test_an_empty_micro_batch_adds_nothing(plain: Setting, balanced: Setting) ->
 
 
 def test_megatron_divides_by_the_tokens_of_an_empty_micro_batch() -> None:
-    """Why platform.megatron_fixes clamps them; it can go when this fails."""
+    """platform.megatron_fixes clamps them for this reason. If this fails, the fix can be
+    removed."""
     nobody = torch.zeros(4, EXPERTS, dtype=torch.bool)
     mended = router_module.get_tokens_per_expert_and_token_count
     group = parallel_state.get_tensor_model_parallel_group()
@@ -222,7 +225,8 @@ PEAK, STEPS, MINI_BATCHES, WARMUP = 1e-3, 5, 3, 2
 
 
 def rate_of(number: int) -> float:
-    """Of optimizer update `number`, from 0: up over WARMUP steps, then linearly down to 0."""
+    """The rate of optimizer update `number` (from 0): it rises over WARMUP steps, then falls
+    linearly to 0."""
     warmup, total = WARMUP * MINI_BATCHES, STEPS * MINI_BATCHES
     if number < warmup:
         return PEAK * (number + 1) / warmup
@@ -248,14 +252,14 @@ def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
 @pytest.mark.parametrize("source", ["recompute", "auto", "rollout"])
 def test_where_old_log_probs_come_from(source: str) -> None:
     updater, step = updater_for(moe_policy(), {}, {"old_logprobs": source}), a_step()
-    updater.recomputes = source == "recompute"  # auto: the engine's are exact
+    updater.recomputes = source == "recompute"  # auto would take the engine's, which are exact
     mini_batches = updater.build_micro_batches(step.plans, step.sequences, step.index)
     updater.compute_old_logprobs(mini_batches)
     for number, batch in enumerate(mini_batches):
         for each in batch:
             old, drawn = each.old_logprobs, each.rollout_logprobs
             if number == 0 and source != "rollout":
-                assert old is None  # those of the training pass itself
+                assert old is None  # those of the training pass itself are used
             else:
                 assert torch.equal(old, drawn) == (source != "recompute")
 
@@ -264,4 +268,4 @@ def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
     groups = plain.trainer.optimizer.param_groups
     assert [group["fused"] for group in groups if group["params"]] == [True] * len(groups)
     stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
-    assert not stock.param_groups[0]["fused"]  # else there is no need to ask for it
+    assert not stock.param_groups[0]["fused"]  # otherwise we need not ask for it

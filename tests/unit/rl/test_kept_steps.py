@@ -56,7 +56,7 @@ def rollouts(seed: int, *, routes: bool = True) -> Experience:
 
 @dataclasses.dataclass
 class Run:
-    """A run of which steps are kept."""
+    """A run that keeps steps."""
 
     folder: Path
     keep: int = 2
@@ -76,7 +76,7 @@ class Run:
         return StepInputs.read(self.folder / "run", step)
 
     def checkpoint(self, position: Position, *, state: bool = True) -> Path:
-        """A whole checkpoint, as far as choosing one goes."""
+        """A complete checkpoint, as far as the choice of one needs it."""
         publication = Publication(self.folder / "run" / CHECKPOINTS, position.name)
         publication.begin()
         if state:
@@ -116,7 +116,7 @@ def test_the_last_steps_stay(tmp_path: Path) -> None:
     for step in range(1, 6):
         run.write(step)
         assert kept_steps(folder) == list(range(max(1, step - 2), step + 1))
-    run.write(4)  # resumed before it: step 5 is of a time that did not happen
+    run.write(4)  # the run resumed before step 5, which therefore did not happen
     assert kept_steps(folder) == [3, 4]
     run.write(5)
     assert kept_steps(folder) == [3, 4, 5]
@@ -162,7 +162,7 @@ def test_a_disk_that_refuses_costs_the_inputs_and_not_the_run(
 
 
 def damaged(folder: Path, kind: str) -> str:
-    """Do it; returns the file."""
+    """Damage a file. Returns the file."""
     [file, *_] = sorted((folder / "rollouts").iterdir())
     content = bytearray(file.read_bytes())
     if kind == "altered":
@@ -300,7 +300,7 @@ def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
 
 
 def reference_beside(checkpoint: Path) -> Path:
-    """One of 4 bytes; returns its file."""
+    """A reference of 4 bytes. Returns its file."""
     publication = Publication(checkpoint.parent, REFERENCE)
     publication.begin()
     (publication.folder / "weights").write_bytes(b"1234")

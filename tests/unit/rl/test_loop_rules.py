@@ -1,5 +1,5 @@
-"""Rules of the RL loop that need no model: seeds of draws, the warning of noise, which steps are
-saved, and what the ranks agree on about a scoring."""
+"""Rules of the RL loop that need no model: seeds of requests, the warning about noise, which steps
+are saved, and what the ranks agree on after scoring."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 def a_loop(config: Config, **parts: Any) -> Any:
-    """A loop's own lines, without the model that it would build."""
+    """A loop without the model that it would build."""
     loop = object.__new__(ReinforcementLoop)
     loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
     vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
     return loop
 
 
-# Draws
+# Requests
 
 
 def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
-    """Of seeds a run each is drawn for comparison: these are to be independent."""
+    """Runs with seeds 1, 2, ... are compared, so they must be independent."""
     loops = [a_loop(config_of(training={"seed": seed})) for seed in range(4)]
     drawn = [loop._request(step).seed for loop in loops for step in range(1, 300)]
     assert len({*drawn}) == len(drawn)
-    # a longer run draws what the shorter one drew
+    # a longer run samples the same as the shorter one
     longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
     assert longer._request(7).seed == loops[3]._request(7).seed
-    # and after a rollback nothing of that
+    # but after a rollback nothing is the same
     longer.run_components.checkpoints.rollbacks = 1
     assert not {longer._request(step).seed for step in range(1, 300)} & {*drawn}
 
@@ -66,7 +66,7 @@ class HasEndedError(Exception):
 
 
 class Unwritable:
-    """Rollouts, or an evaluation, whose store is on a full disk."""
+    """Rollouts, or an evaluation, with a store on a full disk."""
 
     error = DataError("rollouts/step_00000003: cannot be written: No space left on device")
 
@@ -103,14 +103,14 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
     loop.collector.config, loop.collector.device = config, torch.device("cpu")
     with pytest.raises(HasEndedError):
         loop.roll_out(3)
-    # the prompts of the step are drawn again
+    # the prompts of the step are requested again
     assert told == [(2, before, Unwritable.error)]
     with pytest.raises(HasEndedError):
         loop._end_step(100, {"loss": 1.0}, None)
     assert told[1:] == [(100, before, Unwritable.error, {"loss": 1.0})]
 
 
-# The warning of noise
+# The warning about noise
 
 NOISE = {"ratio/noise_floor": 0.01}
 NARROW = {"name": "gspo", "clip_low": 0.001, "clip_high": 0.002}
@@ -139,7 +139,7 @@ def test_the_narrower_side_of_the_range_counts() -> None:
 
 
 def test_responses_of_earlier_weights_say_nothing_of_noise() -> None:
-    """A later step, whose responses are all of the newest weights, does."""
+    """A later step with responses only from the newest weights does show it."""
     known: list[str] = []
     assert warned(NOISE | {"staleness/max": 1.0}, known) == "" and known == []
     assert warned(NOISE | {"staleness/max": 0.0}, known) != ""
@@ -159,7 +159,7 @@ def test_the_advice_is_of_the_log_probs_in_use() -> None:
 
 
 class Saved:
-    """Stands where the checkpoints are, and keeps what it is told."""
+    """Stands in for the checkpoints, and records the calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, bool]] = []
@@ -177,7 +177,7 @@ class Saved:
 
 
 def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[int, bool]], Any]:
-    """Which steps have to be saved, after this one and the next one of nine."""
+    """The steps that must be saved, of this one and the next ones up to nine."""
 
     def nothing(*_: Any) -> None: ...
 
@@ -200,8 +200,8 @@ def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[i
 
 
 def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
-    """Its checkpoint says that it was not evaluated: resumed from it, the run would evaluate and
-    log the step once more."""
+    """Its checkpoint says that it was not evaluated. A run that resumes from it would evaluate and
+    log the step again."""
     assert ended(4, {"loss": 1.0}) == ([(4, True), (5, False)], None)
     assert ended(4, None) == ([(4, False), (5, False)], None)
     assert ended(8, None) == ([(8, False), (9, True)], None)
@@ -231,7 +231,8 @@ def test_ranks_wait_for_the_slowest_and_count_the_failures_of_all(
 
 
 def scored_by(config: Config, function: Callable[[Sample], Any], lengths: list[int]) -> np.ndarray:
-    """What is trained on, for responses of these lengths, the first two to one prompt."""
+    """The values that are trained on, for responses of these lengths. The first two belong to one
+    prompt."""
     given = [Sample("p", "", f"r{n}", False, num_tokens=size) for n, size in enumerate(lengths)]
     tokenizer: Any = None
     reward = Reward("mine", function)
@@ -252,7 +253,7 @@ def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None
     def parts(sample: Sample) -> dict[str, float]:
         return {"a": 1e6 * (sample.response == "r0"), "b": float(sample.response == "r1")}
 
-    # the first is better in both parts, whatever their size, and too long; the third is alone
+    # the first is better in both parts, whatever their size, but too long; the third is alone
     assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 1 - 1, -1 - 1 + 1, 0])
     assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([2, -2, 0])
 

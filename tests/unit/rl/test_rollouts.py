@@ -1,4 +1,4 @@
-"""What a step learns from, on one rank, with an engine whose responses are known beforehand."""
+"""The responses that a step learns from, on one rank, with an engine whose responses are known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 class Engine:
-    """Sample n answers with n % 4 + 1 tokens; with 4, it is truncated."""
+    """Sample n has n % 4 + 1 tokens. With 4 it is truncated."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -82,7 +82,8 @@ class Engine:
 
 
 class Prompts:
-    """Prompts 0, 1, 2, ..., of which a call draws the next; those in `flat` are answered alike."""
+    """Prompts 0, 1, 2, ..., which calls take in turn. All responses to those in `flat` are
+    equal."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
@@ -154,7 +155,7 @@ def test_noise_on_the_routers_is_of_a_step_and_not_of_a_suite() -> None:
 
 
 class Talk:
-    """Two turns; nothing in the episode of the second prompt."""
+    """Two turns. In the episode of the second prompt nothing happens."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         if task.answer == "flat":
@@ -164,7 +165,7 @@ class Talk:
 
 
 def test_each_turn_has_random_numbers_of_its_own() -> None:
-    """A single turn has those of the first one."""
+    """A single turn has the random numbers of a first turn."""
     engine, tokenizer = Engine(), cast(Any, Tokenizer())
     runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
     batched = MegatronRollouts(cast(Any, engine), runner, torch.device("cpu"))
@@ -172,10 +173,11 @@ def test_each_turn_has_random_numbers_of_its_own() -> None:
     prompts[0] = replace(prompts[0], token_ids=(5,))
     found = batched.share(batched.generate({2: prompts[1], 1: prompts[0]}, GROUP, SAMPLING, seed=7))
     assert engine.seeds == [7, 7 + 2**56]
-    assert engine.samples == [4, 5, 4, 5]  # of the prompt whose episodes have turns
+    assert engine.samples == [4, 5, 4, 5]  # the samples of the prompt whose episodes have turns
     assert found.sample_index.tolist() == [4, 5, 2, 3]
     assert found.truncated.tolist() == [False, False, True, True]
-    # turns of 1 and 2 tokens, an "A" between them; the other group has failed before its first turn
+    # turns of 1 and 2 tokens with an "A" in between; the other group has failed before its first
+    # turn
     assert found.response_lengths.tolist() == [1 + 1 + 1, 2 + 1 + 2, 1, 1]
     assert found.sampled.tolist() == [
         *(True, False, True), *(True, True, False, True, True), False, False
@@ -218,7 +220,7 @@ def test_a_plain_step_takes_every_response() -> None:
         "reward/errors": 0,
         "reward/timeouts": 0,
         "response/length_mean": pytest.approx(13 / 6),
-        "response/length_p50": 2,  # of 1, 1, 2, 2, 3, 4
+        "response/length_p50": 2,  # the median of 1, 1, 2, 2, 3, 4
         "response/length_p90": pytest.approx(3.5),
         "response/length_p99": pytest.approx(3.95),
         "response/length_max": 4,
@@ -233,7 +235,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert draw.drawn == 2 * PROMPTS
     assert found.source.engine.samples == list(
         range(12)
-    )  # each once: other random numbers for each
+    )  # each once, because each has other random numbers
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
@@ -245,7 +247,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert batch.rollout_logprobs.tolist() == [
         -s - 0.5 for s in (2, 3, 6, 7, 10, 11) for _ in range(s % 4 + 1)
     ]
-    # the figures are of all responses
+    # the metrics are those of all responses
     rewards = [1.0, 1.0, 3 / 8, 4 / 8] * 3
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
@@ -282,7 +284,7 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
 def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
     sections = {"reward": {"scale": 2.0, "clip": 0.5, "overlong_buffer": 2}}
     experience = collected(Prompts(1), **sections)
-    # 1/8, 2/8, 1, 1, 1/8, 2/8: twice that, at most 0.5, less 0.5 for 3 tokens and 1 for 4
+    # 1/8, 2/8, 1, 1, 1/8, 2/8 are doubled, limited to 0.5, and lose 0.5 for 3 tokens and 1 for 4
     assert experience.scores.shaped.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
     assert experience.metrics["reward/mean"] == pytest.approx(2.75 / 6)
     assert experience.metrics["reward/shaped_mean"] == pytest.approx(1 / 6)
@@ -297,7 +299,8 @@ def test_a_spread_that_clipping_takes_away_is_none() -> None:
 
 
 def in_turns(sample: Sample) -> TurnRewards:
-    """A turn for every two tokens, worth its number; for nobody in flat groups."""
+    """One turn for every two tokens, with its number as the reward; in flat groups the rewards are
+    equal."""
     ends = [*range(2, sample.num_tokens, 2), sample.num_tokens]
     worth = 0.0 if sample.answer == "flat" else 1.0
     return TurnRewards([worth * (n + 1) for n in range(len(ends))], ends)
@@ -308,7 +311,7 @@ TOKENS = {"name": "gspo_token"}
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
-    """The first token is a turn, the others are one."""
+    """The first token is a turn, and the others are one turn."""
 
     def first_and_rest(sample: Sample) -> TurnRewards:
         if sample.num_tokens == 1:
@@ -338,7 +341,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
 
 
 def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
-    """Even prompts are answered with one turn worth 1, odd ones with two each."""
+    """Even prompts get one turn with reward 1, odd ones two such turns."""
 
     def reward(sample: Sample) -> TurnRewards:
         halves = in_turns(sample)
@@ -383,7 +386,7 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
     found = collector(in_turns, **sections)
     metrics, _ = evaluated(found)
-    # one response a prompt, of 1, 2 and 3 tokens: 1, 1 and 1 + 2
+    # one response for each prompt, with 1, 2 and 3 tokens: 1, 1 and 1 + 2
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
         **accuracy_of(1.0, 3),
@@ -445,7 +448,7 @@ def test_reasons_of_rewards_are_written_with_the_responses() -> None:
 
 
 def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:
-    """Fails for all but the first response to these prompts."""
+    """A reward that fails for these prompts, except for their first response."""
 
     def reward(sample: Sample) -> float:
         if number(sample) in prompts and sample.num_tokens > since:
@@ -459,11 +462,11 @@ DROPPING = {"retries": 0, "on_failure": "drop_group"}
 
 
 def test_the_group_of_a_failed_call_is_left_out_and_counted() -> None:
-    """The second response of group 0, of two tokens, has no reward."""
+    """The second response of group 0, with two tokens, has no reward."""
     experience = collected(Prompts(), failing_for(0, since=1), reward=DROPPING)
     assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
     assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8, 1 / 8, 2 / 8]
-    rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # all there are
+    rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # all rewards that exist
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 5)
     assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
     assert experience.metrics["reward/zero_spread_groups"] == 0
@@ -498,7 +501,7 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 
 
 def ended(found: Collector, *errors: str) -> Generated:
-    """Episodes of one turn, of which those with a text have failed."""
+    """Episodes of one turn. Those with a text have failed."""
     generated = found.source.generate({0: Prompts()[0]}, len(errors), SAMPLING, 1)
     client = Client(
         Prompts()[0], EpisodeLimits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None)
@@ -536,7 +539,7 @@ def test_an_evaluation_leaves_failed_calls_out() -> None:
     found = collector(failing_for(1), reward=DROPPING, evaluation={"correct_at": 0.2})
     metrics, responses = evaluated(found)
     assert metrics == {
-        "evaluation/reward": 0.25,  # 1/8 and 3/8
+        "evaluation/reward": 0.25,  # the mean of 1/8 and 3/8
         **accuracy_of(0.5, 2),
         "evaluation/failed": 1,
     }

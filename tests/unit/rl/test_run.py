@@ -1,4 +1,4 @@
-"""The parts of a run, put together from a configuration and its input files."""
+"""The parts of a run, built from a configuration and its input files."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         )
     finally:
         stop_processes()
-    # names that nothing reads are no values in what the run has used
+    # names that nothing reads are not among the values that the run used
     resolved = (tmp_path / "run" / "config.resolved.yaml").read_text()
     assert "  # name: not read; the environment gives the rewards\n" in resolved
     assert "  # name: not read; environment.import_path replaces it\n" in resolved
     assert "single_turn" not in resolved and "exact_match" not in resolved
-    assert schedule.lr_warmup_steps == 3 * 2  # it counts updates, the configuration steps
-    # <|doc|> is special; <sep> is a token too, but one that stands in the text
+    assert schedule.lr_warmup_steps == 3 * 2  # it counts updates, the configuration counts steps
+    # <|doc|> is special; <sep> is a token, too, but one of text
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
     document, separator = (tokenizer.symbol_id(symbol) for symbol in ("<|doc|>", "<sep>"))
     plain, mixed = found

@@ -1,5 +1,5 @@
-"""Responses of servers as a step gets them from the bank: ages of tokens, what is learnt from, and
-their metrics, against values that were counted by hand."""
+"""Responses of servers as a step gets them from the store: the ages of tokens, what is learnt from,
+and the metrics. The expected values were counted by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-VERSION, AHEAD = 7, 3  # of the weights now, and how far behind those of a token may be
+VERSION, AHEAD = 7, 3  # the version of the weights now, and how many versions older a token may be
 DRAW = RolloutRequest(
     "step_00000008_0", "data.prompts", [0, 1], 0, 2, Sampling(9), 1, VERSION - AHEAD
 )
@@ -41,8 +41,9 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Row:
-    """kinds: p of a prompt, R what the policy wrote, r what stands between its turns; ages: of each
-    token that is not of a prompt; lost: numbers of tokens whose experts the server did not say."""
+    """kinds: p for a prompt's token, R for one that the policy wrote, r for one between its turns;
+    ages: of each token that is not of a prompt; lost: numbers of tokens whose experts the server
+    did not return."""
 
     kinds: str
     ages: str
@@ -53,14 +54,14 @@ class Row:
         return self.kinds.replace("p", "")
 
 
-# Two groups of two. Of the 14 tokens that the policy wrote, by age: 5 of 0, 3 of 1, 2 of 2, 4 of 3.
-# Those between the turns have ages too, of the turn that follows, and count nowhere.
+# Two groups of two. The policy wrote 14 tokens, by age: 5 of 0, 3 of 1, 2 of 2, 4 of 3. Tokens
+# between turns have the age of the turn that follows, and are not counted.
 EPISODES = [
     [Row("ppRRrrRRpR", "0033330"), Row("pRRR", "012", lost=(1,))],
     # one branch of two turns; three branches
     [Row("pRrrrR", "13333"), Row("pRppRRprR", "13022", lost=(4, 7))],
 ]
-# The same without anything between.
+# The same without tokens between turns.
 SINGLE = [[Row("ppRRR", "330"), Row("pR", "2")], [Row("pRR", "10")] * 2]
 
 
@@ -100,7 +101,8 @@ def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool
 
 
 def experts(sequence: Row) -> np.ndarray:
-    """[tokens, layers, k]; of the last token of each branch none, as it was never fed."""
+    """The experts [tokens, layers, k]. The last token of each branch has none, because it was never
+    fed."""
     found = np.ones((len(sequence.kinds), LAYERS, TOP_K), np.uint8)
     found[list(sequence.lost)] = 0
     found[[n for n in range(len(found)) if sequence.kinds[n : n + 2] in ("Rp", "R", "r")]] = 0
@@ -115,7 +117,7 @@ def read(
     episodes: bool = True,
     routes: bool = False,
 ) -> tuple[RolloutShare, dict[str, float], ServedRollouts]:
-    """What a step gets of these groups, and the metrics of it."""
+    """The data of a step from these groups, and its metrics."""
     write(folder, groups, episodes=episodes, routes=routes)
     config = tiny_config(
         rollout={"engine": "vllm", "max_staleness": AHEAD, "vllm": {"servers": 1}},
@@ -149,7 +151,7 @@ def test_ages_of_episodes_are_those_of_what_the_policy_wrote(tmp_path: Path) -> 
         "max": 3,
         "tokens_older_than_1": pytest.approx(6 / 14),
     }
-    # without a bound all that the policy wrote is learnt from
+    # without a bound, all tokens of the policy are learnt from
     assert drawn.group.learnt is not None
     assert drawn.group.learnt.tolist() == drawn.group.sampled.tolist()
 
@@ -165,7 +167,7 @@ def test_tokens_of_episodes_beyond_the_bound_are_left_out(
     wanted = [kind == "R" and int(age) <= bound for kind, age in zip(kinds, ages, strict=True)]
     assert drawn.group.learnt is not None
     assert drawn.group.learnt.tolist() == wanted and sum(wanted) == 14 - masked
-    # what the policy wrote stays known: turns are counted by it
+    # the mask of the policy's tokens is kept, because turns are counted by it
     assert drawn.group.sampled is not None and int(drawn.group.sampled.sum()) == 14
 
 
@@ -179,7 +181,7 @@ def test_ages_of_single_turns_are_those_of_all_tokens(tmp_path: Path) -> None:
         "mean": 10 / 8,
         "max": 3,
         "tokens_older_than_1": 3 / 8,
-        "masked": 2 / 8,  # those of exactly 2 are within the bound
+        "masked": 2 / 8,  # tokens of age 2 are within the bound
     }
 
 
@@ -196,7 +198,7 @@ def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
 
 
 def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_path: Path) -> None:
-    """The 29 tokens are of seven branches; the server left three other tokens out."""
+    """The 29 tokens belong to seven branches. The server left three other tokens out."""
     _, _, source = read(tmp_path, EPISODES, routes=True)
     assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
     assert (source.counted["missing_routes"], source.counted["routes"]) == (3, 29 - 7)

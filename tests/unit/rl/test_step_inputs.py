@@ -1,4 +1,4 @@
-"""What some data ranks wrote, read by another number of them."""
+"""Files that some data ranks wrote, read by another number of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from safetensors.numpy import load, save
 from gspo_megatron.rl.step_inputs import read_share
 from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
-LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # of each pipeline stage
+LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # the layers of each pipeline stage
 TOP_K = 2
 
 
 def a_group(groups: list[list[int]], *, with_turns: bool, with_routes: bool) -> RolloutGroup:
-    """3 responses to each of these, data rank after data rank, with all columns."""
+    """3 responses for each of these, one data rank after the other, with all columns."""
     draws = np.random.default_rng(len(groups))
     samples = np.array([3 * number + n for own in groups for number in own for n in range(3)])
     count = len(samples)
@@ -53,7 +53,7 @@ def a_group(groups: list[list[int]], *, with_turns: bool, with_routes: bool) -> 
 
 
 def write(folder: Path, whole: RolloutGroup, groups: list[list[int]]) -> None:
-    """The files of `len(groups)` data ranks, each with some of the groups."""
+    """Write the files of `len(groups)` data ranks, each with some of the groups."""
     for data_rank, own in enumerate(groups):
         share = whole.of_prompts(own)
         for stage, layers in LAYERS.items():
@@ -67,7 +67,8 @@ def write(folder: Path, whole: RolloutGroup, groups: list[list[int]]) -> None:
 def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     for name in COLUMNS:
         one, other = getattr(found, name), getattr(expected, name)
-        if name not in ("failed_calls", "reward_seconds"):  # of all that were read
+        # these two are sums over all that were read
+        if name not in ("failed_calls", "reward_seconds"):
             assert type(one) is type(other), name
             np.testing.assert_equal(one, other, name)
             assert not isinstance(one, np.ndarray) or one.dtype == other.dtype, name
@@ -79,7 +80,7 @@ def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     [
         ([[0, 1, 2, 3, 4, 5, 6]], False, True),
         ([[0, 2, 4, 6], [1, 3, 5]], True, True),
-        # what dynamic sampling may leave: gaps, unequal numbers, a rank with nothing
+        # what dynamic sampling may leave: gaps, unequal numbers, a rank without groups
         ([[0, 9], [], [5, 8, 11]], True, True),
         ([[3, 6, 15], [1], [2, 5]], False, False),
     ],
@@ -110,8 +111,8 @@ def test_a_layer_that_nobody_recorded_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_turns", [True, False])
 def test_files_of_the_version_before_are_read(tmp_path: Path, with_turns: bool) -> None:
-    """They have token ids of 64 bits, the columns of a batch, and nothing of the rewards but what
-    is trained on."""
+    """They have token ids of 64 bits, the columns of a batch, and only those values of the reward
+    that are trained on."""
     groups = [[0, 2], [1]]
     whole = a_group(groups, with_turns=with_turns, with_routes=True)
     write(tmp_path, whole, groups)

@@ -1,7 +1,8 @@
-"""A program that answers like a vLLM server, and errs on demand as vLLM cannot be made to.
+"""A program that answers like a vLLM server. It also makes errors on demand that vLLM cannot be
+made to make.
 
-Its model is a formula: a greedy token is a function of all tokens before it, and its log-prob one
-of the token and of the weights' version.
+Its model is a formula: a greedy token is a function of all tokens before it, and its log-prob is a
+function of the token and the weights' version.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CONFIG: Mapping[str, Any] = FAMILIES["qwen3_moe"].config(
     VOCABULARY,
 )  # type: ignore[assignment]
 
-# Of a request and the answer to it: the answer to give instead.
+# Takes a request and the answer to it; returns the answer to give instead.
 Fault = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
 
 
@@ -52,7 +53,7 @@ def logprob(token: int, version: str) -> float:
 
 
 def experts(tokens: Sequence[int]) -> np.ndarray:
-    """[tokens, LAYERS, TOP_K]: of each token; what layer 0 says means nothing."""
+    """The experts [tokens, LAYERS, TOP_K] of each token. Those of layer 0 have no meaning."""
     first = (np.array(tokens)[:, None] + np.arange(LAYERS)) % EXPERTS
     chosen = np.stack([first, (first + 3) % EXPERTS], -1)
     chosen[:, 0] = 99
@@ -60,14 +61,14 @@ def experts(tokens: Sequence[int]) -> np.ndarray:
 
 
 def encoded(array: np.ndarray) -> str:
-    """As vLLM sends it."""
+    """The encoding that vLLM sends."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def weights(folder: Path, version: int) -> Weights:
-    """What the trainer sends; a server has version n once it has loaded this folder."""
+    """The weights that the trainer sends. A server has version n after loading this folder."""
     place = folder / f"version_{version}"
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
@@ -82,16 +83,16 @@ def _version(folder: str) -> str:
 
 
 class Double:
-    """One server. faults: by path; they may change while it runs."""
+    """One server. faults: by path; a test may change them while the server runs."""
 
-    gives_parts = False  # the real middleware is in front of it
+    gives_parts = False  # whether the real middleware is in front of it
 
     def __init__(self) -> None:
         self.faults: dict[str, Fault] = {}
         self.calls: Counter[str] = Counter()
-        self.running = self.drawn = 0  # requests under way, and tokens so far
-        self.names: list[str] = []  # of requests, in their order; a probe's has none
-        self.counts: dict[str, int] | None = None  # tokens of requests under way, by their names
+        self.running = self.drawn = 0  # requests in progress, and tokens so far
+        self.names: list[str] = []  # names of requests, in their order; a probe has none
+        self.counts: dict[str, int] | None = None  # tokens of requests in progress, by their names
         self.loaded, self.named = "0", "default"  # versions
         self.model = {
             "logprobs_mode": "processed_logprobs",
@@ -104,11 +105,11 @@ class Double:
             "world_size": 1,
             "data_parallel_size": 1,
         }
-        self.sequences = 256  # that it works on at a time
-        self.paths = set(_PATHS)  # of those that not every server answers
+        self.sequences = 256  # the number that it works on at a time
+        self.paths = set(_PATHS)  # those that not every server has
         self.url = ""
         self.connections: list[Any] = []
-        self.front_faults: dict[str, Fault] = {}  # of the middleware's own routes
+        self.front_faults: dict[str, Fault] = {}  # faults of the middleware's own routes
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Double]:
@@ -123,7 +124,7 @@ class Double:
                 yield self
 
     def hang_up(self) -> None:
-        """End the connections of the middleware's own routes, as a server does that is killed."""
+        """End the connections of the middleware's own routes, as a killed server does."""
         for connection in self.connections:
             connection.abort()
 
@@ -202,7 +203,7 @@ class Double:
 
 @contextlib.asynccontextmanager
 async def _site(handler: Any) -> AsyncIterator[str]:
-    """The url of a server."""
+    """The URL of a server."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -215,7 +216,7 @@ async def _site(handler: Any) -> AsyncIterator[str]:
 
 
 def _forward(session: ClientSession, url: str) -> Any:
-    """An ASGI application that another server answers for; a client that leaves one leaves both."""
+    """An ASGI application that forwards to another server. A client that leaves one leaves both."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -267,14 +268,14 @@ def late(seconds: float) -> Fault:
 
 
 async def drops(request: web.Request, _: Any) -> web.StreamResponse:
-    """The connection, without an answer."""
+    """Drop the connection without an answer."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 async def ends_early(request: web.Request, answer: Any) -> web.StreamResponse:
-    """The connection, in the middle of an answer."""
+    """End the connection in the middle of an answer."""
     text = json.dumps(answer).encode()
     response = web.StreamResponse(headers={"Content-Length": str(len(text))})
     await response.prepare(request)
@@ -285,13 +286,13 @@ async def ends_early(request: web.Request, answer: Any) -> web.StreamResponse:
 
 
 async def cut(_: web.Request, answer: Any) -> web.StreamResponse:
-    """Half of the JSON, as if it were the whole."""
+    """Send half of the JSON as if it were all."""
     text = json.dumps(answer)
     return web.Response(text=text[: len(text) // 2], content_type="application/json")
 
 
 def choice_with(**changes: Any) -> Fault:
-    """Other values in a response; those that are callable are called with the right one."""
+    """Other values in a response. Functions get the right value."""
 
     async def fault(request: web.Request, answer: Any) -> web.StreamResponse:
         [choice] = answer["choices"]

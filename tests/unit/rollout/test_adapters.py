@@ -1,4 +1,5 @@
-"""Adapters on servers: a name for each version, the proof of it, and which names are forgotten."""
+"""Adapters on servers: a name for each version, the check of an adapter, and which names are
+removed."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ PARTS = {"layers.0.self_attn.q_proj": 2.0, "layers.0.mlp.gate": 3.0}
 
 @dataclass
 class Recorded:
-    """What a client is asked for; every response is [3, 4]."""
+    """Records the requests to a client. Every response is [3, 4]."""
 
     loaded: Mapping[str, float] = field(default_factory=lambda: dict(PARTS))
     calls: list[tuple[str, str | None]] = field(default_factory=list)
@@ -112,16 +113,17 @@ def test_each_version_has_a_name_and_goes_after_its_last_request() -> None:
         ("generate", "policy-6"),
         ("unload", "policy-4"),
     ]
-    # the base is looked at when it starts, and compared with its own folder
+    # the base is checked at the server's start, and compared with its own folder
     assert [folder for kind, folder in client.calls if kind == "sums"] == [None, "/models/base"]
-    assert late.version == 4 and not late.is_taken_back  # it ended with its own adapter
+    # it ended with the adapter that it began with
+    assert late.version == 4 and not late.is_taken_back
 
 
 @pytest.mark.parametrize(
     "left", [{"layers.0.self_attn.q_proj": 2.0}, PARTS | {"layers.0.mlp.gate": 0.0}]
 )
 def test_parts_that_a_server_drops_are_named(left: dict[str, float]) -> None:
-    """Though all log-probs agree, as they do at the start, where every B is zero."""
+    """All log-probs agree, as at the start, when every B is zero."""
     fleet, server = a_server(Recorded(loaded=left))
     weights = Weights(0, "/weights/0", CHECK)
 
@@ -168,13 +170,13 @@ def test_a_part_of_a_group_names_its_model() -> None:
     for model in (None, "policy-3"):
         body = part_request(*arguments, routes=False, salt=None, model=model)
         assert _Part.read(body).model == model
-        # earlier versions of the middleware read no such field
+        # earlier versions of the middleware do not read such a field
         assert (b"policy-3" in _Part.read(body).request(0)) == (b'"model"' in body) == bool(model)
 
 
 def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> None:
-    """As vLLM 0.30 keeps them: padded, several matrices in one layer, and the head as one tensor.
-    The test with a real server has real ones."""
+    """The form of vLLM 0.30: padded, several matrices in one layer, and the head as one tensor. The
+    test with a real server has real ones."""
 
     @dataclass
     class Layer:
@@ -188,7 +190,7 @@ def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> N
     slot = torch.zeros(3, 1, 8, 5)
     q, k, head = slot.clone(), slot.clone(), slot.clone()
     q[1, 0, :2], k[1, 0, :2], head[1, 0, 0] = 1.0, 2.0, 3.0
-    q[0] = 9.0  # of an earlier version
+    q[0] = 9.0  # from an earlier version
     gate, down = torch.ones(3, 4, 8, 5), torch.ones(3, 4, 8, 6)
 
     @dataclass

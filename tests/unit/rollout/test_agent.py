@@ -1,5 +1,5 @@
-"""Servers on other nodes: the service's end and an agent's, in processes of their own. The servers
-are small HTTP programs; vLLM itself is started by tests/slurm."""
+"""Servers on other nodes: the side of the service and that of an agent, in separate processes. The
+servers are small HTTP programs; tests/slurm starts vLLM itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gspo_megatron.rollout.vllm import remote
 from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Nodes, RemoteProcess
 from tests.programs import command_environment
 
-# Answers everything, on the address that it is given.
+# A server that answers everything on the address that it is given.
 _SERVER = """
 import http.server, os, shutil, signal, socket, sys
 from pathlib import Path
@@ -77,7 +77,7 @@ class Run:
         return RemoteProcess(nodes.nodes[0], number, words, {"WHO": f"server {number}"}, gpus=())
 
     def processes(self) -> list[psutil.Process]:
-        """Of servers that run."""
+        """The processes of running servers."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
@@ -121,7 +121,7 @@ def answer_of(url: str) -> str | None:
 
 
 async def started(server: RemoteProcess) -> str:
-    """Its url, once it answers there."""
+    """The server's URL, when it answers there."""
     await until(lambda: server.url and answer_of(server.url))
     return server.url
 
@@ -140,10 +140,10 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
             assert answer_of(urls[0]) is None and answer_of(urls[1]) == "server 1"
             again = run.server(nodes, 0)
             assert await started(again) != urls[0]
-            first.kill()  # a late word about the one before
+            first.kill()  # a late message about the server before
             await asyncio.sleep(2)
             assert again.has_ended() is None and answer_of(again.url) == "server 0"
-        await until(lambda: not run.processes())  # the service is gone, and says so
+        await until(lambda: not run.processes())  # the service has ended, and says so
 
     asyncio.run(go())
 
@@ -216,9 +216,9 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         kept = wanted.read_bytes()
         wishes.cancel()
         await asyncio.wait([wishes])
-        wanted.write_bytes(kept)  # killed, it could not remove it
+        wanted.write_bytes(kept)  # the service was killed, so it could not remove the file
         await until(lambda: not run.processes())
-        # What an earlier service wanted moves nobody to start anything.
+        # A request of an earlier service must not start anything.
         ended.set()
         await working
         late = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
@@ -255,7 +255,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     heard = file.heard
     file.read()
     assert file.heard == heard
-    path.write_text('{"beat": 1')  # as NFS may show it while it is replaced
+    path.write_text('{"beat": 1')  # NFS may show it like this while it is replaced
     file.read()
     assert file.heard == heard
     os.unlink(path)

@@ -1,4 +1,4 @@
-"""The assembler: responses of every kind as one group, for both engines."""
+"""The assembler: all kinds of responses become one group, for both engines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_rou
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.rollout.double import FACTS, LAYERS, TOP_K
 
-EOS, VERSION = 2, 5  # of an episode that has failed before its first turn
+EOS, VERSION = 2, 5  # the version of an episode that has failed before its first turn
 
 
 def response(first: int, ids: np.ndarray, with_routes: bool) -> Response:
-    """What a server says of a token has its number; the branch begins with the token `first`."""
+    """A response in which the server's values of a token contain its number. The branch begins with
+    the token `first`."""
     routes = None
     if with_routes:
         experts = np.arange(first, ids[-1] + 1, dtype=np.int16)
@@ -39,8 +40,8 @@ def episode(
     failed: bool = False,
     cut: bool = False,
 ) -> Episode:
-    """branches: tokens of the prompt, and of what stands before each turn and the turn. Tokens are
-    numbered through."""
+    """branches: the tokens of the prompt, and then for each turn the tokens before it and in it.
+    Tokens are numbered."""
     client = Client(Prompt("p", "a", "f:1"), EpisodeLimits(9, 99), None, None)  # type: ignore[arg-type]
     start = 100
     for prompt, turns in branches:
@@ -70,9 +71,9 @@ def no_turn(prompt_tokens: int) -> Response:
     )
 
 
-# By how they end: branches, and the tokens of the sequence. p of a prompt, R what the policy wrote,
-# r what stands between its turns, x what it wrote in an episode that has failed, . the token that
-# stands for a turn that it did not come to.
+# By the way in which they end: branches, and the tokens of the sequence. p: prompt; R: written by
+# the policy; r: between its turns; x: written in an episode that has failed; .: the token that
+# stands for a turn that never began.
 EPISODES = {
     "of one turn": (episode([(2, [(0, 3)])]), "ppRRR"),
     "of turns": (episode([(3, [(0, 2), (1, 2), (2, 1)])]), "pppRRrRRrrR"),
@@ -100,12 +101,13 @@ def test_episodes_of_every_kind_stand_end_to_end() -> None:
     by_policy = np.isin(marks, ["R", "x"])
     assert group.sampled.tolist() == (marks == "R").tolist()
     assert group.rollout_logprobs.tolist() == np.where(by_policy, response / 8, 0).tolist()
-    # between two turns stand the versions of the turn that follows
+    # between two turns, tokens have the version of the turn that follows
     follows = [int(np.flatnonzero(by_policy[n:])[0]) + n for n in range(len(marks) - 1)]
     assert group.versions.tolist() == [*(response[follows] * 2), VERSION]
     assert group.truncated.tolist() == [False, False, False, True, False, True]
     assert group.sample_index.tolist() == [*range(12, 18)] and group.number == 2
-    # each token has the experts of the turn in which it was first fed; the last of a branch none
+    # a token has the experts of the turn in which it was first fed; the last one of a branch has
+    # none
     ends = [n for n in range(len(kinds)) if kinds[n] not in "pr" and (kinds + "p")[n + 1] == "p"]
     experts = np.where(np.isin(np.arange(len(ids)), [*ends, len(ids) - 3, len(ids) - 2]), 0, ids)
     assert (group.routes == experts[:, None, None]).all()
@@ -135,8 +137,8 @@ def test_a_single_turn_is_an_episode_of_one_turn(with_routes: bool) -> None:
 
 
 def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() -> None:
-    """As a server does that tells the routes of each turn. Turns of a round are of several
-    episodes."""
+    """A server does the same, which returns the routes of each turn. The turns of a round belong to
+    several episodes."""
     episodes = [each for each, _ in EPISODES.values()]
     rounds: list[list[Any]] = [[], [], [], [], []]
     expected = assemble(
@@ -165,7 +167,7 @@ def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() ->
 
 
 def batch_of(turns: list[Response]) -> RolloutBatch:
-    """A call of the engine, as far as its routes go."""
+    """A call of the engine, as far as its routes are concerned."""
     lengths = torch.tensor([len(turn.routes) for turn in turns])
     empty = torch.empty(0)
     responses = torch.tensor([len(turn.token_ids) for turn in turns])
@@ -176,7 +178,7 @@ def batch_of(turns: list[Response]) -> RolloutBatch:
 
 
 def test_a_rank_without_prompts_has_the_columns_of_the_others() -> None:
-    """They are exchanged column by column."""
+    """Ranks exchange the columns one by one."""
     for has_episodes in (True, False):
         group = assemble([], [], 4, has_episodes=has_episodes)
         assert len(group.tokens) == 0 and group.tokens.dtype == np.int32

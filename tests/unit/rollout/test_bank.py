@@ -1,4 +1,4 @@
-"""The bank: what was finished is there after any kill, and nothing half-written counts."""
+"""The store: finished groups survive any kill, and an incomplete record does not count."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def a_group(number: int) -> RolloutGroup:
 
 
 def written(path: Path, *numbers: int) -> list[int]:
-    """Append groups as one process does; returns the size of the file after each."""
+    """Append groups in one process. Returns the size of the file after each."""
     file, sizes = RequestFile(path, REQUEST), []
     for number in numbers:
         file.append(a_group(number))
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     file.close()
     assert_holds(path, 0, 1, 2)
     RequestFile(path, REQUEST).close()
-    assert capsys.readouterr().out == ""  # it is there by now
+    assert capsys.readouterr().out == ""  # it exists by now
 
 
 def test_with_its_request_damaged_all_of_a_draw_is_drawn_again(
@@ -143,7 +143,7 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_version_before_are_used(tmp_path: Path) -> None:
-    """The bytes of a record are those that it wrote: header, names, shapes and types."""
+    """A record has the bytes that this version wrote: header, names, shapes and types."""
     path, group = tmp_path / "a.groups", a_group(0)
     columns = {
         "tokens": group.tokens.astype(np.int32),

@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP, at the moments when connections end."""
+"""Requests to a server over HTTP, while connections end."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ANSWER = {"choices": [{"token_ids": [7], "logprobs": LOGPROBS, "finish_reason": 
 
 
 def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request() -> None:
-    """vLLM closes a connection 5 s after its last answer, whatever is on its way then. Here the
-    moment is always met: the end of the connection is what the next request on it finds."""
+    """vLLM closes a connection 5 s after its last answer, even if a request is on its way. Here
+    this always happens: the next request on the connection finds its end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         await reader.readexactly(int(re.findall(r"Content-Length: (\d+)", head)[0]))
         body = json.dumps(ANSWER).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        await reader.read(1)  # of the next request
+        await reader.read(1)  # a byte of the next request
         writer.close()
 
     async def ask() -> list[int]:

@@ -1,5 +1,5 @@
-"""Rules of draws: seeds, numbers, bounds and columns, without a server. A recorder stands where the
-pool is, and answers with tokens that tell what was asked."""
+"""Rules of requests: seeds, numbers, bounds and columns, without a server. A recorder takes the
+place of the servers. Its tokens show what was asked."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
 from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
 
-LONGEST = 20  # tokens of a sequence, by the servers
+LONGEST = 20  # the longest sequence of the servers, in tokens
 EOS = 2
-ROWS = 8  # prompts of the file; prompt n has n + 1 tokens 10 + n
+ROWS = 8  # prompts of the file; prompt n has n + 1 tokens with the value 10 + n
 GROUP = 3
 DRAW = RolloutRequest(
     name="step_00000001_0",
@@ -61,8 +61,8 @@ class Tokenizer:
 
 @dataclass
 class Recorder:
-    """Takes requests as the pool does. Its responses have as many tokens as are allowed, at most
-    `length`, and are cut off where more would follow."""
+    """Takes requests like the fleet of servers. Its responses have at most `length` tokens, and are
+    cut off if more would follow."""
 
     length: int = 4
     with_routes: bool = False
@@ -101,7 +101,7 @@ class Recorder:
 
 
 class Unscored:
-    """Keeps groups as they are, with the episodes' outcomes."""
+    """A scorer that keeps groups as they are, with the episodes' outcomes."""
 
     def __init__(self) -> None:
         self.episodes: list[Episode] = []
@@ -125,7 +125,7 @@ def drawn(
     environment: Any = None,
     limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
-    """The groups of these draws, by number, and their episodes."""
+    """The groups of these requests, by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
@@ -149,7 +149,7 @@ def drawn(
 
 
 class Talk:
-    """Three turns; "x" stands between them."""
+    """Three turns with "x" between them."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         await client.generate(max_tokens=2)
@@ -174,7 +174,7 @@ def test_a_seed_is_of_the_draw_and_the_sample(tmp_path: Path) -> None:
 def test_each_turn_has_a_seed_of_its_own(tmp_path: Path) -> None:
     pool = Recorder()
     drawn(tmp_path, pool, DRAW, environment=Talk())
-    turns = [(), (1,), (2,)]  # the first has the seed of a response of a single turn
+    turns = [(), (1,), (2,)]  # the first one has the seed of a response with a single turn
     wanted = [(DRAW.seed, sample, *turn) for sample in range(9) for turn in turns]
     assert sorted(pool.seeds()) == sorted(wanted)
 
@@ -203,7 +203,8 @@ def test_a_draw_asks_with_its_version_and_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [None, Talk()])
 def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environment: Any) -> None:
-    """Its rows are its own; its groups and samples follow those of the draws before."""
+    """Its rows are its own. Its groups and samples have the numbers after those of the step's
+    earlier requests."""
     refill = replace(DRAW, name="step_00000001_1", first=3, rows=[6, 1])
     pool = Recorder()
     (groups, more), _ = drawn(tmp_path, pool, DRAW, refill, environment=environment)
@@ -220,7 +221,8 @@ def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environme
 
 
 def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
-    """A prompt near their longest sequence leaves fewer tokens than the configuration allows."""
+    """A prompt that is nearly as long as their longest sequence leaves fewer tokens than the
+    configuration allows."""
     draw = replace(DRAW, rows=[0, 7], sampling=Sampling(max_tokens=15, temperature=0.5))
     pool = Recorder()
     drawn(tmp_path, pool, draw)
@@ -232,7 +234,7 @@ def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
 
 
 def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
-    """Limits of the configuration that are wider than the servers' longest sequence."""
+    """The limits of the configuration are wider than the servers' longest sequence."""
 
     class Long:
         async def rollout(self, client: Client, task: Prompt) -> None:
@@ -250,17 +252,18 @@ def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
 
 
 class Ends:
-    """Ends in one of the ways in which episodes do, by the number of the prompt's tokens."""
+    """An environment that ends in one of the possible ways, depending on the number of the prompt's
+    tokens."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         kind = len(task.token_ids)
-        if kind == 1:  # its own limit of a turn cuts the last turn off, and no limit of the episode
+        if kind == 1:  # its own limit of a turn cuts off the last turn, not a limit of the episode
             await client.generate(max_tokens=2)
         elif kind == 2:  # the last turn is whole, and there is no room for another one
             await client.generate()
             await client.generate(text="x" * 4)
             await client.generate(text="x" * 9)
-        elif kind == 3:  # as the second, and the environment lets it pass
+        elif kind == 3:  # as the second, but the environment accepts it
             await client.generate()
             try:
                 await client.generate(text="x" * 30)
@@ -283,7 +286,7 @@ def test_an_episode_is_cut_where_its_own_limit_ended_it(tmp_path: Path) -> None:
 
 
 class Fails:
-    """Fails before its first turn where the prompt has one token."""
+    """An environment that fails before its first turn if the prompt has one token."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         if len(task.token_ids) == 1:
@@ -295,7 +298,7 @@ class Fails:
 def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
     tmp_path: Path, temperature: float
 ) -> None:
-    """Groups with and without such episodes are put end to end: all columns fit the tokens."""
+    """Groups with and without such episodes are joined, so all columns must fit the tokens."""
     pool = Recorder(with_routes=temperature > 0)
     pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, with_routes=True))
     draw = replace(DRAW, rows=[0, 5], sampling=Sampling(6, temperature=temperature))
@@ -319,7 +322,7 @@ def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
 
 
 def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
-    """What rank 0 shows while it waits."""
+    """Rank 0 shows this while it waits."""
     recorder: Any = Recorder()
     scorers: Any = Unscored()
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
@@ -338,13 +341,13 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
 
 
 def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path: Path) -> None:
-    """Its finished groups count only if they are of the same request."""
+    """Finished groups count only if they belong to the same request."""
 
     class Refusing(Recorder):
         refuses = True
 
         async def generate_all(self, *asked: Any) -> list[Response]:
-            if self.refuses and len(asked[0]) == 1:  # of group 1; the others are finished
+            if self.refuses and len(asked[0]) == 1:  # it fails in group 1; the others are finished
                 await asyncio.sleep(0.05)
                 raise RolloutError("no server is left")
             return await super().generate_all(*asked)
@@ -368,9 +371,9 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
         assert failed["finished"] == 2 and len(recorder.seeds()) == 6
         recorder.refuses = False
         assert (await ended(DRAW))["error"] is None
-        assert len(recorder.seeds()) == 9  # three more: of the group that was missing
+        assert len(recorder.seeds()) == 9  # three more, for the group that was missing
         assert (await ended(DRAW))["error"] is None
-        assert len(recorder.seeds()) == 9  # it is done
+        assert len(recorder.seeds()) == 9  # everything is done
         other = await ended(replace(DRAW, rows=[1, 2, 3]))
         assert other["finished"] == 3 and len(recorder.seeds()) == 18
 

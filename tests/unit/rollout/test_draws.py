@@ -1,4 +1,4 @@
-"""Draws: which finished groups of an earlier start are used again."""
+"""Which finished groups of an earlier start are used again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _REWARD = "def reward(sample):\n    return {value}\n"
 
 @pytest.fixture
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """The configuration of a run with a reward of its own, with overrides."""
+    """The configuration of a run with a custom reward, with overrides."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a reward's folder is added to it
     write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
@@ -67,8 +67,8 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 def draw(
     config: Config, folder: Path, wanted: RolloutRequest = DRAW, asked: list[Any] | None = None
 ) -> tuple[int, dict[int, RolloutGroup]]:
-    """Have the draw as a service that is started now; returns how many responses the server gave,
-    and the groups. asked: gets the sampling of each request."""
+    """Generate a request in a new service. Returns how many responses the server gave, and the
+    groups. asked: collects the sampling settings of each request."""
     scorers = Scorers(config, inputs := read_inputs(config))
 
     async def run() -> int:
@@ -112,7 +112,7 @@ def draw(
 
 
 async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:
-    """A server without a fault, which tells what it is asked for."""
+    """A server without faults that records its requests."""
     asked.append((await request.json())["sampling_params"])
     return await plain(request, answer)
 
@@ -167,7 +167,7 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(*overrides: str) -> tuple[int, set[float]]:
-        """By a new process: how many responses, and the rewards."""
+        """The same in a new process: the number of responses, and the rewards."""
         monkeypatch.delitem(sys.modules, "bank_test_reward", raising=False)
         count, groups = draw(configured(*overrides), tmp_path / "run")
         assert groups.keys() == {0, 1, 2}
@@ -259,14 +259,15 @@ def test_what_decides_rollouts_is_told_apart(
     assert origin(f"data.prompts={json.dumps(str(moved))}") != first
 
 
-# No bias. A double, because vLLM cannot be told how long a prompt takes.
+# There is no bias. The server is a stand-in, because the time that vLLM needs for a prompt cannot
+# be set.
 
 STEPS, BATCH, ROWS = 6, 4, 16
 
 
 class Slow:
-    """Answers to prompts of an odd sum take ten times as long. After half of the time the server
-    has drawn the first token."""
+    """Prompts with an odd sum take ten times as long. After half of the time the server has the
+    first token."""
 
     def __init__(self, double: Double) -> None:
         self.double = double
@@ -274,7 +275,7 @@ class Slow:
 
     async def __call__(self, request: web.Request, answer: Any) -> web.StreamResponse:
         given, counts = await request.json(), self.double.counts
-        if "request_id" in given:  # no probe
+        if "request_id" in given:  # it is not a probe
             assert counts is not None
             half = (0.1 if sum(given["token_ids"]) % 2 else 0.01) / 2
             await asyncio.sleep(half)
@@ -285,8 +286,8 @@ class Slow:
 
 
 def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[int]], list[int]]:
-    """Draws in the order of ReinforcementLoop. Returns the rows that each step trains, in the order
-    in which they were finished, and the ages of all their tokens."""
+    """Request in the order of ReinforcementLoop. Returns the rows that each step trains, in the
+    order of finishing, and the ages of all their tokens."""
     scorers = Scorers(config, inputs := read_inputs(config))
     rows_of = {tuple(p.token_ids): n for n, p in enumerate(inputs.files["data.prompts"])}
     assert len(rows_of) == ROWS
@@ -351,12 +352,13 @@ def test_slow_prompts_are_trained_when_the_synchronous_run_trains_them(
     loader = PromptLoader(ROWS, BATCH, seed=1)
     assert [sorted(rows) for rows in trained] == [sorted(loader.next()) for _ in range(STEPS)]
     assert min(ages) >= 0 and max(ages) <= ahead
-    assert ahead == 0 or max(ages) > 0  # responses were drawn ahead
-    # The bias of who trains on the first half of each batch that is finished, and drops the rest.
+    assert ahead == 0 or max(ages) > 0  # responses were generated ahead
+    # The bias of a run that trains on the first half of each batch that is finished, and drops the
+    # rest.
     prompts = read_inputs(config).files["data.prompts"]
     slow = {n for n, prompt in enumerate(prompts) if sum(prompt.token_ids) % 2}
     kept = [row for rows in trained for row in rows[: BATCH // 2]]
     slow_ones = [sum(row in slow for row in rows) for rows in trained]
     fewest = sum(max(0, count - BATCH // 2) for count in slow_ones)
-    # one more than the fewest that can be: a busy machine may delay a fast one
+    # one more than the smallest possible number: a busy machine may delay a fast one
     assert sum(row in slow for row in kept) <= fewest + 1 < sum(slow_ones) / 2

@@ -1,4 +1,4 @@
-"""Servers that do wrong what vLLM cannot be made to do: the run goes on with another one, or one
+"""Servers with faults that vLLM cannot be made to have. The run goes on with another server, or one
 line says what is wrong."""
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 6}
 
 @pytest.fixture(params=[False, True], ids=["json", "parts"])
 def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether doubles have our middleware."""
+    """Whether the stand-ins have our middleware."""
     monkeypatch.setattr(Double, "gives_parts", request.param)
     return request.param
 
 
 async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -> list[Response]:
-    """So many responses, one by one or as a group."""
+    """Generate so many responses, one by one or as a group."""
     if at_once:
         return await fleet.scheduler.generate_all(
             PROMPT, SAMPLING, [(1, n) for n in range(count)], version
@@ -87,7 +87,7 @@ async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -
 def pooled(
     work: Callable[[ScheduledFleet, list[Double]], Awaitable[None]], count: int = 2, **limits: float
 ) -> None:
-    """Work with a fleet of doubles, called server 0, 1, ..."""
+    """Work with a fleet of stand-ins, called server 0, 1, ..."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -155,7 +155,7 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
         doubles[0].faults[GENERATE] = fault
         for each in await draw(fleet, 0, 8, gives_parts):
             assert_is_right(each, 0)
-        assert fleet.scheduler.resubmitted == 4  # every other request was the first server's
+        assert fleet.scheduler.resubmitted == 4  # every second request went to the first server
         assert doubles[1].calls[PARTS] == 2 * gives_parts  # its own part, and what was missing
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
@@ -205,7 +205,7 @@ WRONG_CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_CHOICES)
 def test_a_choice_that_is_not_as_vllm_gives_it_is_refused(name: str) -> None:
-    """The same lines read the JSON in the client and in the middleware."""
+    """The same code reads the JSON in the client and in the middleware."""
     changes, why = WRONG_CHOICES[name]
     [choice] = Double()._generate(PROMPT, 6)["choices"]
     changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
@@ -237,7 +237,8 @@ def test_useless_experts_of_a_token_are_missing_and_counted(
         tokens = [*PROMPT, *greedy(PROMPT, 6)]
         right, useless = experts(tokens[:-1]), change(experts(tokens[:-1]))
         wanted = rows
-        if wanted is None:  # in plain words: a token for whom a layer names no expert of the model
+        # the message in plain words: a token for which a layer names no expert of the model
+        if wanted is None:
             wanted = [n for n in range(8) if (useless[n, 1:] >= EXPERTS).any()]
             assert 0 < len(wanted) < 8
         for row in range(8):
@@ -289,7 +290,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
 
         async def works(request: Any, answer: Any) -> Any:
             for _ in range(30):
-                slow.drawn += 1  # tokens of it
+                slow.drawn += 1  # tokens of the slow server
                 await asyncio.sleep(0.2)
             return await late(0)(request, answer)
 
@@ -297,7 +298,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
         start = time.monotonic()
         for each in await asyncio.gather(*(fleet.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
             assert_is_right(each, 0)
-        assert 8 < time.monotonic() - start < 50  # silent for two seconds, then six of work
+        assert 8 < time.monotonic() - start < 50  # silent for two seconds, then six seconds of work
         [problem] = fleet.problems()
         assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
 
@@ -391,7 +392,7 @@ def test_a_server_that_rank_0_cannot_send_weights_gets_them_in_folders(tmp_path:
 
 
 def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) -> None:
-    """Rank 0 sends version 1 to one server; the other has lost its own meanwhile."""
+    """Rank 0 sends version 1 to one server. In the meantime the other has lost its own weights."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
@@ -426,7 +427,7 @@ def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path)
     pooled(work, count=1)
 
 
-# What responses are read and compared with: plain formulas
+# How responses are read and compared: plain formulas
 
 
 def test_a_response_is_read_as_it_is_written() -> None:
@@ -469,7 +470,7 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
             Response(np.array(ids), np.array(values), truncated=True)
             for ids, values in zip(given, theirs, strict=True)
         ]
-        # of 16 responses two may differ: the third largest mean decides
+        # two of 16 responses may differ, so the third largest mean decides
         decides = sorted(means, reverse=True)[rows // 8]
         for limit, average, is_right in (
             (largest + 1e-9, decides + 1e-9, True),
@@ -486,14 +487,15 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
 def limit_that_leaves(count: int) -> int:
     """The limit of open files under which this process can open `count` more.
 
-    The kernel compares the limit with the number of a file, and other tests leave gaps."""
+    The kernel compares the limit with the number of a file, and other tests leave gaps.
+    """
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     unused = (number for number in itertools.count() if number not in used)
     return next(itertools.islice(unused, count, None))
 
 
 def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
-    """The doubles are in this process, too, which takes no further connection either."""
+    """The stand-ins are in this process, which then accepts no connection either."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))

@@ -1,5 +1,4 @@
-"""Parts of groups: what one request for several responses is worth where servers fail, are paused
-or are full."""
+"""Group requests (one request for several responses) when servers fail, are paused or are full."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def _give_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Double, "gives_parts", True)
 
 
-# The form
+# The format
 
 
 def same(first: Response, second: Response) -> bool:
@@ -103,7 +102,7 @@ def test_a_record_is_what_the_json_says_response_for_response(routes: bool) -> N
 
 
 def a_record(**changes: Any) -> bytes:
-    """Two responses of two tokens to PROMPT; None leaves a tensor out."""
+    """Two responses of two tokens to PROMPT. None leaves a tensor out."""
     tensors: dict[str, Any] = {
         "told": np.frombuffer(b'{"failures": [], "spans": [null, null]}', np.uint8),
         "numbers": np.array([0, 1]),
@@ -156,7 +155,7 @@ def test_seeds_are_those_of_earlier_runs() -> None:
 
 
 def sends(records: Iterable[bytes], length: int | None = None) -> Fault:
-    """An answer with these records; length: what it says of each, where that is not so."""
+    """An answer with these records. length: the length that it claims for each, if it is wrong."""
 
     async def fault(*_: Any) -> web.StreamResponse:
         framed = [LENGTH.pack(length or len(record)) + record for record in records]
@@ -188,7 +187,7 @@ def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str
         found = await fleet.scheduler.generate_all(PROMPT, SAMPLING, [*GROUP, *GROUP], 0)
         assert len(found) == 16
         for each in found:
-            if len(each.token_ids) == 6:  # not one of the record that is well-formed
+            if len(each.token_ids) == 6:  # not a response of the well-formed record
                 assert_is_right(each, 0)
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
@@ -200,13 +199,13 @@ def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str
 
 
 async def by_seed(given: Any) -> int:
-    """Which of GROUP a request is for."""
+    """The response of GROUP that a request asks for, by its seed."""
     seeds = [seed_of(each) for each in GROUP]
     return seeds.index(given["sampling_params"]["seed"])
 
 
 class Held:
-    """Holds the responses of these numbers of GROUP; a probe is answered at once."""
+    """Holds back the responses with these numbers of GROUP. A probe is answered immediately."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers, self.answers, self.names = numbers, asyncio.Event(), {}
@@ -232,7 +231,7 @@ async def until(condition: Any) -> None:
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
-        fleet.servers[1].window = RequestWindow(0)  # all of it goes to the other
+        fleet.servers[1].window = RequestWindow(0)  # the whole request goes to the other server
         doubles[0].faults[GENERATE] = Held(2, 3, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: len(fleet.servers[0].in_flight) == 3)
@@ -307,7 +306,7 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
         named = dict(held.names)
 
         async def tells(request: web.Request, _: Any) -> web.StreamResponse:
-            """The middleware takes 3 back, and says that 1 has ended."""
+            """The middleware gives 3 back, and reports that 1 has ended."""
             names = (await request.json())["names"]
             assert sorted(names) == sorted([named[1], named[3]])
             return web.json_response({"ended": [named[1]]})
@@ -315,7 +314,8 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
         double.front_faults[TAKE_BACK] = tells
         await fleet.update(weights(tmp_path, 1))
         held.numbers = ()
-        await until(lambda: held.names[3] != named[3])  # sent again, as the others are not there
+        # sent again, because the others are not there
+        await until(lambda: held.names[3] != named[3])
         held.answers.set()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0] * 6, [0] * 6, [0, 0, 1, 1, 1, 1], [1] * 6]
@@ -359,7 +359,7 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
         double.counts = {held.names[6]: 2, held.names[7]: 3}
 
         async def another(request: web.Request, _: Any) -> web.StreamResponse:
-            held.answers.set()  # they are whole before the proof fails
+            held.answers.set()  # they are complete before the check fails
             await asyncio.sleep(0.5)
             assert not drawing.done()
             return web.json_response({"weight_version": "7"})
@@ -379,7 +379,7 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
 
 
 def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, list[Server]]:
-    """A fleet of servers that nobody talks to, with so many places."""
+    """A fleet of servers with so many slots. Nobody talks to them."""
     servers = [Server(f"server {n}", client=None, version=0) for n in range(len(sizes))]
     for server, size in zip(servers, sizes, strict=True):
         server.window = RequestWindow(size)
@@ -390,7 +390,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:
-    """What turns of so many places get that wait at the same time."""
+    """The slots that waiting entries of these sizes get."""
 
     async def run() -> list[list[tuple[str, int]] | None]:
         joined = [fleet.scheduler._queue.add("step_1", 0, places) for places in turns]
@@ -422,7 +422,7 @@ def test_a_window_is_never_exceeded_and_a_part_is_worth_its_request() -> None:
     granted = admitted(fleet, *[16] * 4)
     assert granted == [[("0", 16)], [("1", 16)], [("0", 16)], [("1", 4)]]
     assert [each.load for each in servers] == [32, 20]
-    # of 64 places three are not worth a request, but where no more is wanted than one
+    # three of 64 slots are not worth a request, unless only one is needed
     for taken, wanted, given in ((61, 16, None), (60, 16, [("0", 4)]), (63, 1, [("0", 1)])):
         fleet, servers = fleet_of(64)
         servers[0].expected = taken
@@ -453,7 +453,7 @@ def test_a_server_without_our_middleware_gets_one_at_a_time(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("body", [b"", b"[", b"[]", b'{"names": 5}', b'{"names": [[1]]}'])
 def test_a_request_to_take_back_that_is_none_is_refused(body: bytes) -> None:
-    """As one for a part is."""
+    """It is refused in the same way as a malformed group request."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

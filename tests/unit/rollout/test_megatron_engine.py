@@ -1,4 +1,4 @@
-"""Rollouts by the real model on one rank, against full forward passes without any cache."""
+"""Rollouts by the real model on one rank, compared with full forward passes without a cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Response:
 
 
 def responses_of(batch: RolloutBatch) -> list[Response]:
-    """The flat batch as a list; checks that lengths and flat tensors agree."""
+    """The flat batch as a list. Checks that lengths and flat tensors agree."""
     prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     assert batch.tokens.numel() == sum(prompt_lengths) + sum(lengths)
     assert (
@@ -77,7 +77,7 @@ def generate(
     top_k: int = 0,
     **options: Any,
 ) -> RolloutBatch:
-    """`options` are those of the engine."""
+    """Generate responses. `options` are those of the engine."""
     engine = MegatronEngine(policy, pad_id=PAD, **{"eos_id": NEVER, "decode": letters} | options)
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
     sampling = Sampling(max_tokens, temperature, top_k=top_k, stop=tuple(stop))
@@ -99,7 +99,8 @@ def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) 
 
 
 def trainer_difference(policy: Policy, batch: RolloutBatch, temperature: float) -> Tensor:
-    """[tokens] of the trainer's log-probs, from two micro-batches out of order, to the engine's."""
+    """The differences [tokens] between the trainer's log-probs, computed in two micro-batches in
+    another order, and the engine's."""
     lengths = batch.response_lengths.tolist()
     tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
     offsets = [sum(lengths[:n]) for n in range(len(lengths))]
@@ -119,7 +120,7 @@ def test_rollout_logprobs_are_the_trainers(
 ) -> None:
     batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
     difference = trainer_difference(policy, batch, temperature)
-    # both in fp32: what is left is the order of sums
+    # both are fp32, so only the order of sums differs
     assert len(difference) == len(batch.rollout_logprobs) and float(difference.max()) <= 1e-5
 
 
@@ -136,8 +137,8 @@ def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_pro
 
 
 def scheduled_steps(lengths: Sequence[int], rows: int) -> int:
-    """Steps until the last response ends, where each starts in the row that is free first, and rows
-    become free at every fourth step."""
+    """The number of steps until the last response ends. Each response starts in the first free row,
+    and rows become free at every fourth step."""
     free = [0] * rows
     for length in lengths:
         free[free.index(min(free))] += -(-length // 4) * 4
@@ -156,7 +157,7 @@ def test_a_free_row_takes_the_next_response(
         return native(self, ids, *others)
 
     monkeypatch.setattr(MegatronEngine, "_forward", watched)
-    prompts = [(*prompt, 3) for prompt in PROMPTS]  # of two tokens or more
+    prompts = [(*prompt, 3) for prompt in PROMPTS]  # two tokens or more
     batch = generate(
         policy, prompts, per_prompt=8, eos_id=(2, 11, 17), max_tokens=40, batch_size=rows
     )
@@ -175,7 +176,7 @@ def test_a_free_row_takes_the_next_response(
 def test_long_sequences_among_short_ones_have_the_trainers_logprobs(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They attend apart from the others. Some start in rows that become free."""
+    """They attend separately. Some of them start in rows that become free."""
     long_rows = []
     native = KeyValueCache.start_token
 
@@ -217,7 +218,7 @@ def test_prompts_are_numbered_by_their_group_index(policy: Policy) -> None:
 
 
 def without_end(ids: Sequence[int]) -> str:
-    """Token 11 is special: it has no text."""
+    """Token 11 is special and has no text."""
     return letters([i for i in ids if i != 11])
 
 
@@ -265,7 +266,8 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
 ) -> None:
     options = {"per_prompt": 6, "max_tokens": max_tokens}
     endless = [letters(r.tokens) for r in responses_of(generate(policy, **options))]
-    pair, single, last = endless[4][7:9], endless[9][3], endless[2][-3:]  # occur at least there
+    # sequences that occur at these places
+    pair, single, last = endless[4][7:9], endless[9][3], endless[2][-3:]
     decoded = []
 
     def decode(ids: Sequence[int]) -> str:
@@ -291,7 +293,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
             assert response.truncated is (end is None)
         ended = sum(end is not None for end in ends)
         assert 1 <= ended < len(ends)
-        # rows that have ended are not decoded: one call for each 4 tokens, and up to 4 at the end
+        # ended rows are not decoded: one call for each 4 tokens, and up to 4 calls at the end
         checks = sum(-(-(end or max_tokens) // 4) for end in ends)
         assert checks <= len(decoded) <= checks + 4 * ended + len(stop)
 
@@ -302,13 +304,13 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         ("a終🙂以上就是最终答案", "以上就是最终答案"),
         ("a終\x01終\x01\n", "終<end>\n"),
         ("\x01\x01b\x01", "b<end>"),
-        ("a\x01終b", "終b"),  # a special token inside a plain text does not matter
+        ("a\x01終b", "終b"),  # a special token inside plain text does not matter
     ],
 )
 def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, text: str, stop: str
 ) -> None:
-    """Every token is one byte, of which 1 is special; all rows draw the same ones."""
+    """Every token is one byte, and token 1 is special. All rows sample the same tokens."""
     content = f"{text}。b\n".encode()
     script = iter(content)
 
@@ -334,7 +336,7 @@ def test_one_token(policy: Policy) -> None:
 
 
 def columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """All but the routes and the mask, which nobody asked for."""
+    """All columns except the routes and the mask, which nobody asked for."""
     assert batch.routes is None and batch.mask is None
     return {name: value for name, value in vars(batch).items() if value is not None}
 
@@ -374,7 +376,7 @@ def test_the_engine_follows_the_policys_weights_and_leaves_it_in_training_mode(
         weight[:VOCABULARY] = weight[:VOCABULARY].flip(0)
     engine.update_weights()
     after = engine.generate(requests, greedy, 1)
-    assert after.tokens[3] == VOCABULARY - 1 - before.tokens[3]  # the first drawn token
+    assert after.tokens[3] == VOCABULARY - 1 - before.tokens[3]  # the first sampled token
     assert all(module.training for module in policy.models[0].modules())
     assert not after.rollout_logprobs.requires_grad
 
@@ -383,6 +385,6 @@ def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:
     policy = tiny_policy(
         model={"megatron": {"init_method_std": 0.15}}, training={"precision": "bf16"}
     )
-    # 2^-8 of logits of size 5; rounding exchanges an expert for another here and there
+    # 2^-8 of logits of size 5; here and there rounding chooses another expert
     difference = trainer_difference(policy, generate(policy, per_prompt=2), 1.0)
     assert float(difference.median()) < 0.05

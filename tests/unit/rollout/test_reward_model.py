@@ -112,6 +112,12 @@ def test_its_template_gets_its_own_options(chat: Path, tmp_path: Path) -> None:
     assert found == [*load_tokenizer(chat).encode("why"), *ids_of(chat, sample)]
 
 
+def test_a_folder_may_have_the_file_of_sentencepiece_alone(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((plain / "tokenizer.model").read_bytes())
+    sample = Sample("why", None, "12", False)
+    assert ids_of(tmp_path, sample) == ids_of(plain, sample)
+
+
 def test_a_response_cannot_end_its_part_of_the_conversation(chat: Path) -> None:
     """Promised in docs/security.md."""
     tokenizer = load_tokenizer(chat)

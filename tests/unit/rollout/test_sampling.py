@@ -1,4 +1,5 @@
-"""Random numbers, the draw of tokens, and stop strings, against references in plain Python."""
+"""Random numbers, the sampling of tokens, and stop strings, compared with references in plain
+Python."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64_finaliser(z: int) -> int:
-    """Steele, Lea, Flood 2014, figure 16 with Stafford's mix 13, in unsigned integers."""
+    """Steele, Lea, Flood 2014, figure 16, with Stafford's mix 13, in unsigned integers."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
@@ -58,7 +59,8 @@ def test_every_number_is_that_of_splitmix64(seed: int) -> None:
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:
-    """Largest distance between the empirical distribution and the uniform one, times sqrt(n)."""
+    """The largest distance between the empirical distribution and the uniform one, times
+    sqrt(n)."""
     ordered = values.flatten().sort().values
     count = ordered.numel()
     steps = torch.arange(count + 1, dtype=torch.float64) / count
@@ -74,7 +76,7 @@ def test_the_distribution_is_uniform(seed: int) -> None:
     values = uniforms(seed, torch.arange(1000), 20)
     assert float(values.min()) > 0.0 and float(values.max()) < 1.0
     assert kolmogorov_smirnov(values) < CRITICAL
-    for position in (0, 1, 19):  # across samples at one position, as a step draws them
+    for position in (0, 1, 19):  # across samples at one position, which is how a step samples them
         assert kolmogorov_smirnov(values[:, position]) < CRITICAL
     assert kolmogorov_smirnov(uniforms(seed, torch.tensor([17]), 5000)) < CRITICAL
     seeds = range(seed, seed + 2000)
@@ -108,7 +110,7 @@ def test_router_noise_repeats_no_number_that_draws_a_token(seed: int) -> None:
     noise = torch.stack([numbers(layer, 6) for layer in range(3)])
     assert noise.shape == (3, 12, 6) and noise.unique().numel() == noise.numel()
     assert not torch.isin(noise, uniforms(seed, torch.arange(100), 50)).any()
-    # tokens in the routers' order; a sequence has its numbers whatever else is in the batch
+    # tokens in the routers' order; a sequence has its own numbers in any batch
     alone = RouterRandomness(seed, torch.tensor([0, 1, 5])).at(slice(1, 2)).numbers(positions[:1])
     assert torch.equal(alone(2, 6), noise[2].view(4, 3, 6)[:, 1])
 
@@ -117,7 +119,7 @@ def test_router_noise_repeats_no_number_that_draws_a_token(seed: int) -> None:
 
 LOGITS = [0.3, -1.2, 2.1, 0.0, 1.7, -3.0, 0.9]
 DRAWS = 20_000
-# 0.999 quantiles of the chi-square distribution by degrees of freedom
+# 0.999 quantiles of the chi-square distribution, by degrees of freedom
 CHI_SQUARE = {0: 1e-9, 1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
 
 
@@ -127,8 +129,8 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probabilities: list[float], top_k: int = 0, top_p: float = 1.0, **_: Any) -> set[int]:
-    """The likeliest `top_k` tokens; of these the fewest that reach `top_p` of their sum, as in
-    transformers and vLLM."""
+    """The `top_k` most probable tokens, and of these the fewest that reach `top_p` of their sum, as
+    in transformers and vLLM."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[: top_k or None]
     total = sum(probabilities[i] for i in order)
     chosen: set[int] = set()
@@ -159,7 +161,7 @@ CASES: list[dict[str, Any]] = [
 def test_top_p_ends_with_the_token_that_reaches_it() -> None:
     uniforms = torch.arange(1, 100, dtype=torch.float64)[:, None] / 100
     tokens, _ = sample_tokens(torch.zeros(99, 2), Sampling(1, top_p=0.5), uniforms[:, 0])
-    assert len(tokens.unique()) == 1  # of two tokens with a half each
+    assert len(tokens.unique()) == 1  # two tokens have a probability of one half each
 
 
 @pytest.mark.parametrize("values", CASES, ids=str)
@@ -171,7 +173,7 @@ def test_frequencies_are_those_of_the_truncated_softmax(values: dict[str, Any]) 
     assert {token for token, count in enumerate(counts) if count} <= left
     total = sum(probabilities[token] for token in left)
     expected = {token: DRAWS * probabilities[token] / total for token in left}
-    assert min(expected.values()) > 5  # where the chi-square approximation holds
+    assert min(expected.values()) > 5  # large enough for the chi-square approximation
     statistic = sum((counts[t] - e) ** 2 / e for t, e in expected.items())
     assert statistic <= CHI_SQUARE[len(left) - 1]
     # the log-prob is that of the whole softmax, whatever truncation leaves out
@@ -191,7 +193,7 @@ def test_tokens_invert_the_cumulative_distribution(size: int) -> None:
         edges = [sum(probabilities[: i + 1]) for i in range(len(row))]
         expected = next(i for i, edge in enumerate(edges) if edge > u)
         assert float(logprob) == pytest.approx(math.log(probabilities[int(token)]), abs=1e-5)
-        if min(abs(edge - u) for edge in edges) > 1e-6:  # else fp32 rounding decides
+        if min(abs(edge - u) for edge in edges) > 1e-6:  # otherwise fp32 rounding decides
             assert int(token) == expected
             compared += 1
     assert compared > 35 or size == 1
@@ -208,7 +210,7 @@ def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> 
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
-    # at both ends of the vocabulary and at both ends of the unit interval
+    # at both ends of the vocabulary, and at both ends of the unit interval
     logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]])
     for u, expected in ((2.0**-54, 1), (0.25, 1), (0.75, 3), (1.0 - 2.0**-53, 3)):
         uniform = torch.tensor([u], dtype=torch.float64)
@@ -234,7 +236,7 @@ def test_few_tokens_with_probability_are_found_in_any_block(seed: int, size: int
 
 @pytest.mark.parametrize("size", [1, 5, 3 * BLOCK, 3 * BLOCK - 7, 90 * BLOCK + 1])
 def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
-    """The log-prob tells; the loss stops at it."""
+    """Its log-prob is NaN, at which the loss stops."""
     logits = torch.full((2, size), math.nan)
     tokens, logprobs = sample_tokens(
         logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64)
@@ -307,7 +309,7 @@ def tokenizer(
 
 
 def found_end(tokenizer: Tokenizer, stop: Sequence[str], ids: list[int], block: int) -> int | None:
-    """As the engine searches: every `block` tokens, in the window and the new ones."""
+    """Search like the engine: every `block` tokens, in the window and the new tokens."""
     stops = StopStrings(stop, tokenizer.decode)
     for searched in range(0, len(ids), block):
         first = max(0, searched + 1 - stops.window)
@@ -371,4 +373,5 @@ def test_a_stop_string_may_end_inside_a_token() -> None:
     stops = StopStrings(["end."], decode)
     assert stops.end([0, 0, 1, 2], searched=0) == 3
     assert stops.end([0, 1], searched=1) == 2 and stops.end([0, 0], searched=0) is None
-    assert stops.end([3, 0], searched=0) == 1  # in a token that begins with a broken character
+    # inside a token that begins with an incomplete character
+    assert stops.end([3, 0], searched=0) == 1

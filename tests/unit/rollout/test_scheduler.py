@@ -1,4 +1,4 @@
-"""Whose turn it is, how many requests a server has, and how long it has any."""
+"""Which request is next, how many requests a server gets, and how long it has had none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         await asyncio.sleep(0)
         tasks[2].cancel()
         await asyncio.sleep(0)
-        for newest, room in ((1, 1), (2, 9), (3, 9)):  # of the only server
+        for newest, room in ((1, 1), (2, 9), (3, 9)):  # the only server
             queue.admit(partial(choose, newest, [0] * room))
             await asyncio.sleep(0)
         assert queue.places == 0
@@ -60,8 +60,8 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
 
 
 def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_waits_for() -> None:
-    """Two servers with weights of version 1 and 2, and places that become free one after another; a
-    part goes with three or more."""
+    """Two servers have weights of version 1 and 2, and slots become free one after the other. A
+    group request is sent if three or more are free."""
     free = {"old": 0, "new": 0}
     versions = {"old": 1, "new": 2}
 
@@ -77,7 +77,8 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
         part, single, older = (queue.add(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
         free.update(old=1, new=2)
         queue.admit(choose)
-        # the place of the new server is left to the part; the old one has not what that needs
+        # the slot of the new server is kept for the group request; the old server lacks the version
+        # that it needs
         assert (part.granted.done(), single.granted.done()) == (False, False)
         assert older.granted.result() == [("old", 1)]
         free.update(old=9, new=5)
@@ -119,7 +120,7 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
     window = RequestWindow(128)
     assert look(window, 128, 0.9, 0) == 128
     assert look(window, 128, 0.9, 3) == 96
-    assert look(window, 120, 0.9, 5) == 96  # it has not got down to that yet
+    assert look(window, 120, 0.9, 5) == 96  # its number of requests has not fallen that far yet
     assert look(window, 96, 0.98, 5) == 72
     assert look(window, 72, 0.9, 5) == 72  # neither full nor with room
     assert look(window, 71, 0.5, 5) == 72  # it would not use more
@@ -174,7 +175,7 @@ def test_shares_since_the_last_weights() -> None:
 def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
     tmp_path: Path,
 ) -> None:
-    """Two servers that work on two requests each; requests of step 2 came first."""
+    """Two servers work on two requests each. Requests of step 2 came first."""
 
     async def run() -> tuple[list[str], list[list[int]], list[float]]:
         answers, order = asyncio.Semaphore(0), []

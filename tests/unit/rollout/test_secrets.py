@@ -1,4 +1,4 @@
-"""The tokens of servers and of the rollout service go to nobody else."""
+"""The tokens of servers and of the rollout service are sent to nobody else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gspo_vllm_worker import TokenGuard
 TOKEN = "the-token-of-this-start"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Tries every way of listening on a port, and says which one succeeded.
+# Try every way of listening on a port, and report which one succeeded.
 _LISTEN = """
 import itertools, socket, sys
 port = int(sys.argv[1])
@@ -70,7 +70,7 @@ def test_another_user_cannot_listen_on_a_held_port() -> None:
         assert listens_as_another_user(held.getsockname()[1]) == ""
         port = held.getsockname()[1]
         with pytest.raises(RolloutError, match=f"port {port}: Address already in use"):
-            hold_port("127.0.0.1", port)  # nor another server of this user
+            hold_port("127.0.0.1", port)  # not even another server of this user
     assert "listens on 127.0.0.1" in listens_as_another_user(port)
 
 
@@ -84,14 +84,14 @@ def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Pat
         os.kill(client._process.pid, signal.SIGKILL)
         client._process.wait()
         assert listens_as_another_user(first["port"]) == ""
-        client.forget(0)  # starts it again
+        client.forget(0)  # this starts it again
         assert client._settings["token"] != first["token"]
     finally:
         client.close()
 
 
 def replays(request: web.Request) -> dict[str, str]:
-    """What the server said to another challenge."""
+    """A server that repeats an answer to another challenge."""
     return {"proof": proof_of(TOKEN, "0" * 64)}
 
 
@@ -175,7 +175,7 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
 
 
 def late(answers: int) -> Handler:
-    """A server that is too busy to prove itself when it is asked first; the proof is wrong then."""
+    """A server that is too busy to prove itself at the first request. The proof is wrong then."""
     asked = 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -222,7 +222,7 @@ def test_a_standalone_server_that_proves_itself_late_is_asked_again(
 
 
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:
-    """Our guard before an application that tells who asks."""
+    """Our guard in front of an application that reports who asks."""
     monkeypatch.setenv("GSPO_SERVER_TOKEN", TOKEN)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
             with pytest.raises(ServerGone, match="before the server has proven itself"):
                 await client.weight_version(seconds=5)
             async with session.get(f"{url}{PROOF}?challenge=abc") as answer:
-                assert answer.status == 400  # nothing is signed but a challenge
+                assert answer.status == 400  # only a challenge is signed
 
     asyncio.run(run())
 
@@ -258,7 +258,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
 def test_a_program_cannot_send_us_to_the_server_for_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would get the token once the server has proven itself."""
+    """Such a program would get the token after the server has proven itself."""
 
     async def run() -> None:
         async with site(guarded(monkeypatch)) as url, connected_session() as session:

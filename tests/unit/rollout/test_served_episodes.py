@@ -1,4 +1,5 @@
-"""Episodes that servers draw: rewards, failures and turns as the ranks find them in the bank."""
+"""Episodes that servers generate: rewards, failures and turns, as the ranks get them from the
+store."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 def served(
     config: Config, folder: Path, environment: Any, limits: EpisodeLimits
 ) -> tuple[dict[int, RolloutGroup], UserError | None]:
-    """The groups of a draw, and its error as rank 0 gets it."""
+    """The groups of a request, and its error as rank 0 gets it."""
     inputs = read_inputs(config)
     scorers, told = Scorers(config, inputs), []
     runner = EpisodeRunner(environment, inputs.tokenizer, limits)
@@ -89,7 +90,7 @@ def served(
 
 
 class Endless:
-    """Gives the rewards itself, and lets the limit pass."""
+    """An environment that gives the rewards itself, and accepts the limit."""
 
     gives_rewards = True
 
@@ -100,7 +101,7 @@ class Endless:
 
 
 class Counting:
-    """A reward for each turn. Changes its row."""
+    """An environment with a reward for each turn. It changes its row."""
 
     gives_rewards = True
 

@@ -1,4 +1,4 @@
-"""The service's process may be killed while it starts, like at any other moment."""
+"""The service's process may be killed while it starts, or at any other moment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Waiting:
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Of a service that is told of no weights, so it starts no server."""
+    """Settings of a service that is told of no weights, so it starts no server."""
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
     config = parse_config(
         {
@@ -81,7 +81,8 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
 
 @contextmanager
 def killing(starts: int) -> Iterator[list[int]]:
-    """Kill so many new processes of the service at once; yields the ids of those killed."""
+    """Kill the next so many new processes of the service immediately. Yields the ids of the killed
+    processes."""
     killed: list[int] = []
     done = threading.Event()
 
@@ -131,7 +132,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceClient, Path]]:
-    """A sound service, and its run's parent folder."""
+    """A healthy service, and its run's parent folder."""
     folder = tmp_path_factory.mktemp("service")
     with closing(ServiceClient(settings(folder), restarts=0)) as client:
         yield client, folder
@@ -169,7 +170,8 @@ def test_a_service_that_ends_by_itself_is_not_started_again(
 def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
     service: tuple[ServiceClient, Path],
 ) -> None:
-    """It was killed at step 10, this start goes on from step 5, and has begun two draws so far."""
+    """The service was killed at step 10. This start continues from step 5, and has begun two
+    requests so far."""
     client, folder = service
     bank = folder / "run" / "rollouts"
     bank.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,7 @@ def services_of(pid: int) -> list[psutil.Process]:
 
 
 def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
-    """A scheduler sends it to all processes, and rank 0 saves the run before it ends."""
+    """A scheduler sends SIGTERM to all processes, and rank 0 saves the run before it ends."""
     weights = tmp_path / "weights" / "version_00000005"
     weights.mkdir(parents=True)
     words = [sys.executable, "-c", _RANK_0, str(tmp_path)]

@@ -1,5 +1,5 @@
 """Rules of the rollout service that need no server: salts of prefix caches, silence, versions of
-responses that updates interrupt, and what is on the disk and when."""
+interrupted responses, and when files reach the disk."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 @dataclass
 class Recorded:
-    """What a client is asked for; every response is [3, 4]."""
+    """Records the requests to a client. Every response is [3, 4]."""
 
     version: int = 0
-    salts: list[tuple[int, str | None]] = field(default_factory=list)  # with the version then
+    # with the version at that time
+    salts: list[tuple[int, str | None]] = field(default_factory=list)
     figures_told: dict[str, float] = field(default_factory=dict)
 
     async def generate(self, *_: Any, salt: str | None, **__: Any) -> Response:
@@ -66,7 +67,7 @@ def served(
 
 
 def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None]]:
-    """The salts of the proof and of a group, of two versions of the weights."""
+    """The salts of the check and of a group, for two versions of the weights."""
     client = Recorded()
     settings = replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv)
     fleet, server = served(client, settings, gives_parts=gives_parts)
@@ -85,7 +86,7 @@ def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None
 
 @pytest.mark.parametrize("gives_parts", [False, True])
 def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_parts: bool) -> None:
-    """The proof has the salt of its weights too: it is to notice a cache of others."""
+    """The check has the salt of its weights, too: it must notice a cache of other weights."""
     found = salts_of(gives_parts, keeps_kv=True)
     by_version = {version: {salt for v, salt in found if v == version} for version in (4, 5)}
     assert all(len(salts) == 1 for salts in by_version.values())
@@ -103,7 +104,7 @@ def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() ->
     ("in_flight", "counts", "tells", "keeps_kv", "pause"),
     [
         (False, True, True, True, RECOMPUTE),  # there is nothing to keep
-        (True, False, False, True, WAIT),  # nobody would know which weights drew which tokens
+        (True, False, False, True, WAIT),  # nobody would know which weights generated which tokens
         (True, False, False, False, WAIT),
         *[(True, *knows, True, KEEP) for knows in ((True, False), (False, True))],
         *[(True, *knows, False, RECOMPUTE) for knows in ((True, False), (False, True))],
@@ -122,10 +123,10 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
 @pytest.mark.parametrize(
     ("figures", "silent", "is_lost"),
     [
-        # neither an answer nor a token, with requests under way
+        # no answer and no token, although requests are in progress
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 31.0, True),
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 20.0, False),
-        # it draws
+        # it generates
         ({"generation_tokens_total": 10.0, "num_requests_running": 2.0}, 31.0, False),
         # it has nothing to do
         ({"generation_tokens_total": 9.0, "num_requests_running": 0.0}, 31.0, False),
@@ -150,8 +151,8 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
 
 
 def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:
-    """A server that had no update names its weights with a word of its own. By the time of the
-    answer, the response has seen newer ones."""
+    """A server without an update names its weights with a word of its own. When the answer comes,
+    newer weights were loaded during the response."""
     response = InFlightResponse(version=1)
     response.spans, response.version = [(1, 2), (3, 4)], 6
     spans = (("default", 2), ("3", 4), ("6", 7))
@@ -165,7 +166,7 @@ def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request()
 
 
 class Disk:
-    """What has reached the disk: the size of a file whenever it is synchronised."""
+    """What has reached the disk: the size of a file each time it is synchronised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: dict[int, list[int]] = {}  # sizes by inode

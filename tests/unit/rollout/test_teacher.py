@@ -1,5 +1,5 @@
-"""A teacher behind a URL: what is asked of a server, and what follows a wrong answer. The server of
-these tests answers as vLLM does; tests/vllm/test_distillation.py asks a real one."""
+"""A teacher behind a URL: the requests to the server, and the effect of a wrong answer. The server
+of these tests answers like vLLM; tests/vllm/test_distillation.py asks a real one."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
     assert given["model"] == "the teacher"
     entries: list[Any] = [None]
     for number in range(1, len(tokens)):
-        # the token itself first, as vLLM has it, then the most probable ones
+        # first the token itself, as vLLM does, then the most probable ones
         found = {str(tokens[number]): logprob(tokens, number)} | best(number, k)
         entries.append({t: {"logprob": value, "decoded_token": "x"} for t, value in found.items()})
     return {"choices": [{"prompt_logprobs": entries}]}
 
 
 def best(number: int, k: int) -> dict[str, float]:
-    """Made-up most probable tokens of a place."""
+    """Made-up most probable tokens of a position."""
     return {str(100 + number - each): -0.001 * (each + 1) for each in range(k)}
 
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """The server's URL. What `answer` raises is an error 500; but ConnectionAbortedError is the end
-    of the connection, and TimeoutError is no answer at all."""
+    """The server's URL. What `answer` raises becomes an error 500; but ConnectionAbortedError ends
+    the connection, and TimeoutError gives no answer at all."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "the teacher"}]})
@@ -66,7 +66,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
         except TimeoutError:
             await asyncio.sleep(3600)
             raise
-        except ConnectionAbortedError:  # as where the server is killed
+        except ConnectionAbortedError:  # as if the server was killed
             assert request.transport is not None
             request.transport.abort()
             raise
@@ -76,7 +76,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
     application.router.add_post("/tokenize", tokenize)
     application.router.add_post("/v1/completions", complete)
     started = threading.Event()
-    found: list[Any] = []  # the event loop, what ends it, and the port
+    found: list[Any] = []  # the event loop, the function that ends it, and the port
 
     async def serve() -> None:
         runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()
@@ -151,7 +151,7 @@ def test_the_token_written_may_be_one_of_the_most_probable() -> None:
         found = right(given)
         for place, token in enumerate(given["prompt"][1:], start=1):
             entry = found["choices"][0]["prompt_logprobs"][place]
-            entry.pop(str(100 + place))  # of the k, the first
+            entry.pop(str(100 + place))  # the first of the k
             entry[str(token)]["logprob"] = -0.0001
         return found
 
@@ -166,8 +166,8 @@ SPECIALISTS: dict[str, Any] = {"math": {}, "code": {}, "chat": {}, "art": {"teac
 def test_several_teachers_judge_the_responses_to_their_own_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of four responses to as many prompts the first two are of servers, the third of a folder,
-    and the last has no teacher."""
+    """The first two of four responses to four prompts have servers, the third a folder, and the
+    last no teacher."""
     asked: dict[str, list[list[int]]] = {"math": [], "code": []}
 
     def answering(name: str) -> Answer:
@@ -259,7 +259,7 @@ def test_a_rank_without_responses_asks_nothing() -> None:
 
 
 def changed(change: Callable[[list[Any], str], Any]) -> Answer:
-    """A right answer but for what is said of the last token."""
+    """A right answer, except for what it says about the last token."""
 
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)
@@ -270,7 +270,7 @@ def changed(change: Callable[[list[Any], str], Any]) -> Answer:
 
 
 def few(answer: Answer) -> Answer:
-    """A wrong answer about the most probable tokens alone."""
+    """An answer that is wrong only about the most probable tokens."""
 
     def answering(given: dict[str, Any]) -> Any:
         return answer(given) if given["prompt_logprobs"] else right(given)
@@ -377,6 +377,6 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
 def unused_tcp_port() -> Generator[int]:
     import socket
 
-    with socket.socket() as held:  # bound, and nobody listens
+    with socket.socket() as held:  # the port is bound, but nobody listens
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

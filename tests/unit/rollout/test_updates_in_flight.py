@@ -1,5 +1,5 @@
-"""New weights while requests are under way, where servers do what vLLM cannot be made to do at a
-chosen moment. tests/vllm/test_spans.py has the same with real ones."""
+"""New weights while requests are in progress. The servers do what vLLM cannot be made to do at a
+chosen moment. tests/vllm/test_spans.py has the same with real servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("gives_parts")
 
 
 class Held:
-    """Requests that are not answered before `answers` is set; a probe is answered at once."""
+    """Holds back answers until `answers` is set. A probe is answered immediately."""
 
     def __init__(self) -> None:
         self.answers, self.holds = asyncio.Event(), True
@@ -39,7 +39,7 @@ class Held:
 async def begin(
     fleet: ScheduledFleet, doubles: list[Double], count: int
 ) -> list[asyncio.Task[Any]]:
-    """So many requests, which all servers together have got."""
+    """Begin so many requests, and wait until the servers have all of them."""
     before = sum(len(each.names) for each in doubles)
     calls = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
     while sum(len(each.names) for each in doubles) < before + count:
@@ -79,7 +79,7 @@ def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
         async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
             if (await request.json())["method"] == "reload_weights":
                 held.answers.set()
-                await asyncio.wait([call])  # before the new weights are proven
+                await asyncio.wait([call])  # before the new weights are checked
             return await plain(request, answer)
 
         double.faults["/collective_rpc"] = loads
@@ -101,14 +101,14 @@ def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None
         doubles[1].counts = {doubles[1].names[0]: 2}
 
         async def another(*_: Any) -> web.StreamResponse:
-            held.answers.set()  # the response is whole before the proof fails
+            held.answers.set()  # the response is complete before the check fails
             await asyncio.sleep(0.5)
             assert not call.done()
             return await plain(_[0], {"weight_version": "7"})
 
         doubles[1].faults["/weight_info"] = another
         await fleet.update(weights(tmp_path, 1))
-        assert (await call).versions.tolist() == [1] * 6  # of the other server
+        assert (await call).versions.tolist() == [1] * 6  # from the other server
         assert fleet.scheduler.resubmitted == 1 and len(fleet.problems()) == 1
 
     pooled(work)
@@ -161,8 +161,8 @@ def test_a_place_is_left_for_the_proof(tmp_path: Path) -> None:
 
 
 def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) -> None:
-    """As in a service that was started again: the responses of the next step are there already, so
-    the policy is trained meanwhile."""
+    """This happens in a restarted service: the responses of the next step exist already, so the
+    policy is trained in the meantime."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         fleet.take_weights(replace(weights(tmp_path, 0), check=None))
@@ -179,7 +179,7 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
 
 
 def test_of_several_engines_the_counts_of_the_first_are_not_taken_for_all(tmp_path: Path) -> None:
-    """vLLM's collective_rpc asks the first engine alone."""
+    """vLLM's collective_rpc asks only the first engine."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:

@@ -1,4 +1,4 @@
-"""New weights are for our own servers alone, and nobody can keep a run from starting."""
+"""Only our own servers get new weights, and nobody can keep a run from starting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(run: Path, **section: object) -> Config:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of /dev/shm, in which every user may write."""
+    """A folder that takes the place of /dev/shm, in which every user may write."""
     made = tmp_path / "memory"
     made.mkdir()
     made.chmod(0o1777)
@@ -103,7 +103,7 @@ def test_another_user_cannot_read_it_nor_take_its_place(memory: Path, tmp_path: 
         if parent.name.startswith("pytest-of"):
             break
     assert said_by(_LOOK, folder).split("\n")[:2] == ["refused", "refused"]
-    # names that he knows by now, and a link to what he would like to see removed
+    # names that this user knows by now, and a link to something that the user wants removed
     precious = tmp_path / "precious"
     precious.mkdir()
     prefix = folder.name.rpartition("-")[0]

@@ -16,7 +16,7 @@ ANSWER = json.dumps({"id": "a", "choices": [CHOICE, {"index": 1, "routed_experts
 
 
 def answered(path: str, kind: bytes, parts: list[bytes]) -> tuple[dict[bytes, bytes], list[bytes]]:
-    """Headers and pieces of the answer to a client, where the server gives these pieces."""
+    """The headers and pieces of the answer to a client, if the server gives these pieces."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -51,7 +51,7 @@ def test_an_answer_has_everything_but_the_experts(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 500, 100_000])
 def test_a_stream_has_everything_but_the_experts(cut: int) -> None:
-    """However the server cuts it into pieces."""
+    """In whatever pieces the server sends it."""
     first = b'data: {"choices": [{"delta": {"content": "x"}}]}'
     stream = first + b"\n\ndata: " + ANSWER + b"\n\ndata: [DONE]\n\n"
     pieces = [stream[start : start + cut] for start in range(0, len(stream), cut)]
@@ -65,7 +65,7 @@ def test_a_stream_has_everything_but_the_experts(cut: int) -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "content"),
     [
-        (GENERATE, b"application/json", ANSWER),  # which the run's own client asks for
+        (GENERATE, b"application/json", ANSWER),  # the run's own client asks for them
         ("/v1/models", b"application/json", b'{"data": [{"id": "m"}]}'),
         ("/v1/chat/completions", b"application/json", b'{"error": "\\"routed_experts\\""}'),
         ("/v1/chat/completions", b"application/json", b'no JSON: "routed_experts"'),

@@ -1,4 +1,5 @@
-"""Ways in which others' Routing Replay went wrong, each as a patch of the code under test."""
+"""Known mistakes of other Routing Replay implementations, each as a patch of the code under
+test."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Mistake = contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def routers_numbered_by_construction(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """As Megatron-Core's process-wide list has them: `models` were built before the policy."""
+    """As in Megatron-Core's process-wide list: `models` were built before the policy."""
     numbers = itertools.count(1)
 
     class Numbered(RouterHook):
@@ -53,7 +54,7 @@ def layers_numbered_within_their_stage() -> Mistake:
 
 @contextlib.contextmanager
 def fused_routers() -> Iterator[None]:
-    """The routing function returns before it asks."""
+    """The routing function returns before it asks the hook."""
     native = router_module.topk_routing_with_score_function
 
     def fused(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,8 @@ def recomputation_without_context() -> Mistake:
 
 @contextlib.contextmanager
 def newest_routes_only() -> Iterator[None]:
-    """One place for the routes of the pass that began last, which recomputation reads too."""
+    """There is one place for the routes, those of the pass that began last. Recomputation reads it,
+    too."""
     newest: list[Routes | None] = [None]
 
     @contextlib.contextmanager
@@ -102,7 +104,7 @@ def _replacing(method: Callable[..., Choice]) -> Mistake:
 
 
 def replay_of_nothing() -> Mistake:
-    """Everything is in place, and nothing happens."""
+    """Everything is set up, but nothing is replayed."""
     return _replacing(lambda self, layer, scores, native: native())
 
 
@@ -111,7 +113,7 @@ def routes_are_never_given_up() -> Mistake:
 
 
 def routes_get_lost() -> Mistake:
-    """Kept for another micro-batch than the one that they are of."""
+    """The routes are stored for another micro-batch than their own."""
     native = RoutingReplay._keep
 
     def keep(self: RoutingReplay, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
@@ -131,7 +133,7 @@ def one_layer_is_passed_by() -> Mistake:
 
 
 def experts_are_recorded_twice() -> Mistake:
-    """A pass is run once more without new recordings."""
+    """A pass is run a second time without new recordings."""
     native = step_routes.Recording
 
     def recording(*args: Any, **kwargs: Any) -> Recording:

@@ -1,4 +1,4 @@
-"""Policy updates on one rank, with a look at what every router did."""
+"""Policy updates on one rank, with a record of what every router did."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3), (5, 6)]
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
-RATE = 0.02  # high: routes have to move within a step
+RATE = 0.02  # high, because routes must change within a step
 RECOMPUTES = ("none", "selective", "full")
 
 
 def moe_policy(recompute: str = "none", **megatron: Any) -> Policy:
-    """Two MoE layers of 8 experts, top 2, with routers that are far from indifferent. Selective
-    recomputation is that of whole MoE layers, router included."""
+    """A policy with two MoE layers of 8 experts, top 2, whose routers are far from uniform.
+    Selective recomputation covers whole MoE layers with the router."""
     if recompute == "selective":
         megatron["recompute_modules"] = ["moe"]
     return tiny_policy(
@@ -47,7 +47,7 @@ def builder_for(policy: Policy, *, padded: bool = False) -> MicroBatchBuilder:
 
 
 def micro_batches(policy: Policy, *, padded: bool = False) -> list[MicroBatch]:
-    """Three of two sequences each."""
+    """Three micro-batches of two sequences each."""
     sequences = random_sequences(1, LENGTHS)
     builder = builder_for(policy, padded=padded)
     return [micro_batch(builder, sequences[start : start + 2]) for start in (0, 2, 4)]
@@ -66,14 +66,14 @@ class Seen:
 
     @property
     def natural(self) -> Tensor:
-        """[tokens, experts] bool: the router's own choice, of a plain top k of the logits."""
+        """The router's own choice: [tokens, experts] bool, by a plain top k of the logits."""
         own = self.logits.topk(TOP_K, dim=-1).indices
         return torch.zeros_like(self.chosen).scatter(1, own, True)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Seen]]:
-    """Everything that routers do inside."""
+    """Record everything that routers do while it lasts."""
     seen: list[Seen] = []
     native = TopKRouter.routing
 
@@ -104,8 +104,8 @@ class Step:
 
 
 def a_step(*, routes: bool = False, together: bool = False) -> Step:
-    """`routes`: random experts for every token, as no router would choose them; `together`: the two
-    sequences of a mini-batch are one micro-batch, not two."""
+    """`routes`: random experts for every token, which no router would choose; `together`: the two
+    sequences of a mini-batch are one micro-batch."""
     tokens = [torch.tensor(p + r) for p, r in random_sequences(1, LENGTHS)]
     prompts, responses = zip(*LENGTHS)
     generator = torch.Generator().manual_seed(5)
@@ -159,7 +159,7 @@ def updater_for(
 def update(
     updater: PolicyUpdater, *, routes: bool = False, together: bool = False
 ) -> dict[str, float]:
-    """One step's metrics."""
+    """The metrics of one step."""
     step = a_step(routes=routes, together=together)
     advantages = updater.objective.advantages.of_sequences(
         step.index.rewards, torch.tensor(step.index.groups)
@@ -170,7 +170,7 @@ def update(
 def parameters_after(
     routing: dict[str, Any], *, recompute: str = "none", objective: dict[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Of a new policy after one step."""
+    """The parameters of a new policy after one step."""
     policy = moe_policy(recompute)
     updater = updater_for(policy, routing, objective)
     update(updater, routes=routing.get("replay") == "r3")

@@ -1,4 +1,4 @@
-"""Megatron-Core's routing function with a hook, against loops, one token at a time."""
+"""Megatron-Core's routing function with a hook, compared with loops over single tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXPERTS, TOP_K = 8, 4
 
-# Arguments of topk_routing_with_score_function, as TransformerConfig's fields would give them.
+# Arguments of topk_routing_with_score_function, as they follow from TransformerConfig's fields.
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
     "softmax of all": {"use_pre_softmax": True},
@@ -50,7 +50,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "group_topk": 2,
         "scaling_factor": 1.5,
     },
-    # models/router.py
+    # this one is in models/router.py
     "softmax with expert bias": {
         "use_pre_softmax": True,
         "softmax_bias": torch.linspace(-0.3, 0.3, EXPERTS),
@@ -65,7 +65,7 @@ def chosen_experts(logits: Tensor, router: dict[str, Any]) -> list[list[int]]:
 
 
 def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
-    """[tokens, experts]: of these a router takes the largest."""
+    """The scores [tokens, experts] of which a router takes the largest."""
     if router.get("score_function") == "sigmoid":
         scores = torch.sigmoid(logits)
         return scores + router["expert_bias"] if "expert_bias" in router else scores
@@ -75,7 +75,7 @@ def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
 
 
 def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
-    """Of one token's `selection_scores`, sorted by number."""
+    """The best of one token's `selection_scores`, sorted by number."""
     allowed = list(range(EXPERTS))
     if router.get("group_topk"):
         size, each = EXPERTS // router["num_groups"], TOP_K // router["group_topk"]
@@ -87,7 +87,7 @@ def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
 
 
 def gate_weights(logits: Tensor, experts: Tensor, router: dict[str, Any]) -> Tensor:
-    """[tokens, experts]: the weights of the given experts [tokens, k], 0 elsewhere. Differentiable
+    """The weights [tokens, experts] of the given experts [tokens, k], 0 elsewhere. Differentiable
     in the logits."""
     rows = []
     for row, chosen in zip(logits, experts.tolist()):
@@ -120,7 +120,7 @@ def random_logits(seed: int) -> Tensor:
 
 
 def route(logits: Tensor, router: dict[str, Any], routes: Routes | None) -> tuple[Tensor, Tensor]:
-    """Weights [tokens, experts] and map [tokens, experts]."""
+    """The weights [tokens, experts] and the map [tokens, experts]."""
     with routed(routes):
         return routed_by(RouterHook(LAYER), logits, router)
 
@@ -162,7 +162,7 @@ def test_recorded_experts_are_those_of_the_plain_choice(name: str) -> None:
 
 @every_router
 def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> None:
-    """With gradients through the weights: those of the formula."""
+    """Also the gradients through the weights are those of the formula."""
     router = ROUTERS[name]
     table = recorded_table(random_logits(1), router)
     logits = random_logits(2).requires_grad_()
@@ -178,7 +178,7 @@ def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> No
     (gradient,) = torch.autograd.grad((weights * upstream).sum(), logits)
     (wanted,) = torch.autograd.grad((expected * upstream).sum(), logits)
     torch.testing.assert_close(gradient, wanted)
-    assert gradient.abs().sum(-1).min() > 1e-4  # through every token
+    assert gradient.abs().sum(-1).min() > 1e-4  # the gradient passes through every token
 
 
 @every_router
@@ -195,7 +195,7 @@ def test_tokens_without_routes_go_where_they_like(name: str) -> None:
 
 
 def test_weights_of_experts_that_only_their_bias_chose() -> None:
-    """Their sum is 1 only where it is not smaller than what it is divided by."""
+    """Their sum is 1 only if it is not smaller than the lower bound of the divisor."""
     logits = torch.zeros(1, EXPERTS)
     logits[:, TOP_K:] = 40.0  # the others have 4e-18 each
     for smaller, total in ((0.0, 4 * 4.248e-18 / 4 / 1e-12), (20.0, 1.0)):
@@ -213,7 +213,7 @@ def test_weights_of_experts_that_only_their_bias_chose() -> None:
 def test_a_byte_up_to_256_experts_and_two_beyond(experts: int, dtype: torch.dtype) -> None:
     assert expert_dtype(experts) is dtype
     logits = torch.zeros(3, experts)
-    logits[:, -1], logits[:, 0] = 2.0, 1.0  # the largest number has to survive
+    logits[:, -1], logits[:, 0] = 2.0, 1.0  # the largest expert number must survive
     recording = Recording()
 
     def native() -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ def test_every_router_gets_a_hook_with_its_layer_number() -> None:
     policy = moe_policy(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
     assert attach_hooks(policy.models) == (2, 4)
     assert [router.router_replay.layer for router in routers(policy)] == [2, 4]
-    assert attach_hooks(policy.models) == (2, 4)  # once more is no harm
+    assert attach_hooks(policy.models) == (2, 4)  # a second call does no harm
 
 
 def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
@@ -275,7 +275,7 @@ def test_routers_that_never_ask_are_refused() -> None:
 
 
 def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
-    """Megatron-Core's own list of what a router can do: a new way past the hook is seen here."""
+    """The list of ways is Megatron-Core's own, so the test notices a new way past the hook."""
     source = inspect.getsource(TopKRouter.routing)
     kinds = set(re.findall(r'self\.routing_type == "(\w+)"', source))
     assert "sinkhorn" in kinds and kinds <= set(NEVER_ASKING)
@@ -284,7 +284,7 @@ def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
     assert "router_replay=self.router_replay" in asking
     function = inspect.getsource(topk_routing_with_score_function)
     choices = re.findall(r"(?<!_)torch\.topk\(|= compute_topk\(|return fused_\w+\(", function)
-    # The one torch.topk is the default that the hook is given, and the fused way is refused.
+    # The only torch.topk is the default that the hook is given, and the fused way is refused.
     assert choices.count("torch.topk(") == 1
     assert sum(choice.startswith("return fused") for choice in choices) == 1
     assert choices.count("= compute_topk(") == 4
@@ -305,10 +305,10 @@ def test_routers_of_another_kind_are_refused() -> None:
             self.config = SimpleNamespace(moe_router_fusion=False)
 
         def routing(self, logits: torch.Tensor) -> None:
-            """Abstract in Router; nothing is routed here."""
+            """It is abstract in Router. Nothing is routed here."""
 
         def forward(self, hidden: torch.Tensor) -> None:
-            """Likewise."""
+            """Also abstract."""
 
     policy = torch.nn.Module()
     policy.router = HashRouter()

@@ -1,7 +1,8 @@
-"""Each known trap of Routing Replay by name: put in as a mistake it is noticed; ours is without.
+"""The known traps of Routing Replay by name. Each is planted and noticed, and ours does not have
+it.
 
-Some are told elsewhere: weights of the recorded pass, or of the experts that the router would have
-chosen, in test_gates.py (the live weights with their gradients); near ties that flip under
+Some are tested elsewhere: weights of the recorded pass, or of the experts that the router would
+have chosen, in test_gates.py (the current weights with their gradients); near ties that flip in
 recomputation, and a first mini-batch without routes, in test_replayed_steps.py (each pass takes the
 recorded experts). Traps that need several stages are in tests/parallel/test_replay.py.
 """
@@ -37,20 +38,21 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def run(routing: dict[str, Any], recompute: str = "none", **megatron: Any) -> None:
-    """A step whose own checks decide."""
+    """Run a step, whose own checks decide."""
     updater = updater_for(moe_policy(recompute, **megatron), routing)
     update(updater, routes=routing.get("replay") == "r3")
 
 
 def test_trap_process_wide_list_is_corrupted_by_a_second_model() -> None:
-    """Stock replay data go to routers in the order of construction, of whatever model."""
+    """Stock replay data go to routers in the order of construction, whatever model they belong
+    to."""
     other = moe_policy()
     with (
         mistakes.routers_numbered_by_construction(other.models),
         pytest.raises(AssertionError, match=r"layers \(3, 4\) recorded of \(1, 2\)"),
     ):
         run({"replay": "r2"})
-    run({"replay": "r2"})  # ours, beside the same other model
+    run({"replay": "r2"})  # ours, with the same other model
 
 
 def test_trap_moe_router_fusion_returns_before_the_hook() -> None:
@@ -58,7 +60,7 @@ def test_trap_moe_router_fusion_returns_before_the_hook() -> None:
         config = tiny_config(model={"megatron": {"moe_router_fusion": True}}, routing=routing)
         with pytest.raises(UserError, match="a fused router does not call the hook"):
             check_config(config, 1)
-    # and if a fused router got past that
+    # and if a fused router passed this check
     with mistakes.fused_routers(), pytest.raises(AssertionError, match="layers"):
         run({"replay": "r2"})
     with mistakes.fused_routers(), pytest.raises(AssertionError, match="never asked"):
@@ -78,7 +80,8 @@ def test_trap_recomputation_does_not_know_its_micro_batch(recompute: str) -> Non
 
 
 def test_trap_forward_only_passes_fill_a_queue() -> None:
-    """Routes of a step that never came to its training pass would pile up: noticed at the next."""
+    """The routes of a step that never reached its training pass would pile up. The next step
+    notices them."""
     updater = updater_for(moe_policy(), {"replay": "r2"})
     batches = micro_batches(updater.policy)
     updater.replay.start([batches[:1], batches[1:]])
@@ -89,8 +92,9 @@ def test_trap_forward_only_passes_fill_a_queue() -> None:
 
 
 def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
-    """So it does here: the routers' balance is a matter of what they would choose by themselves.
-    On replayed experts, which no longer depend on the router, the load would be a constant."""
+    """Here it does so, too: the routers' balance concerns the experts that they would choose
+    themselves. On replayed experts, which do not depend on the router, the load would be a
+    constant."""
     policy = moe_policy(moe_aux_loss_coeff=0.1)
     updater = updater_for(policy, {"replay": "r2"})
     counted = []
@@ -114,7 +118,7 @@ def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
 
 
 def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
-    """Padding of one padded micro-batch goes where its router sends it."""
+    """The padding of a padded micro-batch goes where its router sends it."""
     policy = moe_policy()
     routes = updater_for(policy, {"replay": "r3"}).replay
     step = a_step(routes=True)
@@ -134,12 +138,12 @@ def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
 
 
 def test_trap_a_rollout_engine_leaves_zeros_where_it_has_no_routes() -> None:
-    """They are no routes: an expert is chosen once, not k times."""
+    """Zeros are no routes, because an expert is chosen once, not k times."""
     for bad in ([0, 0], [3, 3], [1, EXPERTS], [-1, 2]):
         updater = updater_for(moe_policy(), {"replay": "r3"})
         step = a_step(routes=True)
         routes = {n: r.to(torch.int16) for n, r in step.sequences.routes.items()}
-        routes[2][-1] = 0  # a last token has none, and needs none
+        routes[2][-1] = 0  # a last token has no routes, and needs none
         routes[3][4, 1] = torch.tensor(bad, dtype=torch.int16)
         step.sequences.routes = routes
         with pytest.raises(AssertionError, match="an expert twice for one token, or one that"):
@@ -187,7 +191,7 @@ def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
     assert attach_hooks([policy]) == (1, 2)
     routers = [layer.mlp.router for layer in other.decoder.layers]
     assert all(router.router_replay is None for router in routers)
-    # By any other name its layer numbers would be the decoder's, unless the routers know it.
+    # Under another name, its layer numbers would be the decoder's, unless the routers know.
     del policy.mtp
     policy.further = other.decoder
     for is_mtp_layer in (True, False):

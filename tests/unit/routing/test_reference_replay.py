@@ -34,12 +34,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
 MODES = ("off", "r2", "r3")
-SEQUENCES, FIRST = len(LENGTHS), 2  # a micro-batch each; as many are in the first mini-batch
+SEQUENCES, FIRST = len(LENGTHS), 2  # one micro-batch each; the first mini-batch has as many
 TOKENS = [prompt + response for prompt, response in LENGTHS]
 
 
 class DistantReference(ReferencePolicy):
-    """Far from the policy, whose own experts it would not choose."""
+    """A reference far from the policy, whose experts it would not choose."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -50,14 +50,14 @@ class DistantReference(ReferencePolicy):
 
 
 class Step:
-    """An update with the policy's routers watched, pass by pass."""
+    """An update in which the policy's routers are recorded, pass by pass."""
 
     def __init__(self, recompute: str = "none", **routing: Any) -> None:
         self.policy = moe_policy(recompute)
         with mock.patch("gspo_megatron.rl.policy_update.ReferencePolicy", DistantReference):
             self.updater = updater_for(self.policy, routing, KL)
         self.spans: dict[str, slice] = {}
-        self.kept: set[tuple[str, int]] = set()  # after the reference's pass: mode, sequence
+        self.kept: set[tuple[str, int]] = set()  # mode and sequence, after the reference's pass
         with watched() as self.seen, self._watch():
             self.metrics = update(self.updater, routes="r3" in routing.values())
         end = max((span.stop for span in self.spans.values()), default=0)
@@ -89,7 +89,7 @@ class Step:
             yield
 
     def routers(self, name: str) -> dict[tuple[int, int], Seen]:
-        """What the routers of a pass did, by sequence and layer; passes cover the last sequences,
+        """What the routers of a pass did, by sequence and layer. A pass covers the last sequences,
         or all."""
         passed = self.seen[self.spans.get(name, slice(0))]
         missing = SEQUENCES - len(passed) // LAYERS
@@ -103,7 +103,7 @@ class Step:
 
 
 def expected(step: Step, mode: str, key: tuple[int, int], one: Seen) -> Tensor:
-    """[tokens, experts] bool: where a router sends the tokens of a sequence under a mode."""
+    """Where a router sends the tokens of a sequence in a mode: [tokens, experts] bool."""
     number, layer = key
     if mode == "r3":
         rollout = map_of(a_step(routes=True).sequences.routes[number][:, layer - 1])
@@ -130,7 +130,7 @@ def test_every_pass_uses_the_experts_of_its_own_mode(policy: str, reference: str
             moved[name] = moved.get(name, 0) + int((one.chosen != one.natural).any(-1).sum())
     assert (moved["training"] > 10) == (policy != "off")
     assert (moved["reference"] > 10) == (reference != "off")
-    # Stored once, whoever uses it, and given up when the last one has.
+    # Routes are stored once for all users, and freed after the last use.
     modes = {policy, reference} - {"off"}
     recorded = sum(TOKENS if reference == "r2" else TOKENS[FIRST:])
     stored = recorded * ("r2" in modes) + sum(TOKENS) * ("r3" in modes)
@@ -151,7 +151,7 @@ def test_recomputation_storage_and_volatility_change_no_weight(policy: str, refe
 def test_volatility_is_of_the_policy_alone() -> None:
     plain, mixed = Step(volatility=True), Step(volatility=True, reference_replay="r3")
     assert "routing/replayed_max_violation" not in mixed.metrics
-    # The first mini-batch's update is another one: what follows differs, but not by much.
+    # The first mini-batch's update differs, so what follows differs, but only a little.
     assert mixed.metrics["routing/volatility"] != plain.metrics["routing/volatility"]
     assert mixed.metrics["routing/volatility"] < 0.9
 
@@ -170,7 +170,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
     @contextlib.contextmanager
     def forgotten(self: RoutingReplay, micro_batches: Any) -> Iterator[None]:
         with native(self, micro_batches):
-            # as if the pass ran on a model whose routers have no hooks
+            # as if the model's routers had no hooks
             for micro_batch in micro_batches:
                 assert isinstance(micro_batch.routes, Replaying)
                 micro_batch.routes = Unasked(micro_batch.routes)

@@ -1,4 +1,5 @@
-"""Whole updates on one rank: what is recorded is used, once, and nothing else has a say in it."""
+"""Whole updates on one rank: recorded routes are used exactly once, and nothing else has an
+influence."""
 
 from __future__ import annotations
 
@@ -62,16 +63,17 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
         known = torch.ones(len(experts), dtype=torch.bool) if table.known is None else table.known
         assert torch.equal(one.chosen[known], experts[known])
         assert torch.equal(one.chosen[~known], one.natural[~known])
-        # the weights: a softmax of the live logits over these experts
+        # the weights are a softmax of the current logits over these experts
         weights = one.logits.masked_fill(~one.chosen, -torch.inf).softmax(-1)
         torch.testing.assert_close(one.weights, weights)
         moved += int((one.natural != experts)[known].any(-1).sum())
         if one.with_gradients:
             training.append(one)
     assert moved > 10, "the routers would have gone there anyway"
-    replaying = {"r2": 4, "r3": 6}[mode]  # micro-batches; r2 spares those of the first mini-batch
+    # micro-batches; r2 does not need those of the first mini-batch
+    replaying = {"r2": 4, "r3": 6}[mode]
     assert len(training) == replaying * LAYERS
-    # recomputation has a pass without gradients before each with them
+    # recomputation has a pass without gradients before each pass with them
     again = [one for one in seen if not one.with_gradients and isinstance(one.routes, Replaying)]
     old_pass = {"r2": 0, "r3": 4}[mode] * LAYERS
     assert len(again) == old_pass + (recompute != "none") * replaying * LAYERS
@@ -81,7 +83,7 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
 
 
 class Recorded:
-    """A policy whose routes of the last two of three micro-batches are recorded."""
+    """A policy with recorded routes of the last two of three micro-batches."""
 
     def __init__(self, recompute: str = "none") -> None:
         self.policy = moe_policy(recompute)
@@ -112,7 +114,7 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
             noise = torch.randn(router.weight.shape, generator=generator)
             router.weight.add_(noise * 3 * router.weight.std())
     trained = setting.train()
-    if recompute != "none":  # layers come backwards
+    if recompute != "none":  # layers come in reverse order
         order = [trained[n] for start in (0, 2) for n in (start + 1, start)]
         trained = order
     for before, after in zip(setting.seen, trained, strict=True):
@@ -144,7 +146,7 @@ def test_another_model_between_record_and_replay_changes_nothing() -> None:
         assert all("r2" in one.recorded_routes.tables for one in others[1:])
         runs.append(batch)
         with native(self, batch):
-            response_logprobs(other, others)  # and while the routes wait for their pass
+            response_logprobs(other, others)  # while the routes wait for their pass
             yield
 
     with mock.patch.object(RoutingReplay, "training_pass", disturbed):
@@ -183,7 +185,8 @@ def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert live_tensors() == tensors
-    assert after < before + 20_000  # bytes; one pass's routes are Python objects of some 2000
+    # bytes; the routes of one pass are about 2000 bytes of Python objects
+    assert after < before + 20_000
     for batch in (first, second):
         assert not batch.recorded_routes.tables and batch.recorded_routes.natural is None
     routes.metrics()

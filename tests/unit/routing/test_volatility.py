@@ -1,4 +1,4 @@
-"""Figures of the routers against plain loops over tokens."""
+"""Metrics of the routers, compared with plain loops over tokens."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def violation_and_dead(experts: list[list[int]]) -> tuple[float, int]:
 
 
 class Layers:
-    """Old and new scores of each layer, and what an Observing makes of them."""
+    """The old and new scores of each layer, and the results of an Observing."""
 
     def __init__(self, real: Tensor | None, *, replays: bool, recomputes: bool = False) -> None:
         generator = torch.Generator().manual_seed(2)
         size = (LAYERS, TOKENS, EXPERTS)
-        # of few bits, so that rounding to bfloat16 is none
+        # few bits, so that bfloat16 does not round them
         self.old = torch.randint(-32, 32, size, generator=generator) / 16
         self.new = self.old + torch.randint(-16, 16, size, generator=generator) / 16
         self.new[:, ::3] = self.old[:, ::3]  # these do not change
@@ -112,7 +112,7 @@ def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
     assert 0 < expected["routing/volatility"] < expected["routing/tokens_changed"] < 1
     if replays:
         assert found["routing/max_violation"] != found["routing/replayed_max_violation"]
-    for layer, used in enumerate(layers.used):  # what it observes it leaves alone
+    for layer, used in enumerate(layers.used):  # the observation does not change what it observes
         wanted = layers.replayed[layer] if replays else layers.new[layer].topk(TOP_K).indices
         assert torch.equal(used, wanted)
 
@@ -123,7 +123,7 @@ def test_recomputation_is_not_counted_twice() -> None:
 
 
 def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
-    """A short one weighs less."""
+    """A short micro-batch has less weight."""
     figures = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     for changed, tokens in ((True, 1), (False, 9)):
@@ -140,7 +140,7 @@ def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
 
 @pytest.mark.parametrize("size", [0.0, 1e-5, 1e-3, 0.1])
 def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None:
-    """Old scores are kept in bfloat16, 2^-9 of their size off."""
+    """Old scores are kept in bfloat16, which is 2^-9 of their size off."""
     generator = torch.Generator().manual_seed(4)
     old = torch.randn((4000, 64), generator=generator)
     new = old + size * torch.randn(old.shape, generator=generator)
@@ -154,7 +154,7 @@ def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None
 
 
 def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
-    """By layer, token after token."""
+    """The experts by layer, token after token."""
     found: dict[int, list[list[int]]] = {}
     for one in seen:
         for token in one.natural:
@@ -167,7 +167,7 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
     [
         ({}, {}),
         ({"replay": "r2"}, {}),
-        # its old pass covers the first mini-batch too, which is not to dilute the figures
+        # its old pass also covers the first mini-batch, which must not dilute the metrics
         ({"replay": "r2"}, {"kl": "k3", "kl_in": "reward", "kl_coefficient": 0.1}),
         ({"replay": "r3"}, {}),
     ],
@@ -175,8 +175,8 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
 def test_a_steps_volatility_compares_natural_choices(
     routing: dict[str, str], objective: dict[str, object]
 ) -> None:
-    """Those of the old policy's pass and those of the training pass, of all mini-batches but the
-    first, whatever experts are used."""
+    """The choices are those of the old policy's pass and of the training pass, for all mini-batches
+    except the first, whatever experts are used."""
     updater = updater_for(moe_policy(), {"volatility": True, **routing}, objective)
     with watched() as seen:
         metrics = update(updater, routes=routing.get("replay") == "r3")
@@ -201,8 +201,8 @@ def test_a_steps_volatility_compares_natural_choices(
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
 def test_padding_of_a_steps_micro_batches_is_in_no_figure(replay: str) -> None:
-    """Rows that are filled up to the longest one give what packed rows give. Padding tokens are all
-    alike: they would send a share of the load to the same experts."""
+    """Padded rows give the same as packed rows. Padding tokens are all alike, and would send a
+    share of the load to the same experts."""
     routing = {"volatility": True, "replay": replay}
     policies = [moe_policy() for _ in range(2)]
     policies[1].models[0].load_state_dict(policies[0].models[0].state_dict())
@@ -221,13 +221,13 @@ def test_one_mini_batch_has_nothing_to_compare() -> None:
 
 
 def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
-    """All of them would take 32 times the memory of the routes. The shift is the mean over the
-    kept tokens, which lie at equal distances."""
+    """All scores would take 32 times the memory of the routes. The shift is the mean over the kept
+    tokens, which have equal distances."""
     scores = torch.randn(1300, EXPERTS)
     recording = Recording(keep_scores=True)
     recording.choose(1, scores, top_k(scores))
     assert len(recording.scores[1]) == len(range(0, 1300, 3)) <= 512
-    moved = scores + torch.arange(1300)[:, None] % 3  # the kept tokens do not move
+    moved = scores + torch.arange(1300)[:, None] % 3  # the kept tokens do not change
     metrics = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     observing = Observing(recording.table(), recording.scores, None, metrics, None)
     observing.choose(1, moved, top_k(moved))
@@ -237,8 +237,8 @@ def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
 def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the last router of a micro-batch its routes are one table on the host. Waiting for the
-    end of the pass would keep those of all micro-batches on the device."""
+    """After the last router of a micro-batch, its routes are one table on the host. Without this,
+    the device would keep those of all micro-batches until the end of the pass."""
     moved: list[tuple[int, ...]] = []
     monkeypatch.setattr(replay, "to_host", lambda values: moved.append(values.shape) or values)
     scores = torch.randn(LAYERS, TOKENS, EXPERTS)

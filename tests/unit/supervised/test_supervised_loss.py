@@ -1,4 +1,5 @@
-"""The loss of fine-tuning: transformers' on the same batch and weights, packed and padded."""
+"""The loss of fine-tuning, compared with transformers on the same batch and weights, packed and
+padded."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from tests.unit.models.test_transformers_oracle import SIZES, random_model
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 Theirs = tuple[PreTrainedModel, Path]
-IGNORED = -100  # transformers' label for what does not count
+IGNORED = -100  # transformers' label for tokens that do not count
 
 
 def random_examples(seed: int, lengths: Sequence[int], share: float = 0.4) -> list[Example]:
-    """Masks with holes, as conversations of several turns have; the first token may be in them."""
+    """Masks with holes, as in conversations of several turns. The first token may be in them."""
     source = np.random.default_rng(seed)
     examples = []
     for number, length in enumerate(lengths):
@@ -84,7 +85,8 @@ def reference(model: PreTrainedModel, examples: Sequence[Example]) -> tuple[floa
 def ours(
     folder: Path, examples: Sequence[Example], **training: object
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics of an evaluation in batches of `batch_size`, and of one update on all examples."""
+    """The metrics of an evaluation in batches of `batch_size`, and of one update on all
+    examples."""
     config = stage(folder, **training)
     policy = build_policy(config, resolve_parallel(config, 1), SIZES["vocab_size"])
     load_hf(config.model.hf_path, policy)
@@ -99,8 +101,8 @@ def ours(
 @pytest.mark.parametrize(("packing", "budget"), [(True, 4096), (True, 30), (False, 60)])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budget: int) -> None:
-    """Sums in fp32 in another order leave about 1e-6, also of the gradient norm relative to itself;
-    1e-5 and 1e-4 leave room."""
+    """Sums in fp32 in another order differ by about 1e-6, and so does the gradient norm relative to
+    itself. The tolerances 1e-5 and 1e-4 leave room."""
     model, folder = theirs
     examples = random_examples(seed, [13, 5, 29, 2, 17, 8, 1 + seed])
     loss, norm = reference(model, examples)
@@ -112,7 +114,7 @@ def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budg
 
 
 def test_a_mask_that_slips_by_one_token_shows(theirs: Theirs) -> None:
-    """Otherwise the test above would pass whatever is learned."""
+    """Without this, the test above would pass whatever is learned."""
     model, folder = theirs
     examples = random_examples(1, [13, 5, 29])
     loss, _ = reference(model, examples)
@@ -129,7 +131,7 @@ def test_the_evaluation_is_a_mean_over_tokens_of_all_batches(theirs: Theirs) -> 
 
 
 def test_examples_of_which_no_token_is_predicted_do_no_harm(theirs: Theirs) -> None:
-    """A cut example may have its first token alone to learn, which nothing predicts."""
+    """A truncated example may have only its first token to learn, which nothing predicts."""
     model, folder = theirs
     first_only = Example(np.array([3, 4], np.int32), np.array([True, False]), "file:1")
     examples = [first_only, *random_examples(3, [9])]

@@ -1,4 +1,4 @@
-"""How far two results differ, those of a step that has diverged too."""
+"""How far two results differ, also those of a step that has diverged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The matrix products of an RL step, and the seconds that they take alone on this machine."""
+"""The matrix products of an RL step, and the seconds that they take on this machine by
+themselves."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that multiply matrices, by the place of an argument whose last dimension is summed over.
-# (In inference mode `linear` and the attention arrive whole.)
+# Operators that multiply matrices, and for each the place of an argument whose last dimension is
+# summed over. (In inference mode, `linear` and the attention appear as one operator.)
 PRODUCTS = {
     "mm": 0,
     "bmm": 0,
@@ -24,14 +25,14 @@ PRODUCTS = {
     "addmm_": 1,
     "baddbmm": 1,
 }
-# Products of each: scores and their sum over values; in the backward pass two gradients of each,
-# and the scores once more.
+# The number of products in each: scores, and their sum over values; in the backward pass two
+# gradients of each, and the scores again.
 ATTENTION = {
     "scaled_dot_product_attention": (2, 0),
     "_scaled_dot_product_flash_attention_for_cpu": (2, 0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
 }
-REPEATS = 5  # of each product alone, of which the fastest counts
+REPEATS = 5  # how often each product is measured by itself; the fastest counts
 
 
 class Products(TorchDispatchMode):
@@ -40,8 +41,9 @@ class Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase = "rollout"
-        self.counts: Counter[tuple[str, Any]] = Counter()  # of (phase, shapes)
-        self.examples: dict[Any, Callable[[], None]] = {}  # by shapes: one such product
+        self.counts: Counter[tuple[str, Any]] = Counter()  # (phase, shapes) -> count
+        # by shapes: a function that computes one such product
+        self.examples: dict[Any, Callable[[], None]] = {}
         self.flops: dict[Any, float] = {}
 
     def __torch_dispatch__(
@@ -64,13 +66,13 @@ class Products(TorchDispatchMode):
         self.counts[self.phase, shapes] += 1
         if shapes not in self.examples:
             self.flops[shapes] = _flops(name, args, out)
-            # Same shapes and strides in memory of their own. Small tensors are ends of runs.
+            # New memory with the same shapes and strides. Small tensors are ends of runs.
             copies = [_like(value) for value in args]
             named = {key: _like(value) for key, value in kwargs.items()}
             self.examples[shapes] = lambda: operator(*copies, **named)
 
     def alone(self) -> dict[str, dict[str, float]]:
-        """GFLOP of each phase, and the seconds of its products without anything between them."""
+        """GFLOP of each phase, and the seconds of its products without anything in between."""
         with torch.inference_mode():
             seconds = {shapes: _fastest(run) for shapes, run in self.examples.items()}
         found: dict[str, dict[str, float]] = {}
@@ -95,7 +97,7 @@ def _like(value: Any) -> Any:
 
 
 def _flops(name: str, args: Any, out: Any) -> float:
-    """Two for each multiplication."""
+    """Two operations for each multiplication."""
     if name in ATTENTION:
         products, first = ATTENTION[name]
         query, key = args[first], args[first + 1]
@@ -116,7 +118,7 @@ def _fastest(run: Callable[[], Any]) -> float:
 
 
 def measure_limit(step: Callable[[], Any], updater: Any) -> dict[str, dict[str, float]]:
-    """Of one more step, which is not timed itself. updater: the PolicyUpdater that it uses."""
+    """Measure one more step, whose time does not count. updater: the PolicyUpdater that it uses."""
     products = Products()
 
     def within(phase: str, native: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,9 +63,9 @@ def even_share(sample: Any) -> float:
 
 
 class PlannedLengths:
-    """The engine, which is asked for responses of their planned lengths: as no token ends a
-    response, each has its limit. Limits are of prompts, so every response is a request of its own.
-    That costs us a prefill of the prompt for each, as in transformers."""
+    """An engine that gives responses their planned lengths. No token ends a response, so the limit
+    decides. Limits are set for prompts, so every response is a separate request. This costs us a
+    prefill of the prompt for each response, as in transformers."""
 
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine, self.work = engine, work
@@ -131,7 +131,7 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
 
 
 def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
-    """The loop of a configuration, with enough random prompts for all of its steps."""
+    """The loop of a configuration, with enough random prompts for all its steps."""
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.objectives import build_objective

@@ -144,8 +144,9 @@ def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
     steps = itertools.count(1)
 
     class PlannedEnds(StoppingCriteria):
-        """Puts the end token where a response is to end, and another where one came by chance.
-        A few operations on one number a row: no cost beside a decoding step."""
+        """Puts the end token where a response is to end, and another token where the end came by
+        chance. These are a few operations on one number a row, which cost nothing compared with a
+        decoding step."""
 
         eos_token_id = end  # transformers then pads the rows that have ended
 

@@ -1,6 +1,7 @@
-"""What both sides of the RL-step benchmark compute: shapes of the model, and the work of a step.
+"""The work that both sides of the RL-step benchmark do: shapes of the model, and the sizes of a
+step.
 
-Standard library only: our side and TRL's run in environments of their own.
+Only the standard library is imported, because our side and TRL's run in different environments.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""PEFT's adapters of parameters that hold the matrices of all experts of a layer.
+
+PEFT has one pair of matrices for such a parameter: A [experts * rank, in], and
+B [out, rank * experts], in which the experts alternate. Here each matrix of each expert has a pair
+of its own, and gate and up projection are two matrices. So the pair of a joint gate and up
+projection has twice the rank when it leaves, and B is zero where it would mix the two. On the way
+in there is a second form: with the plain rank both projections have the same A.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.errors import format_value
+from gspo_megatron.families.adapter_map import PEFT_PREFIX, Matrix
+from gspo_megatron.families.weight_map import Box
+
+# The matrices of an expert in each parameter.
+LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_JOINT = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")
+
+Joint = Mapping[str, Sequence[tuple[Box, Matrix]]]  # see `joint_matrices`
+
+
+class Part(NamedTuple):
+    """Where a PEFT file holds A or B of one matrix of one expert."""
+
+    name: str  # of the tensor of all experts
+    slices: tuple[slice, slice]
+    shape: tuple[int, int]
+
+
+def is_joint(name: str) -> bool:
+    """Whether a tensor of a PEFT file belongs to all experts of a layer."""
+    return _JOINT.search(name) is not None
+
+
+def joint_stem(name: str, joint: Collection[str]) -> str:
+    """The start of the names of a parameter's adapters. PEFT wraps the adapters of one parameter
+    around those of the other; joint: all parameters with adapters."""
+    module, _, leaf = name.rpartition(".")
+    inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
+    return f"{PEFT_PREFIX}{module}{inner}"
+
+
+def joined(
+    found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The adapters of the matrices in a tensor [experts, ...] as one pair of PEFT's."""
+    by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
+    for box, matrix in found:
+        by_expert.setdefault(box.source[0], []).append((box, matrix))
+    assert sorted(by_expert) == list(range(shape[0])), "experts without adapters"
+    downs, ups = [], []
+    for _, parts in sorted(by_expert.items()):
+        downs.append(torch.cat([pairs[matrix.name][0] for _, matrix in parts]))
+        rank = len(pairs[parts[0][1].name][0])
+        axis = _row_axis(parts[0][0])
+        up = downs[0].new_zeros(shape[axis], rank * len(parts))
+        for number, (box, matrix) in enumerate(parts):
+            rows = box.source_slices[axis]
+            up[rows, number * rank : (number + 1) * rank] = pairs[matrix.name][1]
+        ups.append(up)
+    return torch.cat(downs), torch.stack(ups).permute(1, 2, 0).flatten(1).contiguous()
+
+
+def split_joint(
+    found: Sequence[tuple[Box, Matrix]], stem: str, ranks: tuple[int, int], shape: Sequence[int]
+) -> Iterator[tuple[str, Part]]:
+    """Yield the name of A and of B of each matrix, and where they are. ranks: of the pair of all
+    experts, and of one matrix; shape: of the parameter [experts, ...]."""
+    experts, axis = shape[0], _row_axis(found[0][0])
+    joint_rank, rank = ranks
+    numbers = dict.fromkeys(range(experts), 0)
+    for box, matrix in found:
+        expert = box.source[0]
+        # with the plain rank the matrices of an expert share A
+        first = numbers[expert] * rank if joint_rank > rank else 0
+        numbers[expert] += 1
+        start, stop = first * experts + expert, (first + rank - 1) * experts + expert + 1
+        rows = slice(expert * joint_rank + first, expert * joint_rank + first + rank)
+        a = Part(f"{stem}.lora_A.weight", (rows, slice(None)), (rank, matrix.columns))
+        slices = (box.source_slices[axis], slice(start, stop, experts))
+        b = Part(f"{stem}.lora_B.weight", slices, (matrix.rows, rank))
+        module = f"{PEFT_PREFIX}{matrix.module}"
+        yield from ((f"{module}.lora_A.weight", a), (f"{module}.lora_B.weight", b))
+
+
+def joint_shapes(
+    box: Box, rank: int, shape: Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of A and B of a parameter [experts, ...]; box: of one of its matrices."""
+    axis = _row_axis(box)
+    return (shape[0] * rank, shape[3 - axis]), (shape[axis], rank * shape[0])
+
+
+def _row_axis(box: Box) -> int:
+    """The axis of a parameter [experts, ...] that has the rows of a matrix."""
+    return 1 if box.axes is None else 2
+
+
+def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
+    """Say what adapter_config.json has that is not plain LoRA, in the keys that adapters of joint
+    parameters need. Their rank may differ, but not how much they count. has_joint: whether the
+    file has such adapters."""
+    leaves = tuple(LEAVES) if has_joint else ()
+    named = config.get("target_parameters") or []
+    wrong = []
+    # a weight of a module, such as a router's, is a parameter for PEFT
+    if not _all_end(named, (".weight", *leaves)):
+        wrong.append(not_plain("target_parameters", named))
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    for key, pattern in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        if not isinstance(pattern, dict) or not _all_end(list(pattern), leaves):
+            wrong.append(not_plain(key, pattern))
+    if wrong:
+        return wrong
+    power = 0.5 if config.get("use_rslora") is True else 1.0
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    for name in dict.fromkeys([*ranks, *alphas]):
+        own_rank, own_alpha = ranks.get(name, rank), alphas.get(name, alpha)
+        try:
+            is_same = math.isclose(own_alpha / own_rank**power, alpha / rank**power)
+        except (TypeError, ZeroDivisionError):
+            is_same = False
+        if not is_same:
+            told = f"the pattern {name} has rank {own_rank} and alpha {own_alpha}"
+            wrong.append(f"{told}: these adapters would count more or less than the others")
+    return wrong
+
+
+def not_plain(key: str, value: Any) -> str:
+    """The line about a key with which other arithmetic is meant than plain LoRA's."""
+    return f"{key} is {format_value(value)}: not plain LoRA with one rank"
+
+
+def _all_end(names: Any, ends: tuple[str, ...]) -> bool:
+    return isinstance(names, list) and all(str(name).endswith(ends) for name in names)

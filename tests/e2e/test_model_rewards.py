@@ -1,0 +1,185 @@
+"""Runs whose rewards come from a reward model behind a URL, and one that fails in their middle: one
+line, and nothing is lost. The server is in the process of the test; tests/vllm has a real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from gspo_megatron.config.reward_model import RewardModelSection
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.process.failures import STOPPED
+from gspo_megatron.rollout.reward_model import ModelTexts
+from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.types import Sample
+from tests.e2e.conftest import write_config
+from tests.e2e.resuming import all_records, assert_same_run, make_small, records, train
+from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
+from tests.unit.hf.transformers_side import transformers_process
+from tests.unit.rollout.reward_server import right, served
+from tests.unit.test_metrics_doc import SCORED
+
+pytestmark = pytest.mark.slow
+
+STEPS, GOOD_STEPS = 4, 2
+
+
+def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """A right answer but for one change."""
+
+    def answer(given: dict[str, Any]) -> Any:
+        found = right(given)
+        change(found["data"])
+        return found
+
+    return answer
+
+
+def slow(_: dict[str, Any]) -> Any:
+    raise TimeoutError
+
+
+def gone(_: dict[str, Any]) -> Any:
+    raise web.HTTPServiceUnavailable(text="shutting down")
+
+
+def killed(_: dict[str, Any]) -> Any:
+    raise ConnectionAbortedError
+
+
+FULL = pytest.mark.full  # tests/unit/rollout/test_reward_model.py has these in seconds
+FAULTS = {
+    "NaN": (spoilt(lambda data: data[0].update(probs=[float("nan")])), "a score of nan"),
+    "fewer": (spoilt(lambda data: data.pop()), "scores for"),
+    "slow": (slow, "TimeoutError"),
+    "ends": (gone, "says 503: shutting down"),
+    "killed": (killed, "ServerDisconnectedError"),
+}
+
+
+def config_in(toy: Path, folder: Path) -> Path:
+    """A run with a function's reward beside the model's, and running moments."""
+    folder.mkdir()
+    path = make_small(write_config(toy, folder), checkpoint={"interval": 10})
+    config = yaml.safe_load(path.read_text())
+    config["training"]["steps"] = STEPS
+    model = {"url": "http://127.0.0.1:1", "tokenizer": str(toy / "tokenizer.model")}
+    config["reward"] |= {
+        "retries": 1,
+        "timeout_seconds": 5.0,
+        "weights": {"model": 0.5},
+        "model": {**model, "normalize": "running", "batch_size": 3},
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def train_with(
+    answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
+) -> str:
+    """What the command writes to stderr."""
+    tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
+    with served(answer, tokens) as url:
+        return train(path, f"reward.model.url={url}", expect=expect).stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole run."""
+    path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
+    train_with(right, toy, path)
+    return path.parent / "run"
+
+
+def test_a_run_learns_from_the_model_and_the_function_and_watches_both(undisturbed: Path) -> None:
+    steps = [record for record in all_records(undisturbed) if record["step"] > 0]
+    assert len(steps) == STEPS
+    for record in steps:
+        own, model = record["reward/reward"], record["reward/model"]
+        assert record["reward/mean"] == pytest.approx(own + 0.5 * model, rel=1e-9)
+        assert model == pytest.approx(record["reward_model/mean"], rel=1e-9)
+        assert record.keys() >= SCORED
+        assert record["perf/reward_model_seconds"] > 0 and record["reward_model/cut"] == 0
+        assert record["perf/reward_model_scores_per_second"] > 0 <= record["response/repeated"]
+        # prompts and responses of the toy task have a few characters
+        assert 4 < record["reward_model/tokens"] < 40 and record["grad_norm"] > 0
+    state = json.loads((undisturbed / f"checkpoints/rl_{STEPS:08d}/run.json").read_text())
+    moments = state["reward_moments"]
+    assert moments["count"] == STEPS * 16
+    means = [record["reward_model/mean"] for record in steps]
+    assert moments["mean"] == pytest.approx(sum(means) / STEPS, rel=1e-9)
+    assert moments["mean"] == steps[-1]["reward_model/running_mean"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[] if name in ("NaN", "killed") else FULL) for name in FAULTS],
+)
+def test_a_model_that_fails_loses_no_finished_step(
+    toy: Path, tmp_path: Path, undisturbed: Path, fault: str
+) -> None:
+    path = config_in(toy, tmp_path / "broken")
+    run = path.parent / "run"
+    wrong, said = FAULTS[fault]
+
+    def answer(given: dict[str, Any]) -> Any:
+        metrics = run / "metrics.jsonl"  # has step 0, too
+        finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
+        return wrong(given) if finished >= GOOD_STEPS else right(given)
+
+    lines = train_with(answer, toy, path, expect=2).splitlines()
+    [failed] = [line for line in lines if "in the last of 2 calls" in line]
+    assert failed.startswith("reward.model.url = http://127.0.0.1:") and said in failed
+    assert [record["step"] for record in records(run)] == [*range(GOOD_STEPS + 1)]
+    train_with(right, toy, path)
+    assert [record["step"] for record in records(run)] == [*range(STEPS + 1)]
+    assert_same_run(run, undisturbed, f"rl_{STEPS:08d}")
+
+
+def scorer_in(folder: Path, toy: Path) -> Path:
+    """A reward model of another shape and vocabulary than the policy, with its own tokenizer."""
+    sizes = {"vocab_size": 128, "max_position_embeddings": 256}
+    write_score_model(folder, "qwen3_moe", seed=3, **sizes)
+    texts = (toy / "train.jsonl").read_text().splitlines()
+    write_character_tokenizer(folder, texts, 128, byte_fallback=False)
+    return folder
+
+
+def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
+    toy: Path, tmp_path: Path
+) -> None:
+    """The policy has experts and Routing Replay, which the second model must not disturb."""
+    scorer, runs = scorer_in(tmp_path / "scorer", toy), []
+    for name in ("whole", "stopped"):
+        path = config_in(toy, tmp_path / name)
+        config = yaml.safe_load(path.read_text())
+        model = {"folder": str(scorer), "normalize": "running"}
+        config["reward"] |= {"model": model, "weights": {"reward": 0.0}}
+        config |= {"routing": {"replay": "r2"}, "checkpoint": {"interval": 1}}
+        config["logging"]["samples_per_step"] = 16
+        config["training"]["steps"] = 2
+        path.write_text(yaml.safe_dump(config))
+        if name == "stopped":  # in the rollout of step 2, after the evaluation and step 1
+            (path.parent / "signal_at").write_text(str(8 + 16 + 3))
+            train(path, expect=STOPPED)
+        train(path)
+        runs.append(path.parent / "run")
+    whole, stopped = runs
+    assert_same_run(stopped, whole, "rl_00000002")
+    rows = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    section = RewardSection(name="reward_model", model=RewardModelSection(folder=str(scorer)))
+    samples = [Sample(row["prompt"], None, row["response"], False) for row in rows]
+    with transformers_process() as process:
+        ids = ModelTexts(section).conversations(samples).ids
+        _, complaints, expected = process.submit(scores_by_transformers, scorer, ids).result()
+    assert not complaints and len({round(each, 2) for each in expected}) > 5
+    assert [row["reward"] for row in rows] == pytest.approx(expected, abs=1e-5)
