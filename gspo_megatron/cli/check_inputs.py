@@ -183,7 +183,6 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             reward = None
         if reward is not None:
             trains = config.data.prompts is not None
-            check_section(reward, section, config.rollout.group_size if trains else 1)
             greedy = trains and config.data.eval_prompts is not None
             if greedy and reward.size_fault(1, **reward.options) is not None:
                 problems.append(
@@ -191,6 +190,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
                     "response to each of them; allowed: null; evaluation.suites have rewards of "
                     "their own"
                 )
+            check_section(reward, section, config.rollout.group_size if trains else 1)
     with gathered_in(problems):
         own = config.objective
         # The user's own functions are written with torch; nothing else here needs it.

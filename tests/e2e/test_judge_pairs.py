@@ -102,17 +102,13 @@ def test_a_judge_that_fails_loses_no_finished_step(
     assert_same_run(run, undisturbed, f"rl_{STEPS:08d}")
 
 
-def test_held_out_prompts_and_single_responses_are_refused(toy: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused(toy: Path, tmp_path: Path) -> None:
     path = config_in(toy, tmp_path / "refused")
-    words = ("rollout.group_size=1", f"data.eval_prompts={toy / 'test.jsonl'}")
+    words = ("rollout.group_size=6", f"data.eval_prompts={toy / 'test.jsonl'}")
     result = train(path, *words, expect=2)
-    told = result.stderr.splitlines()
-    assert (
-        "reward.options.mode = pairs: compares the responses of a group, and a group has 1; "
-        "allowed: groups of at least 2, or the mode score"
-    ) in told
-    result = train(path, words[1], expect=2)
     assert result.stderr.splitlines() == [
         "data.eval_prompts: reward llm_judge cannot score the one greedy response to each of "
-        "them; allowed: null; evaluation.suites have rewards of their own"
+        "them; allowed: null; evaluation.suites have rewards of their own",
+        "reward.options.comparisons = 4: does not connect the 6 responses of a group; allowed: at "
+        "least 5, or 0 for all 15 pairs",
     ]
