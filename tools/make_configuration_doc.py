@@ -26,7 +26,13 @@ is computed may. What several keys must satisfy together is checked by `gspo-meg
 Relative paths are of the present folder. An input that is not there is looked for beside the
 configuration file too, and the command tells where it was.
 """
-_TITLES = {"rl": "RL", "sft": "Supervised fine-tuning", "pretrain": "Pre-training"}
+_TITLES = {
+    "rl": "RL",
+    "sft": "Supervised fine-tuning",
+    "pretrain": "Pre-training",
+    "reward_model": "Preference models",
+}
+_COMMANDS = {"rl": "train", "reward_model": "reward-model"}  # that have another name
 
 
 def markdown() -> str:
@@ -35,7 +41,7 @@ def markdown() -> str:
     reinforcement = list(list_keys("rl"))
     for stage, title in _TITLES.items():
         keys = list(list_keys(stage))
-        parts.append(f"## {title} (`gspo-megatron {'train' if stage == 'rl' else stage}`)\n")
+        parts.append(f"## {title} (`gspo-megatron {_COMMANDS.get(stage, stage)}`)\n")
         if stage != "rl":
             keys = [k for k in keys if k not in reinforcement or k.name.startswith("data.")]
             parts.append(f"{_shared(stage)}\nThe keys below are new or differ.\n")

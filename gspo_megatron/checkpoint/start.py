@@ -35,7 +35,6 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.families.model_shape import checkpoint_preset
-from gspo_megatron.families.weight_map import SCORE_HEAD
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
@@ -81,7 +80,7 @@ def load_base(config: AnyConfig, policy: Policy) -> Any:
         source = on_main(lambda: fitting_checkpoint(config, policy.vocab_size))
         refuse_damage(source, damage_of(source, is_of_model))
         is_fresh = policy.shape.scores and not checkpoint_preset(read_model(source)).scores
-        load_model(source, policy, adapters=False, left={SCORE_HEAD} if is_fresh else ())
+        load_model(source, policy, adapters=False, new_head=is_fresh)
         hf = read_model(source)["hf"]
     elif config.model.hf_path is not None:
         from gspo_megatron.hf.load import load_hf

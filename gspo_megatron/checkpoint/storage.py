@@ -17,7 +17,7 @@ import json
 import math
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,10 +149,10 @@ def write_pieces(
         raise cause from error
 
 
-def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
+def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] = ()) -> None:
     """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
     a file is missing, damaged or foreign, or if a tensor is missing, has another shape, or belongs
-    to no rank's pieces.
+    to no rank's pieces and is none of `unread`.
     """
     # Not at the top: it loads Megatron-Core, which the offline converter does not need.
     from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
@@ -172,7 +172,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
             raise DataError("\n".join(some_of(problems)))
     everyones = gather_objects(set(wanted))
     with raised_everywhere():
-        if everyones and (extra := sorted(stored.keys() - set().union(*everyones))):
+        if everyones and (extra := sorted(stored.keys() - set().union(unread, *everyones))):
             lines = [f"{folder}: {key} belongs to no part of the model" for key in extra]
             raise DataError("\n".join(some_of(lines)))
     with raised_everywhere():

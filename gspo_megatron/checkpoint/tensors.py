@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from gspo_megatron.checkpoint.model_pieces import (
 )
 from gspo_megatron.checkpoint.storage import Piece, read_pieces, write_pieces
 from gspo_megatron.errors import DataError
+from gspo_megatron.families.weight_map import OUTPUT_LAYER, SCORE_HEAD
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.platform.collectives import raised_everywhere
@@ -90,20 +91,22 @@ def save_tensors(
 
 
 def load_model(
-    folder: Path, policy: Policy, *, adapters: bool = True, left: Collection[str] = ()
+    folder: Path, policy: Policy, *, adapters: bool = True, new_head: bool = False
 ) -> None:
     """Read `folder`/model, saved on any layout, into the policy. Every rank calls it.
 
-    A policy with adapters reads only the adapters, or with adapters=False only its base. `left`:
-    names of tensors that the folder does not have, and that stay as they are. An
-    optimizer that exists already keeps its fp32 copy of 16-bit weights: load its state too, or call
-    its reload_model_params. Raises DataError, the same on all ranks.
+    A policy with adapters reads only the adapters, or with adapters=False only its base.
+    `new_head`: the folder holds the language model that a preference model begins with; its output
+    layer is not read, and the score head stays as it is. An optimizer that exists already keeps its
+    fp32 copy of 16-bit weights: load its state too, or call its reload_model_params. Raises
+    DataError, the same on all ranks.
     """
     policy.finish_parameter_gather()
-    wanted = [p for p in model_pieces(policy, adapters=adapters) if p.key not in left]
+    new, unread = ((SCORE_HEAD,), (OUTPUT_LAYER,)) if new_head else ((), ())
+    wanted = [p for p in model_pieces(policy, adapters=adapters) if p.key not in new]
     pieces = list(pieces_to_read(wanted))
     with torch.no_grad():
-        read_pieces(folder / MODEL, pieces)
+        read_pieces(folder / MODEL, pieces, unread)
 
 
 def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:

@@ -392,6 +392,8 @@ def stage_of(values: Mapping[str, Any]) -> str:
             if 0 < len(stages) < len(STAGES):
                 telling[place] = stages
     left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
+    if len(left) > 1:  # the keys that it shares with fine-tuning do not tell a preference model
+        left = [stage for stage in left if stage != PreferenceConfig.phase]
     if len(left) == 1:
         return left[0]
     if not left:

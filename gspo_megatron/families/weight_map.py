@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Slices = tuple[slice, ...]
 
+OUTPUT_LAYER = "output_layer.weight"
 SCORE_HEAD = "score.weight"  # of a preference model, in Hugging Face folders and in checkpoints
 
 MOST_ELEMENTS = 2**24  # read at once, and converted on the way to a device
@@ -335,7 +336,7 @@ def _recipes(
     if shape.scores:
         yield SCORE_HEAD, copy(SCORE_HEAD, 1, hidden)
     elif not shape.tie_embeddings:
-        yield "output_layer.weight", copy(names["head"], vocab_size, hidden)
+        yield OUTPUT_LAYER, copy(names["head"], vocab_size, hidden)
 
 
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:

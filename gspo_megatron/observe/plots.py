@@ -159,7 +159,7 @@ _RATIOS = (
     _clip_panel("token"),
 )
 # A reward model that is gamed: its score rises while the others leave the ground.
-_REWARD_MODEL = (
+_GAMING = (
     Panel("Score of the reward model", "mean score", ("reward_model/mean",)),
     Panel("Divergence from the start", "nats", ("kl/reference_k3", "kl/reference_k1")),
     Panel("Response length", "tokens", ("response/length_mean", "response/length_p90")),
@@ -230,9 +230,9 @@ _PREFERENCES = (
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
     Page(
-        "reward_model",
+        "gaming",
         "Reward model, and signs that it is gamed",
-        _REWARD_MODEL,
+        _GAMING,
         needs="reward_model/mean",
     ),
     Page("episodes", "Episodes", _EPISODES),

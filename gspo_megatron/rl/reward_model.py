@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config, resolve_parallel
+from gspo_megatron.errors import RewardError
 from gspo_megatron.platform.collectives import all_gather_columns, raise_everywhere
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rewards.moments import RunningMoments
@@ -113,8 +114,13 @@ class ModelRewards:
             assert group.model_cut is not None and group.model_seconds is not None
             seconds = float(group.model_seconds.sum())
             return ModelScores(group.model_scores, group.model_tokens, group.model_cut, seconds)
-        begin = perf_counter()
-        given = self.texts.conversations(samples)
+        begin, given, problem = perf_counter(), None, None
+        try:
+            given = self.texts.conversations(samples)
+        except RewardError as error:  # other ranks may have none, and wait
+            problem = str(error)
+        raise_everywhere(problem)
+        assert given is not None
         scores = self.score(given.ids)
         return ModelScores(scores, given.tokens, given.cut, perf_counter() - begin)
 

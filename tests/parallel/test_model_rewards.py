@@ -4,6 +4,8 @@ of transformers, and the running moments the same."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.errors import DataError
 from gspo_megatron.platform.groups import data_parallel_group, set_up_model_parallel
 from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
+from gspo_megatron.types import Sample
 from tests.parallel.models import odd_moe
 from tests.parallel.pool import Pool
 from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
@@ -98,3 +102,30 @@ def test_a_score_that_is_not_finite_is_one_line_on_all_ranks(
     for _, _, said in pool.each(with_folder("dp=4,ep=2", tmp_path), scored):
         wrong = "a score is not finite; give an undamaged folder"
         assert said == f"reward.model.folder = {tmp_path}: {wrong}"
+
+
+def refused(config: Config) -> str:
+    """What is said where the template refuses a message of one rank."""
+    set_up_model_parallel(resolve_parallel(config, dist.get_world_size()), config.training.seed)
+    rewards = ModelRewards(config, torch.device("cpu"), FolderScores(config))
+    asked = ({"role": "user", "content": "a"}, {"role": "user", "content": "b"})
+    odd = Sample(
+        "b", None, "c", False, messages=asked if dist.get_rank() == 1 else (), row_id="r:7"
+    )
+    share: Any = SimpleNamespace(group=None)
+    try:
+        rewards._scores(share, [odd])
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_prompt_that_the_model_cannot_read_is_told_on_all_ranks(
+    pool: Pool, folder: Path, tmp_path: Path
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_character_tokenizer(tmp_path, ["abc"], VOCABULARY, byte_fallback=False)
+    for said in pool.each(with_folder("dp=4,ep=2", tmp_path), refused):
+        assert said.startswith(f"reward.model.folder = {tmp_path}: a prompt has 2 messages (r:7)")
+        assert "\n" not in said

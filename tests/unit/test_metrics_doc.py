@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -81,6 +83,7 @@ def normalised(keys: set[str]) -> set[str]:
     names = {
         r"_at_\d+$": "_at_K",
         r"layer_\d+": "layer_NN",
+        r"^source/SOURCE\d/": "source/SOURCE/",
         f"correction/({'|'.join(CORRECTIONS)})/": "correction/NAME/",
     }
     for pattern, name in names.items():
@@ -94,16 +97,31 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("metrics")
     write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
     write_corpus(folder / "tokenizer.model", folder / "text", 30)
-    train, test, text = (str(folder / name) for name in ("train.jsonl", "test.jsonl", "text"))
+    files = ("train.jsonl", "test.jsonl", "text", "pairs.jsonl")
+    train, test, text, pairs = (str(folder / name) for name in files)
     data = {
         "train": {"prompts": train, "eval_prompts": test, "selection": {"by": "pass_rate"}},
         "sft": {"examples": train, "eval_examples": test},
         "pretrain": {"train": [text], "evaluation_share": 0.3, "sequence_length": 16},
+        "reward-model": {"preferences": pairs, "eval_preferences": pairs, "source_field": "source"},
+        "reward-model ratings": {
+            "preferences": pairs,
+            "eval_preferences": pairs,
+            "source_field": "source",
+            "response_field": "chosen",
+            "rating_field": "rating",
+        },
     }
+    rows = [
+        {"chosen": f"{n}", "rejected": f"{n}+", "rating": n, "source": f"SOURCE{n % 2}"}
+        for n in range(8)
+    ]
+    Path(pairs).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "parts.py").write_text(REWARD)
     (folder / "turns.py").write_text(ENVIRONMENT)
     keys = set()
-    for stage, files in data.items():
+    for name, files in data.items():
+        stage, *ratings = name.split()
         suite = {"prompts": test, "samples": 2, "reward": {"on_failure": "drop_group"}}
         suites = {"evaluation": {"suites": {"SUITE": suite}}}
         own = ALL_OPTIONS | suites if stage == "train" else {"training": {"batch_size": 4}}
@@ -111,11 +129,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             "model": {"megatron": TINY_MODEL},
             "data": files | {"tokenizer": str(folder / "tokenizer.model")},
             "training": {"steps": 1, "precision": "fp32"} | own.get("training", {}),
-            "logging": {"dir": str(folder / stage), "plots": False},
+            "logging": {"dir": str(folder / name), "plots": False},
         }
+        if ratings:
+            config["preference"] = {"loss": "regression"}
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
         gspo(stage, folder / f"{stage}.yaml", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-        keys |= {key for record in all_records(folder / stage) for key in record}
+        keys |= {key for record in all_records(folder / name) for key in record}
     return normalised(keys)
 
 

@@ -57,6 +57,7 @@ def test_random_weights_have_none() -> None:
 
 class StubPolicy:
     vocab_size = 37
+    shape = SimpleNamespace(scores=False)
     lora = None
     set_padding_token = Policy.set_padding_token
 

@@ -77,7 +77,7 @@ def test_a_run_with_a_reward_model_has_the_signs_of_gaming_on_one_page(
     monkeypatch.setattr(
         plots, "finish_axes", lambda *a, **k: titles.append(a[1]) or native(*a, **k)
     )
-    assert tmp_path / "plots" / "reward_model.png" in plot_run(tmp_path)
+    assert tmp_path / "plots" / "gaming.png" in plot_run(tmp_path)
     signs = ["Score of the reward model", "Divergence from the start", "Response length"]
     start = titles.index(signs[0])
     assert titles[start : start + 4] == [*signs, "Repeated text"]
