@@ -57,6 +57,7 @@ setup(
         "safetensors>=0.4.3",
         "pyarrow>=15.0",
         "transformers>=4.57,<6",
+        "huggingface_hub>=0.34",  # transformers needs it too, in one version or another
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.3"],

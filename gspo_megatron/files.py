@@ -17,6 +17,26 @@ T = TypeVar("T")
 # Exceptions of code that reads a JSON value with another structure than it expects.
 WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
+SINGLE_FILE = "model.safetensors"
+WEIGHT_INDEX = "model.safetensors.index.json"
+# The files that travel with the weights: settings and tokenizer. Never code.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
 _MOST_NESTED = 100  # levels; more than any file of this or a known program has
 SETTLED = 64 << 20  # a writer of a large file calls `settle` after this number of bytes
 
@@ -104,9 +124,12 @@ _BLOCK = 1 << 22  # bytes read at a time
 # The files of a Hugging Face tokenizer. The folder may also hold weights.
 _TOKENIZER_FILES = ("*token*.json", "vocab*", "merges*", "*.model", "chat_template*", "config.json")
 
+_ROW_FILES = ("*.jsonl", "*.parquet")
+
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or of the tokenizer files in a folder. Raises DataError."""
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder, without these of its
+    .jsonl and .parquet files. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     try:
@@ -114,6 +137,7 @@ def fingerprint(path: str | Path) -> str:
             _add(digest, path)
             return digest.hexdigest()
         files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
+        files = files or {file for pattern in _ROW_FILES for file in path.glob(pattern)}
         for file in sorted(files):
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             _add(digest, file)

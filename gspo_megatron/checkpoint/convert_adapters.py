@@ -55,6 +55,7 @@ from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_layout, peft_ma
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
 from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
+from gspo_megatron.hub import folder_of
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,14 @@ def _maps(
     return weights, adapted_weights(weights, section.targets)
 
 
+def _named_base(given: str, what: str) -> Path:
+    """Return the folder of a base, which may be a name of the Hub. Raises DataError."""
+    try:
+        return folder_of(given, f"the base of {what}:", weights=True)
+    except DataError as error:
+        raise DataError(f"{error}; or name it by --base") from None
+
+
 def merged_to_hf(
     adapters: Adapters,
     destination: Path,
@@ -166,7 +175,7 @@ def merged_to_hf(
 
     Raises DataError if `base` is not the model that the adapters were trained on.
     """
-    place = base or Path(adapters.base["path"])
+    place = base or _named_base(adapters.base["path"], "the adapters")
     if not place.is_dir():
         advice = "name its new place by --base"
         raise DataError(f"{place}: the model that the adapters were trained on is gone; {advice}")
@@ -249,7 +258,7 @@ def peft_to_megatron(
     base, if it is not where the PEFT folder says; ignore_custom_code: for that folder, as in
     `HfFolder`. Raises DataError with all that is wrong, before anything is written."""
     folder = PeftFolder(source)
-    place = base or Path(folder.base)
+    place = base or _named_base(folder.base, str(source))
     if not (place / "config.json").is_file():
         raise DataError(
             f"{place}: not the Hugging Face folder of the model that {source} was made for; name "

@@ -22,6 +22,7 @@ from gspo_megatron.errors import DataError, some_of
 from gspo_megatron.families.model_shape import ModelShape, no_folder
 from gspo_megatron.files import fingerprint
 from gspo_megatron.hf.side_files import tokenizer_files
+from gspo_megatron.hub import folder_of, tokenizer_in
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
     is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
+    if tokenizer is not None and not is_imported:
+        try:
+            tokenizer = str(tokenizer_in(folder_of(tokenizer, "the run's tokenizer:")))
+        except DataError as error:
+            notes, tokenizer = [*notes, f"{error}; it is left out"], None
     files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
     if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
         notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []

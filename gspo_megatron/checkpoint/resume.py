@@ -26,6 +26,7 @@ from gspo_megatron.checkpoint.run_state import (
     read_model,
     versions,
 )
+from gspo_megatron.config.hub import HUB_FILE
 from gspo_megatron.config.load import override, parse_yaml
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.phases import at_step, is_border, may_change
@@ -76,7 +77,7 @@ def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -
     if not fresh:
         return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
-    if any(path.name != LOCK_FILE for path in entries):
+    if any(path.name not in (LOCK_FILE, HUB_FILE) for path in entries):
         raise UserError(
             f"--fresh: {folder} is not empty; move it away, or give another logging.dir"
         )

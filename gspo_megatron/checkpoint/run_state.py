@@ -22,6 +22,7 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import MODEL_FILE
 from gspo_megatron.files import fingerprint, fingerprint_of_weights, parse_json
+from gspo_megatron.hub import name_of, written
 from gspo_megatron.plugins import module_folders
 
 STATE_FILE = "run.json"
@@ -132,7 +133,7 @@ def describe_model(
         "shape": dataclasses.asdict(config.resolved_model()),
         "vocab_size": vocab_size,
         # absolute: a conversion may run in another working directory
-        "tokenizer": str(Path(config.data.tokenizer).absolute()),
+        "tokenizer": written(str(Path(config.data.tokenizer).absolute())),
         "hf": hf,
         **adapters,
     }
@@ -140,8 +141,11 @@ def describe_model(
 
 def base_of(path: str | Path) -> dict[str, str]:
     """Describe the frozen model that adapters are trained on, a Hugging Face folder or a checkpoint
-    of ours: its absolute path and a fingerprint of its weights. Raises DataError."""
-    return {"path": str(Path(path).absolute()), "fingerprint": fingerprint_of_weights(path)}
+    of ours: its absolute path, or its name of the Hub, and a fingerprint of its weights. Raises
+    DataError."""
+    name = name_of(str(path))
+    place = str(Path(path).absolute()) if name is None else str(name)
+    return {"path": place, "fingerprint": fingerprint_of_weights(path)}
 
 
 def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None:

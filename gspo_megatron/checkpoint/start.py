@@ -31,6 +31,7 @@ from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import base_of, read_model
 from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
+from gspo_megatron.config.hub import HUB_FILE
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
@@ -162,9 +163,11 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     folder.rename(kept)
     print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
-    counted = kept / RESTARTS_FILE
-    if counted.exists():  # else a job that never reaches a checkpoint would restart endlessly
-        counted.rename(folder / RESTARTS_FILE)
+    # Without the first, a job that never reaches a checkpoint would restart endlessly; the second
+    # holds the commits that this run has begun with.
+    for name in (RESTARTS_FILE, HUB_FILE):
+        if (kept / name).exists():
+            (kept / name).rename(folder / name)
 
 
 def start_model(

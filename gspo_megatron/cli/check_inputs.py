@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.check_packages import check_packages
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
+from gspo_megatron.hub import lacks_weights
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.resume import Start
@@ -67,11 +68,15 @@ def check_run(
     change: bool = False,
     command: Sequence[str] = (),
     told: Sequence[str] = (),
+    with_weights: bool = False,
 ) -> Checked:
     """Check a run: call `check_all`, and check the packages that the run imports, the run folder
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
-    its export. Raises ConfigError with the problems of all parts, after the problems `told`: the
-    values that are not allowed."""
+    its export. With `with_weights` those of the Hub are downloaded, at the end; without it, weights
+    that are not downloaded yet are not checked.
+
+    Raises ConfigError with the problems of all parts, after the problems `told`: the values that
+    are not allowed."""
     options: Any = {"fresh": fresh, "change": change, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
@@ -80,6 +85,10 @@ def check_run(
         with gathered_in(problems):
             check_packages(config)
     _raise(problems)
+    if with_weights:
+        from gspo_megatron.config.hub import fetch_weights
+
+        fetch_weights(config)
     start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
 
@@ -230,10 +239,12 @@ def _check_start(
     """Return what the run resumes from. Without inputs, check only what does not need them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
+    from gspo_megatron.config.hub import model_paths
     from gspo_megatron.config.schema import suite_key
     from gspo_megatron.config.stages import StageConfig
     from gspo_megatron.data.inputs import model_vocab_size
 
+    missing = {path for _, path in model_paths(config) if lacks_weights(path)}
     try:
         start = preview(config, fresh=fresh, change=change, command=command)
     except DataError:
@@ -251,10 +262,10 @@ def _check_start(
         if model.checkpoint_path is not None:
             with gathered_in(problems):
                 check_given(config, vocab_size)
-        if model.lora.checkpoint is not None:
+        if model.lora.checkpoint is not None and model.lora.checkpoint not in missing:
             with gathered_in(problems):
                 _check_adapters(config, vocab_size)
-        if model.hf_path is not None:
+        if model.hf_path is not None and model.hf_path not in missing:
             from gspo_megatron.hf.files import checked_folder
 
             with gathered_in(problems):
@@ -262,7 +273,9 @@ def _check_start(
                 shape = config.resolved_model()
                 checked_folder(model.hf_path, shape, vocab_size, ignore_custom_code=code)
     if isinstance(config, Config):
-        for number in config.objective.distillation.folders:
+        for number, given in config.objective.distillation.folders.items():
+            if given in missing:
+                continue
             with gathered_in(problems):
                 check_teacher(config, number, inputs.tokenizer)
         with gathered_in(problems):

@@ -33,6 +33,7 @@ from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.adapter_map import adapted_weights_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.hub import lacks_weights, written
 from gspo_megatron.observe.progress import number
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def vocab_size_of(checked: Checked) -> int | None:
 def _of_model(checked: Checked, world_size: int) -> Rows:
     config: Any = checked.config
     shape, section = config.resolved_model(), config.model
-    name = section.hf_path or section.preset or section.checkpoint_path
+    name = written(section.hf_path or section.preset or section.checkpoint_path or "")
     model = f"{name}: {shape.num_layers} layers of {shape.hidden_size}"
     if shape.num_moe_experts is not None:
         model += f", {shape.moe_router_topk} of {shape.num_moe_experts} experts"
@@ -152,7 +153,9 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
         rows += _of_adapters(config, shape)
     if checked.start is not None:
         resumed = checked.start.checkpoint
-        given = section.checkpoint_path or section.hf_path or "random"
+        given = written(section.checkpoint_path or section.hf_path or "random")
+        if missing := lacks_weights(section.hf_path or ""):
+            given += f", {len(missing)} files of {sum(missing) / 1e9:,.1f} GB not downloaded yet"
         rows.append(("weights", given if resumed is None else f"{resumed}: the run is resumed"))
     return rows
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from gspo_megatron.cli.arguments import Commands, loading, new_parser
 from gspo_megatron.errors import UserError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG
+from gspo_megatron.hf.hub import check_push
+from gspo_megatron.hub import folder_of
 from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
@@ -34,7 +36,11 @@ def add_parser(commands: Commands) -> None:
         run_import,
         "convert a Hugging Face folder to a checkpoint, which can be loaded on any layout",
     )
-    to_ours.add_argument("source", metavar="SRC", type=Path, help="a folder with safetensors files")
+    to_ours.add_argument(
+        "source",
+        metavar="SRC",
+        help="a folder with safetensors files, or ORG/NAME[@REVISION] of the Hub",
+    )
     to_ours.add_argument(
         "--ignore-custom-code",
         action="store_true",
@@ -67,12 +73,23 @@ def add_parser(commands: Commands) -> None:
         help="convert a large model in as many processes as this layout has ranks, for example "
         "tp=2,pp=2; the tensors are the same",
     )
+    to_hf.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="also write a model card, README.md, and push the folder to the Hub in one commit, "
+        "with the token in HF_TOKEN",
+    )
+    to_hf.add_argument(
+        "--public",
+        action="store_true",
+        help="with --push: a new repository is public (default: private)",
+    )
     for direction in (to_ours, to_hf):
         direction.add_argument(
             "--base",
             metavar="FOLDER",
-            type=Path,
-            help="of adapters: the model that they were trained on, if it is not where it was",
+            help="of adapters: the model that they were trained on, if it is not where it was; or "
+            "ORG/NAME[@REVISION] of the Hub",
         )
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")
         direction.add_argument(
@@ -87,10 +104,11 @@ def run_import(arguments: argparse.Namespace) -> int:
         from gspo_megatron.checkpoint.convert import hf_to_megatron
         from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
 
-    source, destination = arguments.source, arguments.destination
+    destination = arguments.destination
+    source = folder_of(arguments.source, "SRC", weights=True)
     options = {"dtype": _dtype(arguments), "ignore_custom_code": arguments.ignore_custom_code}
     if (source / PEFT_CONFIG).exists():
-        peft_to_megatron(source, destination, base=arguments.base, **options)
+        peft_to_megatron(source, destination, base=_base(arguments), **options)
     else:
         hf_to_megatron(source, destination, **options)
     print(f"{arguments.destination}: written from {arguments.source}")
@@ -101,7 +119,11 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Convert to a Hugging Face folder: as the only process, as a rank, or by launching ranks."""
     from gspo_megatron.config import Layout
 
+    if arguments.public and arguments.push is None:
+        arguments.parser.error("--public: only with --push")
     rank_of = ranks.world_size_of_rank(os.environ)
+    if arguments.push is not None:
+        check_push(arguments.push)  # before a long conversion
     processes = 1 if arguments.layout is None else Layout.parse(arguments.layout).world_size
     if rank_of is not None:
         if arguments.layout is not None and processes != rank_of:
@@ -118,6 +140,8 @@ def run_export(arguments: argparse.Namespace) -> int:
                 # Destroying a gloo group ends about one such process in ten with "terminate called
                 # without an active exception" (torch 2.13), after all its work is done.
                 shard.gather(None)  # every process has written its files
+                if shard.is_main:
+                    _push(arguments)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
@@ -134,10 +158,38 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += [str(arguments.source), str(arguments.destination)]
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         command += ["--adapter"] if arguments.adapter else []
-        command += ["--base", str(arguments.base)] if arguments.base else []
-        return launch(command, processes)
-    _export(arguments)
+        command += ["--base", arguments.base] if arguments.base else []
+        if code := launch(command, processes):
+            return code
+    else:
+        _export(arguments)
+    _push(arguments)
     return 0
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    """Write the card and push the folder, if that is asked for. Raises DataError."""
+    if arguments.push is None:
+        return
+    from gspo_megatron.checkpoint.convert_source import find_checkpoint
+    from gspo_megatron.checkpoint.run_state import CONFIG_FILE, RunState
+    from gspo_megatron.config.load import read_mapping
+    from gspo_megatron.hf.hub import push, write_card
+    from gspo_megatron.observe.metrics_files import METRICS_FILE, read_metrics
+
+    checkpoint = find_checkpoint(arguments.source)[0].resolve()
+    config, step, scores = {}, None, {}
+    if (checkpoint / CONFIG_FILE).is_file():  # of a run, not of a conversion
+        config = read_mapping(checkpoint / CONFIG_FILE)
+        step = RunState.read(checkpoint).step
+        run = checkpoint.parents[1]
+        records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
+        for record in records:
+            if record["step"] <= step:
+                scores |= {k: v for k, v in record.items() if k.startswith("evaluation/")}
+    write_card(arguments.destination, arguments.push, config, step, scores)
+    print(f"pushing to {arguments.push}", file=sys.stderr, flush=True)
+    print(push(arguments.destination, arguments.push, private=not arguments.public))
 
 
 def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> None:
@@ -150,7 +202,7 @@ def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> 
         arguments.source,
         arguments.destination,
         as_peft=arguments.adapter,
-        base=arguments.base,
+        base=_base(arguments),
         dtype=_dtype(arguments),
         shard=shard,
     )
@@ -158,6 +210,10 @@ def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> 
         for note in notes:
             print(note, file=sys.stderr)
         print(f"{arguments.destination}: written from {taken}")
+
+
+def _base(arguments: argparse.Namespace) -> Path | None:
+    return arguments.base and folder_of(arguments.base, "--base", weights=True)
 
 
 def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from typing import Any
 from gspo_megatron.cli import train
 from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
 from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.hub import folder_of, name_of, parse_name, written
 
 
 def add_parser(commands: Commands) -> None:
@@ -22,8 +23,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, a "
-        "configuration, or the URL of an OpenAI-compatible server, as http://host:port; "
+        help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, "
+        "ORG/NAME[@REVISION] of the Hub, a configuration, or the URL of an OpenAI-compatible "
+        "server, as http://host:port; "
         "OPENAI_API_KEY has its key",
     )
     parser.add_argument(
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_server(arguments, suites)
     from gspo_megatron.config.load import dump_yaml
 
-    values, out = _values(Path(arguments.source), suites)
+    values, out = _values(folder_of(arguments.source, "SOURCE"), suites)
     values["logging"]["dir"] = arguments.output or out
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
         path = Path(folder) / "evaluation.yaml"
@@ -103,7 +105,9 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Raises UserError."""
     if (source / "config.json").is_file():
         values = _of_hugging_face(source)
-        out = f"runs/evaluation-{source.resolve().name}"
+        name = name_of(str(source))
+        named = source.resolve().name if name is None else name.repo.replace("/", "-")
+        out = f"runs/evaluation-{named}"
     elif source.is_dir():
         values, out = _of_run(source)
     else:
@@ -160,7 +164,7 @@ def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     from gspo_megatron.checkpoint.run_state import read_model
 
     named = data.get("tokenizer")
-    if not isinstance(named, str) or Path(named).exists():
+    if not isinstance(named, str) or Path(named).exists() or parse_name(named, "model"):
         return data
     with contextlib.suppress(DataError):  # reported when the checkpoint is loaded
         known = read_model(given_checkpoint(str(folder))).get("tokenizer")
@@ -206,8 +210,11 @@ def _of_hugging_face(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
         has_template = load_tokenizer(str(tokenizer)).chat_template is not None
     return {
-        "model": {"hf_path": str(folder)},
-        "data": {"tokenizer": str(tokenizer), "chat_template": has_template},
+        "model": {"hf_path": written(str(folder))},
+        "data": {
+            "tokenizer": str(tokenizer) if name_of(str(folder)) is None else written(str(folder)),
+            "chat_template": has_template,
+        },
     }
 
 

@@ -32,9 +32,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         metavar="HF_FOLDER",
-        type=Path,
-        help="the Hugging Face folder of the model to train (default: a tiny random model, and a "
-        "tokenizer made from the ten prompts)",
+        help="the Hugging Face folder of the model to train, or ORG/NAME[@REVISION] of the Hub "
+        "(default: a tiny random model, and a tokenizer made from the ten prompts)",
     )
 
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = None
     if arguments.model is not None:
         try:
-            model = read_model_folder(arguments.model.resolve())
+            model = read_model_folder(arguments.model)
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -84,19 +83,26 @@ def folder_fault(folder: Path) -> str | None:
     return None
 
 
-def read_model_folder(path: Path) -> tuple[Path, ModelPreset, Tokenizer]:
-    """Return the folder with its model's shape and its tokenizer. No tensor is read.
+def read_model_folder(given: str) -> tuple[str, ModelPreset, Tokenizer]:
+    """Return the folder, or the name of the Hub with its commit, with the model's shape and its
+    tokenizer. No tensor is read, and of the Hub none is downloaded.
 
     Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
     """
     from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.families import preset_of_folder
     from gspo_megatron.hf.files import HfFolder
+    from gspo_megatron.hub import folder_of, name_of
 
-    preset = HfFolder(path).describe()
-    return path, preset, load_tokenizer(path)
+    path = folder_of(given, "--model")
+    name = name_of(str(path))
+    if name is not None:
+        return str(name), preset_of_folder(str(path)), load_tokenizer(path)
+    path = path.resolve()
+    return str(path), HfFolder(path).describe(), load_tokenizer(path)
 
 
-def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None) -> None:
+def write_files(folder: Path, model: tuple[str, ModelPreset, Tokenizer] | None) -> None:
     """Write all files into an existing folder. If the tokenizer has a chat template, the prompts
     are messages."""
     for name in (*PROMPT_FILES, "reward.py"):
@@ -123,12 +129,12 @@ def write_files(folder: Path, model: tuple[Path, ModelPreset, Tokenizer] | None)
     (folder / "config.yaml").write_text(commented_yaml(settings(model)), encoding="utf-8")
 
 
-def settings(model: tuple[Path, ModelPreset, Tokenizer] | None) -> dict[str, dict[str, Any]]:
+def settings(model: tuple[str, ModelPreset, Tokenizer] | None) -> dict[str, dict[str, Any]]:
     """Return the keys that a first run needs, by section."""
     rate, longest, tokenizer, start = 3e-3, 8, "tokenizer", {"preset": "tiny"}
     if model is not None:
         path, preset, _ = model
-        rate, tokenizer, start = 1e-6, str(path), {"hf_path": str(path)}
+        rate, tokenizer, start = 1e-6, path, {"hf_path": path}
         longest = min(256, preset.max_sequence_length // 2)
     return {
         "model": start,

@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the episodes. Raises UserError with everything that is wrong with the configuration and
     its files."""
     from gspo_megatron.config import load_config
+    from gspo_megatron.config.hub import fetch_weights
 
     rank_of = ranks.world_size_of_rank(os.environ)
     told_here = contextlib.nullcontext() if rank_of else all_told(arguments.nproc, _check)
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(["data.prompts, data.eval_prompts: null; allowed: prompts to play"])
     if rank_of is None:
         check_all(config, world_size)
+    fetch_weights(config)
     if rank_of is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
 

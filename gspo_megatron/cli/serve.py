@@ -14,6 +14,7 @@ from typing import Any
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.hub import folder_of
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _OWN_OPTIONS = ("model", "host", "port", "dtype")
@@ -31,7 +32,8 @@ def add_parser(commands: Commands) -> None:
         "source",
         metavar="SOURCE",
         type=Path,
-        help="a Hugging Face folder; or a checkpoint or a run, which is converted first. With "
+        help="a Hugging Face folder, or ORG/NAME[@REVISION] of the Hub; or a checkpoint or a run, "
+        "which is converted first. With "
         "--join: the run folder, or the configuration of the run",
     )
     parser.add_argument(
@@ -79,8 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
     hold_port(_host(arguments), arguments.port or 0).close()  # checked before a long conversion
-    if (arguments.source / "config.json").is_file():
-        return _serve(arguments, arguments.source, options)
+    source = folder_of(arguments.source, "SOURCE", weights=True)
+    if (source / "config.json").is_file():
+        return _serve(arguments, source, options)
     from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 
     if arguments.source.exists():

@@ -78,6 +78,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     its files or the run to resume, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load
+    from gspo_megatron.config.hub import fetch_weights, hold_commits
     from gspo_megatron.config.phases import phase_configs
 
     stage, fresh = STAGES[name][0], arguments.fresh
@@ -96,19 +97,23 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     inputs = None
     if rank_of is None:
+        options: Any = {"fresh": fresh, "change": change, "command": command}
         try:
-            checked = check_run(config, world_size, fresh=fresh, change=change, command=command)
+            checked = check_run(config, world_size, with_weights=True, **options)
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""
             raise UserError(f"{error}{advice}") from error
         if _is_finished(checked, command):
             return 0
         config, inputs = checked.config, checked.inputs
+        hold_commits(config)
     elif stage == "rl":
         for phase in phase_configs(config):
             check_config(phase, world_size, for_training=True)
+        fetch_weights(config)
     else:
         config, inputs = check_all(config, world_size, fresh=fresh)
+        fetch_weights(config)
     if rank_of is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
 

@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what is compared, a table, and on the last line the worst error. Returns 1 if that is
     beyond the tolerance."""
     from gspo_megatron.config import Layout, load_config
+    from gspo_megatron.config.hub import fetch_weights
     from gspo_megatron.config.phases import at_step
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
@@ -107,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     layouts = layouts or usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
+    fetch_weights(config)
     if arguments.checkpoint is not None and arguments.step is None:
         raise UserError("--checkpoint: it has no effect without --step")
     is_step = arguments.step is not None

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from gspo_megatron.config.section import Section, SuiteName, Text, harmless, shapes
+from gspo_megatron.config.section import HubPath, Section, SuiteName, Text, harmless, shapes
 
 FORMS = ("reverse_kl", "forward_kl_topk", "reverse_kl_topk")
 TOP_K = 20  # a vLLM server gives at most so many without --max-logprobs
 MOST_CANDIDATES = 1024  # the largest top_k: 8 KB a token
 
 _FOLDER = (
-    "Hugging Face folder of a teacher with the policy's shape and tokenizer; the training "
-    "ranks compute its log-probs; null: none"
+    "Hugging Face folder of a teacher, or ORG/NAME[@REVISION] of the Hub, with the policy's shape "
+    "and tokenizer; the training ranks compute its log-probs; null: none"
 )
 _URL = (
     "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
@@ -25,14 +25,14 @@ _URL = (
 class TeacherSection(Section):
     """One of several teachers. If neither key is set, its prompts have no teacher."""
 
-    teacher: Text | None = shapes(None, _FOLDER)
+    teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
 
 
 class DistillationSection(Section):
     """A teacher that judges each token of the responses."""
 
-    teacher: Text | None = shapes(None, _FOLDER)
+    teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
     coefficient: float = shapes(1.0, "weight beside the rewards' advantages, or of the loss", gt=0)
     form: Literal[FORMS] = shapes(  # ty: ignore[invalid-type-form]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 from pydantic import BaseModel, ValidationError
 
 from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
+from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
@@ -70,6 +71,8 @@ def parse_config(
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
     problems += nul_problems(raw)
+    raw, wrong = with_folders(raw, name)
+    problems += wrong
     for section in schema.model_fields:
         if raw.get(section) is None:  # absent or empty
             raw[section] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gspo_megatron.config.section import NotNegative, Paths, Section, Text, shapes
+from gspo_megatron.config.section import HubPath, NotNegative, Paths, Section, shapes
 from gspo_megatron.errors import format_value
 
 
@@ -19,10 +19,10 @@ class LoraSection(Section):
         "all (these three), or a list of those and of names as q_proj, linear_qkv, router and head",
     )
     use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
-    checkpoint: Text | None = shapes(
+    checkpoint: HubPath | None = shapes(
         None,
-        "adapters to start from: a PEFT folder, or a checkpoint or run folder of a run with "
-        "adapters; null: new ones, which change nothing yet",
+        "adapters to start from: a PEFT folder, ORG/NAME[@REVISION] of the Hub, or a checkpoint or "
+        "run folder of a run with adapters; null: new ones, which change nothing yet",
     )
 
     @property

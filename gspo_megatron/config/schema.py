@@ -21,10 +21,12 @@ from gspo_megatron.config.section import (
     FORMAT,
     SYSTEM_PROMPT,
     TEMPLATE,
+    TOKENIZER,
     Date,
+    HubPath,
+    HubPaths,
     ImportPath,
     NotNegative,
-    Paths,
     Positive,
     Section,
     Seed,
@@ -56,7 +58,10 @@ class ModelSection(Section):
         "the name of a model shape; null: the shape of hf_path or checkpoint_path, or tiny without "
         "them",
     )
-    hf_path: Text | None = shapes(None, "Hugging Face folder of starting weights; null: random")
+    hf_path: HubPath | None = shapes(
+        None,
+        "Hugging Face folder of starting weights, or ORG/NAME[@REVISION] of the Hub; null: random",
+    )
     ignore_custom_code: bool = harmless(
         False,
         "take hf_path, and a teacher's folder, for what its model_type says although config.json "
@@ -153,18 +158,19 @@ class ParallelSection(Section):
 class DataSection(Section):
     """Prompts and tokenizer."""
 
-    prompts: Paths | None = key(
+    prompts: HubPaths | None = key(
         "contents",
         None,
-        "training prompts: a .jsonl or .parquet file, or a list of them; required to train",
+        "training prompts: a .jsonl or .parquet file, a folder of such files, ORG/NAME[:SPLIT]"
+        "[@REVISION] of the Hub, or a list of these; required to train",
     )
     weights: Weights | None = shapes(
         None,
         "the share of each file of data.prompts in the prompts of a step, up to a common factor; "
         "null: in proportion to the number of its prompts",
     )
-    eval_prompts: Paths | None = key("shown", None, "held-out prompts, as data.prompts")
-    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
+    eval_prompts: HubPaths | None = key("shown", None, "held-out prompts, as data.prompts")
+    tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(None, FORMAT)
     prompt_field: Text = shapes(
         "prompt", "the field that holds the prompt, a string or messages; a.b: field b of object a"
@@ -390,7 +396,10 @@ class WindowSection(Section):
 class SuiteSection(Section):
     """Problems, how responses to them are drawn, and how these are judged."""
 
-    prompts: Paths = harmless(..., "the problems: a .jsonl or .parquet file, or a list of them")
+    prompts: HubPaths = harmless(
+        ...,
+        "the problems, as data.prompts: a file, a folder, a name of the Hub, or a list of these",
+    )
     template: Text | None = harmless(None, TEMPLATE)
     system_prompt: Text | None = harmless(None, SYSTEM_PROMPT)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = harmless(None, FORMAT)

@@ -14,8 +14,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from gspo_megatron.errors import UnknownValueError
+from gspo_megatron.hub import written
 
 Text = Annotated[str, Field(min_length=1)]
+# A path, which is written as the name of the Hub that it was downloaded by (config/hub.py).
+HubPath = Annotated[str, Field(min_length=1), PlainSerializer(written)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # Below 2**31, because Megatron-Core adds rank numbers, and numpy accepts seeds of 32 bits.
@@ -25,6 +28,13 @@ Paths = Annotated[
     list[Text],
     BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
     PlainSerializer(lambda paths: paths[0] if len(paths) == 1 else paths),
+]
+HubPaths = Annotated[
+    list[Text],
+    BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
+    PlainSerializer(
+        lambda paths: written(paths[0]) if len(paths) == 1 else [*map(written, paths)],
+    ),
 ]
 Weights = list[Annotated[float, Field(gt=0)]]
 
@@ -51,6 +61,7 @@ SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
 # The help texts of keys that several sections have.
+TOKENIZER = "a sentencepiece .model file, a Hugging Face folder, or ORG/NAME[@REVISION] of the Hub"
 FORMAT = "published dataset of the rows; replaces prompt_field and answer_field"
 TEMPLATE = (
     "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "

@@ -21,6 +21,8 @@ from gspo_megatron.config.schema import (
 from gspo_megatron.config.section import (
     SYSTEM_PROMPT,
     TEMPLATE,
+    TOKENIZER,
+    HubPath,
     Positive,
     Section,
     Text,
@@ -89,11 +91,14 @@ class StageConfig(RunConfig):
 class FineTuningDataSection(Section):
     """Conversations, or prompts with answers, and the tokenizer."""
 
-    examples: Text | None = key(
-        "contents", None, "file of examples to learn, .jsonl or .parquet; required to train"
+    examples: HubPath | None = key(
+        "contents",
+        None,
+        "examples to learn: a .jsonl or .parquet file, a folder of such files, or ORG/NAME[:SPLIT]"
+        "[@REVISION] of the Hub; required to train",
     )
-    eval_examples: Text | None = key("shown", None, "file of held-out examples, .jsonl or .parquet")
-    tokenizer: Text = key("contents", ..., "a sentencepiece .model file or a Hugging Face folder")
+    eval_examples: HubPath | None = key("shown", None, "held-out examples, as data.examples")
+    tokenizer: HubPath = key("contents", ..., TOKENIZER)
     messages_field: Text | None = shapes(
         None,
         "the field that holds a conversation; the assistant's messages are learned; null: rows "
@@ -277,7 +282,7 @@ class PretrainingDataSection(Section):
         ge=0,
         lt=1,
     )
-    tokenizer: Text = key("contents", ..., "the tokenizer that the datasets were made with")
+    tokenizer: HubPath = key("contents", ..., "the tokenizer that the datasets were made with")
     sequence_length: Positive | None = shapes(
         None, "number of tokens of a sample; null: model.max_sequence_length"
     )

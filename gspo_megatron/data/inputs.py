@@ -32,7 +32,7 @@ from gspo_megatron.data.prompts import (
     encode_prompts,
     load_prompts,
 )
-from gspo_megatron.data.rows import is_parquet
+from gspo_megatron.data.rows import check_rows
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
 from gspo_megatron.files import fingerprint
@@ -100,7 +100,7 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
         for path in paths:
             with gathered_in(problems):
                 if key not in forms:
-                    is_parquet(Path(path), "prompt file")  # raises if there is no such file
+                    check_rows(Path(path), "prompt file")  # raises if there is no such file
                     continue
                 form = forms[key]
                 loaded[key].append(load_prompts(path, form.fields, form.chat_template))
@@ -229,7 +229,7 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
-                is_parquet(Path(paths[0]), "file")  # raises if there is no such file
+                check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
             found[key] = load_supervised(paths[0], tokenizer, form)
             counts, total = found[key].counts, len(found[key])
@@ -257,7 +257,7 @@ def read_preferences(config: PreferenceConfig) -> PreferenceInputs:
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
-                is_parquet(Path(paths[0]), "file")  # raises if there is no such file
+                check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
             data = load_preferences(paths[0], tokenizer, form, regression=regression)
             found[key], counts, total = data, data.counts, len(data.lengths)

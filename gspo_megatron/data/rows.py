@@ -49,13 +49,18 @@ class Problems:
 def read_rows(
     path: Path, columns: Sequence[Choice], problems: Problems, what: str = "file"
 ) -> Iterator[Row]:
-    """Yield the rows of a Parquet file or a JSON Lines file in UTF-8. Blank lines are skipped.
+    """Yield the rows of a Parquet file or a JSON Lines file in UTF-8, or of the files in a folder.
+    Blank lines are skipped.
 
     A Parquet file must have all `columns`. The caller checks the fields of JSON rows.
 
     Raises DataError if there is no such file or it cannot be read. `what` names the kind of file in
     the message.
     """
+    if path.is_dir():
+        for file in files_of(path):
+            yield from read_rows(file, columns, problems, what)
+        return
     if is_parquet(path, what):
         yield from _read_parquet(path, columns, problems)
         return
@@ -65,6 +70,20 @@ def read_rows(
             row = _parse_line(where, line, problems)
             if row is not None:
                 yield where, row
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the .jsonl and .parquet files in a folder, sorted by name. Raises DataError."""
+    found = sorted(file for ending in ("jsonl", "parquet") for file in folder.glob(f"*.{ending}"))
+    if not found:
+        raise DataError(f"{folder}: a folder without .jsonl and .parquet files")
+    return found
+
+
+def check_rows(path: Path, what: str) -> None:
+    """Raise DataError if there is no such file, or no file in the folder."""
+    for file in files_of(path) if path.is_dir() else [path]:
+        is_parquet(file, what)
 
 
 def is_parquet(path: Path, what: str) -> bool:

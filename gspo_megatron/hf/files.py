@@ -24,10 +24,14 @@ from gspo_megatron.families.model_shape import (
     shape_conflicts,
 )
 from gspo_megatron.families.weight_map import SCORE_HEAD, Box, WeightMap, split, weight_map
-from gspo_megatron.files import fault_of_name, parse_json
+from gspo_megatron.files import (
+    SIDE_FILES,
+    SINGLE_FILE,
+    WEIGHT_INDEX,
+    fault_of_name,
+    parse_json,
+)
 
-SINGLE_FILE = "model.safetensors"
-WEIGHT_INDEX = "model.safetensors.index.json"
 # Dtypes of weights, by their names in safetensors files.
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -35,24 +39,6 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-# The files that travel with the weights: settings and tokenizer. Never code.
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
 FP8 = "F8_E4M3"  # blocks with a scale each; an import converts them to BF16
 SCALES = "_scale_inv"  # the scales' name is the FP8 tensor's name and this
 BYTES = "U8"

@@ -17,8 +17,7 @@ from gspo_megatron.families import (
     language_model,
 )
 from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.files import parse_json
-from gspo_megatron.hf.files import SIDE_FILES
+from gspo_megatron.files import SIDE_FILES, parse_json
 
 GENERATION = "generation_config.json"
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")

@@ -20,8 +20,17 @@ from torch import Tensor
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.weight_map import Box
-from gspo_megatron.files import SETTLED, folder_lacks, make_folder, settle, sync, sync_folders
-from gspo_megatron.hf.files import DTYPES, SINGLE_FILE, WEIGHT_INDEX
+from gspo_megatron.files import (
+    SETTLED,
+    SINGLE_FILE,
+    WEIGHT_INDEX,
+    folder_lacks,
+    make_folder,
+    settle,
+    sync,
+    sync_folders,
+)
+from gspo_megatron.hf.files import DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in most published checkpoints
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gspo_megatron
+from gspo_megatron import hub
 from gspo_megatron.files import write_atomically
 
 _PACKAGES = (
@@ -51,6 +52,7 @@ def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
         "cpu": {"name": _cpu_name(), "count": os.cpu_count()},
         "gpu": _gpus(),
         "git": _git_state(Path(__file__).resolve()),
+        "hub": hub.known_commits() or None,
         "world_size": _world_size(),
         "slurm": {k: os.environ[v] for k, v in _SLURM_VARIABLES.items() if v in os.environ} or None,
     }

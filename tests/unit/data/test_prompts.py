@@ -137,7 +137,9 @@ def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) ->
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
     assert problems_of(path) == [f"{path}: no such prompt file"]
-    assert problems_of(tmp_path)[0].startswith(f"{tmp_path}: cannot be read: ")
+    (tmp_path / "folder").mkdir()
+    nothing = "a folder without .jsonl and .parquet files"
+    assert problems_of(tmp_path / "folder") == [f"{tmp_path / 'folder'}: {nothing}"]
     for content in (b"", b"\n  \n"):
         path.write_bytes(content)
         assert problems_of(path) == [f"{path}: holds no prompts; one JSON object a line is wanted"]
@@ -585,3 +587,12 @@ def test_a_token_with_another_meaning_is_not_the_unknown_one(tmp_path: Path) -> 
     settings["unk_token"] = settings["eos_token"]  # as in GPT-2
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(folder).unk_id is None
+
+
+def test_a_folder_is_its_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"prompt": "second"}\n')
+    write_parquet(tmp_path / "a.parquet", {"prompt": ["first"]})
+    (tmp_path / "README.md").write_text("no rows")
+    prompts = load_prompts(tmp_path, FieldMap(answer=None))
+    assert [prompt.text for prompt in prompts] == ["first", "second"]
+    assert [prompt.row_id for prompt in prompts] == ["a.parquet:1", "b.jsonl:1"]

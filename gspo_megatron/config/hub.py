@@ -1,0 +1,168 @@
+"""Names of the Hub in a configuration become folders of this machine.
+
+The loaded configuration holds the folders. Written, it holds the names with their commits again, as
+ORG/NAME@COMMIT, so that the run means the same on any machine and on any day. hub.json of the run
+folder holds the commit of each branch, for a run that is resumed and for the ranks of all nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron import hub
+from gspo_megatron.errors import DataError, problem
+from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
+
+HUB_FILE = "hub.json"
+RANK_SECONDS = 300.0  # for rank 0 to find the commits; a run's folder is shared by its nodes
+
+# Keys whose values may be names of the Hub, by what is there.
+_KEYS: dict[hub.Kind, tuple[str, ...]] = {
+    "model": ("model.hf_path", "model.lora.checkpoint", "data.tokenizer")
+    + ("objective.distillation.teacher", "objective.distillation.teachers.*.teacher"),
+    "dataset": ("data.prompts", "data.eval_prompts", "data.examples", "data.eval_examples")
+    + ("evaluation.suites.*.prompts",),
+}
+_OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.")  # keys of models to load
+
+_Place = tuple[str, Any, Any]  # a key, and the list or dict and the index that hold a value
+
+
+def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
+    """Replace names of the Hub in the values of a configuration by the folders of this machine.
+
+    Only settings, tokenizers and data are downloaded; see `fetch_weights`. name: of the default run
+    folder. Returns the values, and the problems.
+    """
+    given = [
+        (place, named)
+        for kind in _KEYS
+        for place in _places(values, kind)
+        if (named := hub.parse_name(place[1][place[2]], kind)) is not None
+    ]
+    if not given:
+        return dict(values), []
+    found = copy.deepcopy(dict(values))
+    folder = _run_folder(found, name)
+    commits, problems = read_commits(folder), list[str]()
+    rank = os.environ.get("RANK")
+    asked = {each.asked for _, each in given if each.commit is None}
+    if rank not in (None, "0") and asked - {*commits, *hub.known_commits()}:
+        commits = _wait_for_commits(folder, asked)
+    for kind in _KEYS:
+        for key, holder, at in _places(found, kind):
+            named = hub.parse_name(holder[at], kind)
+            if named is None:
+                continue
+            where = problem(key, holder[at], "").removesuffix(": ")
+            try:
+                named = hub.resolved(named, where, commits)
+                path = hub.fetch(named, where)
+            except DataError as error:
+                problems.append(str(error))
+                continue
+            path = hub.tokenizer_in(path) if key == "data.tokenizer" else path
+            hub.register(path, named)
+            holder[at] = str(path)
+    if rank == "0":
+        write_commits(folder)
+    return found, problems
+
+
+def _places(values: Any, kind: hub.Kind) -> Iterator[_Place]:
+    """Yield the places of texts in the keys that take names of the Hub."""
+    for key in _KEYS[kind]:
+        yield from _below(values, key.split("."), "")
+
+
+def _below(node: Any, parts: list[str], above: str) -> Iterator[_Place]:
+    if not isinstance(node, Mapping):
+        return
+    first, *rest = parts
+    for name in [*node] if first == "*" else [first]:
+        key = f"{above}{name}"
+        if rest:
+            yield from _below(node.get(name), rest, f"{key}.")
+        elif isinstance(value := node.get(name), str):
+            yield key, node, name
+        elif isinstance(value, list):
+            yield from ((key, value, n) for n, each in enumerate(value) if isinstance(each, str))
+
+
+def _run_folder(values: Mapping[str, Any], name: str) -> Path:
+    section = values.get("logging")
+    given = section.get("dir") if isinstance(section, Mapping) else None
+    return Path(given if isinstance(given, str) and given else f"runs/{name}")
+
+
+def fetch_weights(config: Any) -> None:
+    """Download the weights of the models of the Hub that a run loads. Raises DataError."""
+    for key, path in model_paths(config):
+        name = hub.name_of(path)
+        if name is not None:
+            hub.fetch(name, problem(key, str(name), "").removesuffix(": "), weights=True)
+
+
+def model_paths(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield the keys and paths of a loaded configuration that name models to load."""
+    values: dict[str, Any] = {"model": vars(config.known("model") or config).copy()}
+    lora = values["model"].get("lora")
+    values["model"]["lora"] = {} if lora is None else dict(vars(lora))
+    distillation = getattr(config.known("objective"), "distillation", None)
+    if distillation is not None:
+        teachers = {name: dict(vars(each)) for name, each in distillation.teachers.items()}
+        values["objective"] = {"distillation": {**vars(distillation), "teachers": teachers}}
+    for key, holder, at in _places(values, "model"):
+        if key.startswith(_OF_WEIGHTS):
+            yield key, holder[at]
+
+
+def hold_commits(config: Any) -> None:
+    """Write hub.json into the folder of a run that is going to begin. Raises DataError."""
+    if hub.known_commits():
+        write_commits(Path(str(config.logging.dir)))
+
+
+def read_commits(folder: Path) -> dict[str, str]:
+    """Return the commits that the run in a folder has held, by `HubName.asked`."""
+    try:
+        found = parse_json((folder / HUB_FILE).read_bytes())
+        return {str(key): value for key, value in found.items() if isinstance(value, str)}
+    except (OSError, *WRONG_VALUES):
+        return {}
+
+
+def write_commits(folder: Path) -> None:
+    """Hold the commits that this process knows in a run folder. Raises DataError."""
+    before = read_commits(folder)
+    now = {**hub.known_commits(), **before}
+    if not now or now == before:
+        return
+    try:
+        make_folder(folder)
+        write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
+    except OSError as error:
+        raise DataError(f"{folder / HUB_FILE}: cannot be written: {error.strerror}") from error
+
+
+def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
+    """Wait until rank 0 has found the commits, so that all nodes have the same ones.
+
+    Raises DataError."""
+    until = time.monotonic() + RANK_SECONDS
+    while time.monotonic() < until:
+        commits = read_commits(folder)
+        if asked <= commits.keys():
+            return commits
+        time.sleep(0.2)
+    raise DataError(
+        f"{folder / HUB_FILE}: rank 0 has not written the commits of {', '.join(sorted(asked))} "
+        f"in {RANK_SECONDS:g} seconds; is logging.dir shared by the nodes? A name with a commit, "
+        "as in ORG/NAME@0123…, needs no such file"
+    )

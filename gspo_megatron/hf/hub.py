@@ -1,0 +1,203 @@
+"""Publishes a Hugging Face folder on the Hub, in one commit, with a card that tells its origin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
+from gspo_megatron.hub import HubName, Kind, failures, name_of, parse_name, reason_of
+
+CARD = "README.md"
+_REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+# What of a configuration is the recipe of a run, by section.
+_RECIPE = {
+    "objective": ("name", "mini_batches"),
+    "rollout": ("engine", "group_size", "prompts_per_step", "max_response_tokens", "temperature"),
+    "reward": ("name", "import_path"),
+    "environment": ("name", "import_path"),
+    "optimizer": ("learning_rate",),
+    "training": ("steps", "precision", "seed"),
+}
+_DATA = ("prompts", "examples", "train")
+
+
+def check_push(repo: str) -> None:
+    """Raise DataError if nothing can be pushed: by the name, or because there is no token."""
+    from huggingface_hub import constants, get_token
+
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
+        raise DataError(f"--push {repo}: not a name of the Hub; allowed: ORG/NAME")
+    if constants.is_offline_mode():
+        raise DataError(f"--push {repo}: HF_HUB_OFFLINE is set; unset it to push")
+    if not get_token():
+        raise DataError(
+            f"--push {repo}: no token; set HF_TOKEN to a token of {constants.ENDPOINT} that may "
+            "write"
+        )
+
+
+def push(folder: Path, repo: str, *, private: bool = True) -> str:
+    """Push all files of a folder as one commit, into a new private repository if there is none, and
+    return its address. Nothing of the repository changes if a part fails. Raises DataError."""
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
+
+    check_push(repo)
+    api, name = HfApi(), HubName("model", repo)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        commit = api.create_commit(
+            repo,
+            [CommitOperationAdd(path.name, str(path)) for path in files],
+            commit_message="Model of gspo-megatron",
+        )
+    except failures() as error:
+        raise DataError(
+            f"--push {repo}: nothing was pushed: {reason_of(error, name)}; {folder} is written"
+        ) from None
+    return f"{constants.ENDPOINT}/{repo}/tree/{commit.oid}"
+
+
+def write_card(
+    folder: Path,
+    title: str,
+    config: Mapping[str, Any],
+    step: int | None,
+    evaluation: Mapping[str, Any],
+) -> Path:
+    """Write README.md: where the weights come from, how they were trained, and on what.
+
+    config: the configuration of the run, as config.resolved.yaml has it. evaluation: metrics by
+    name, as metrics.jsonl has them.
+    """
+    base = base_model(config)
+    licence = licence_of(base)
+    header: dict[str, Any] = {"library_name": "transformers", "tags": ["gspo-megatron"]}
+    if base is not None and (named := parse_name(base, "model")) is not None:
+        header["base_model"] = named.repo
+    if licence is not None:
+        header["license"] = licence
+    data = _data(config)
+    datasets = [named.repo for each in data if (named := parse_name(each, "dataset")) is not None]
+    if datasets:
+        header["datasets"] = list(dict.fromkeys(datasets))
+    lines = [
+        "---",
+        yaml.safe_dump(header, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {title}",
+        "",
+        "Trained with gspo-megatron" + ("." if step is None else f", {step} steps."),
+        "",
+        "## Base and licence",
+        "",
+        f"Base: {_source(base, 'model') if base else 'none, the weights began at random'}.",
+        _licence_text(base, licence),
+        "",
+        "## Recipe",
+        "",
+        *_rows(("key", "value"), _recipe(config)),
+        "",
+        "## Data",
+        "",
+        *([f"- {_source(each, 'dataset')}" for each in data] or ["Not named."]),
+        "",
+        "## Evaluation",
+        "",
+        *(_rows(("metric", "value"), _scores(evaluation)) if evaluation else ["None was made."]),
+        "",
+    ]
+    return write_atomically(folder / CARD, "\n".join(lines).encode())
+
+
+def base_model(config: Mapping[str, Any]) -> str | None:
+    """Return what the run began with: a name of the Hub or a path; None: random weights."""
+    model = config.get("model")
+    model = model if isinstance(model, Mapping) else {}
+    return model.get("hf_path") or model.get("checkpoint_path")
+
+
+def licence_of(base: str | None) -> str | None:
+    """Return the licence of a model, as its card names it; None if that cannot be read."""
+    if base is None:
+        return None
+    named = name_of(base) or parse_name(base, "model")
+    if named is None:
+        return _licence_in(Path(base) / CARD)
+    from huggingface_hub import HfApi
+
+    try:
+        found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
+        licence = found.card_data.get("license")
+    except (*failures(), AttributeError):  # the card then says that it is not known
+        return None
+    return licence if isinstance(licence, str) else None
+
+
+def _licence_in(card: Path) -> str | None:
+    try:
+        text = card.read_text(encoding="utf-8")
+        header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+        found = yaml.safe_load(header[1]) if header else None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    licence = found.get("license") if isinstance(found, Mapping) else None
+    return licence if isinstance(licence, str) else None
+
+
+def _licence_text(base: str | None, licence: str | None) -> str:
+    if licence is not None:
+        return f"Licence of the base: {licence}. It binds this model too."
+    if base is None:
+        return "Licence: to be named by who publishes it."
+    return "Licence of the base: not known here. Look it up before the model is used or published."
+
+
+def _data(config: Mapping[str, Any]) -> list[str]:
+    section = config.get("data")
+    section = section if isinstance(section, Mapping) else {}
+    given = (section.get(name) for name in _DATA)
+    return [
+        each for value in given if value for each in ([value] if isinstance(value, str) else value)
+    ]
+
+
+def _recipe(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for section, keys in _RECIPE.items():
+        values = config.get(section)
+        if isinstance(values, Mapping):
+            given = ((key, values.get(key)) for key in keys)
+            found += [(f"{section}.{key}", value) for key, value in given if value is not None]
+    return found
+
+
+def _scores(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (name, f"{value:.4g}")
+        for name, value in evaluation.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+
+
+def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]:
+    found = [header, ("---", "---"), *rows]
+    return [f"| {name} | {_shown(value)} |" for name, value in found]
+
+
+def _source(given: str, kind: Kind) -> str:
+    """Return a name of the Hub; of a path only its last part: a card tells nothing of a machine."""
+    named = parse_name(given, kind)
+    return _shown(Path(given).name if named is None else named)
+
+
+def _shown(value: Any) -> str:
+    """Return a value for Markdown."""
+    return " ".join(str(value).split()).replace("|", "\\|")
