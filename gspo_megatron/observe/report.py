@@ -128,7 +128,7 @@ _RL_METRICS = (
     _THROUGHPUT,
     _STEP_TIME,
 )
-_SUPERVISED_METRICS = (_IN_ORDER, _HELD_OUT_LOSS, _LOSS, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
+_SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _IN_ORDER, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
 # The columns of a comparison: (value, metric). A terminal has room for the first few.
 _IN_TERMINAL = 4

@@ -38,7 +38,7 @@ def test_keys_are_found_by_a_word_without_a_configuration(capsys: Capture) -> No
     assert capsys.readouterr().out.splitlines() == find_keys()
     assert main(["check", "--keys", "wsd_steps", "--stage", "sft"]) == 0
     assert capsys.readouterr().out.startswith("optimizer.wsd_steps (integer or null, ")
-    found = [line.split("]")[0] for line in find_keys("max_tokens")]
+    found = [line.split("]")[0] for line in find_keys("data.max_tokens")]
     assert found == ["[sft", "[reward_model"]
 
 

@@ -272,7 +272,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "none, or objective.kl_in = reward"),
         (OWN | {"kl_coefficient": 0.1}, "objective.kl_coefficient = 0.1", "with kl = none", "null"),
         (OWN | {"kl": "k1", "kl_in": "reward"}, "objective.kl_coefficient = null", "needed",
-         "above 0"),
+         "from 0"),
     ],
 )  # fmt: skip
 def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, legal):

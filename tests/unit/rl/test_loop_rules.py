@@ -69,15 +69,18 @@ class Unwritable:
     """Rollouts, or an evaluation, with a store on a full disk."""
 
     error = DataError("rollouts/step_00000003: cannot be written: No space left on device")
+    moments: dict[str, float]
 
     @property
     def source(self) -> Unwritable:
         return self
 
     def begin(self, request: Any) -> None:
+        self.moments["count"] = 9.0
         raise self.error
 
     def sample(self, request: Any) -> None:
+        self.moments["count"] = 9.0  # a first request of the step has been scored
         raise self.error
 
     def evaluate(self, step: int) -> None:
@@ -92,7 +95,10 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
         told.append((step, loader.state_dict(), *what))
         raise HasEndedError
 
-    checkpoints = SimpleNamespace(after_failure=after_failure, rollbacks=0)
+    moments = {"count": 2.0, "mean": 0.5, "squares": 1.0}
+    checkpoints = SimpleNamespace(
+        after_failure=after_failure, rollbacks=0, reward_moments={**moments}
+    )
     run = SimpleNamespace(checkpoints=checkpoints)
     loader = PromptLoader([9], 4, seed=0, shuffle=True)
     before = loader.state_dict()
@@ -100,11 +106,13 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
     config = config_of(data={"tokenizer": "t"}, rollout=rollout)
     loop = a_loop(config, run_components=run, loader=loader, trainer=None, restored=None)
     loop.collector, loop.suites = Unwritable(), None
+    loop.collector.moments = checkpoints.reward_moments
     loop.collector.config, loop.collector.device = config, torch.device("cpu")
     with pytest.raises(HasEndedError):
         loop.roll_out(3)
-    # the prompts of the step are requested again
+    # the prompts of the step are requested again, and their scores counted again
     assert told == [(2, before, Unwritable.error)]
+    assert checkpoints.reward_moments == moments != loop.collector.moments
     with pytest.raises(HasEndedError):
         loop._end_step(100, {"loss": 1.0}, None)
     assert told[1:] == [(100, before, Unwritable.error, {"loss": 1.0})]

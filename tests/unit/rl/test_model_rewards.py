@@ -6,19 +6,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.moments import RunningMoments
+from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample, TurnRewards
-from tests.unit.rl.test_rollouts import Prompts, by_length, collector, drawn_by, evaluated
+from tests.unit.rl.test_rollouts import DRAW, Prompts, by_length, collector, drawn_by, evaluated
 from tests.unit.rollout.reward_server import right, score_of, served
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -157,6 +161,21 @@ def test_an_evaluation_has_the_scores_as_they_are(folder: Path, url: str) -> Non
     rewards = [record["reward"] for record in records]
     assert metrics["evaluation/reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert max(map(abs, rewards)) > 1 and found.model_rewards.moments.count == 0
+
+
+def test_a_suite_has_a_model_of_its_own_beside_a_run_without_one(folder: Path, url: str) -> None:
+    found = collector()
+    model: Any = {"url": url, "tokenizer": str(folder)}
+    section = RewardSection(name="reward_model", model=model)
+    of_suite = GroupScorer.of(
+        found.config, found.scorer.tokenizer, Reward("s", lambda sample: 0.0), section
+    )
+    found.prompts = {"evaluation.suites.s": [Prompts()[n] for n in range(2)]}
+    request = dataclasses.replace(DRAW, key="evaluation.suites.s", rows=[0, 1])
+    share = found.sample(request, of_suite)
+    step: Any = SimpleNamespace(group=share.group)
+    assert share.group.rewards.tolist() == pytest.approx(raw(folder, step).tolist())
+    assert share.group.part_names == ("model",)
 
 
 def test_a_call_that_fails_for_good_costs_its_group(folder: Path) -> None:
