@@ -12,7 +12,7 @@ from gspo_megatron.cli.arguments import number, positive
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.estimate.rollout_plan import Outcome
+    from gspo_megatron.estimate.rollout_plan import StepFigures
 
 _SLOTS = 256  # if rollout.vllm.options has no max_num_seqs
 _above_0 = partial(number, wanted="a number above 0", least=1e-9)
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = plan.log_normal_lengths(
         *arguments.lengths, config.rollout.max_response_tokens, (draws, responses)
     )
-    server = plan.Server(arguments.sequence_speed, arguments.server_speed, slots)
+    server = plan.ServerSpeed(arguments.sequence_speed, arguments.server_speed, slots)
     outcomes = [plan.outcome(lengths, server, setting) for setting in settings]
     print(
         f"{responses:,} responses a step, {lengths.mean():,.0f} tokens on average; at most {slots} "
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(outcomes: Sequence[Outcome], chosen: Outcome) -> None:
+def _show(outcomes: Sequence[StepFigures], chosen: StepFigures) -> None:
     """Print the table, and the best setting as name=value pairs for scripts."""
     from gspo_megatron.cli.check_tables import console, new_table
 

@@ -133,7 +133,7 @@ def _of_path(key: str, value: Any, file: Path) -> Any:
     beside = file.parent / value
     if _is_there(Path(value)) or not _is_there(beside):
         return value
-    _tell(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
+    tell_once(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
     return str(beside)
 
 
@@ -149,7 +149,9 @@ def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
         folder = str(file.parent.resolve())
         known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
         os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
-        _tell(f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}")
+        tell_once(
+            f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}"
+        )
 
 
 def _has_module(folder: Path, name: str) -> bool:
@@ -164,7 +166,7 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _tell(text: str) -> None:
+def tell_once(text: str) -> None:
     """Print a message once in a run, by the first rank or by the process that starts the ranks.
 
     The ranks inherit the list of printed messages from that process.

@@ -23,7 +23,7 @@ _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer s
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSpeed:
     """The speed of a server.
 
     A forward pass generates one token of each response. Its time grows linearly with the number of
@@ -51,7 +51,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepFigures:
     """The figures of a setting's steps after the warm-up."""
 
     setting: Setting
@@ -68,7 +68,7 @@ class _Servers:
     Each server has a clock that counts tokens: the length of a response that has run there since
     the start. So every response ends at a clock value that is known when it starts."""
 
-    def __init__(self, lengths: np.ndarray, servers: int, server: Server) -> None:
+    def __init__(self, lengths: np.ndarray, servers: int, server: ServerSpeed) -> None:
         self.slots, self.token_seconds = server.slots, server.token_seconds()
         self.per_draw = lengths.shape[1]
         self.lengths: list[float] = lengths.ravel().tolist()
@@ -141,7 +141,7 @@ class _Servers:
 
 
 def simulate(
-    lengths: np.ndarray, server: Server, setting: Setting, steps: int
+    lengths: np.ndarray, server: ServerSpeed, setting: Setting, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Simulate steps 1 to `steps`.
 
@@ -168,7 +168,7 @@ def simulate(
     return np.array(times), np.array(tokens)
 
 
-def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
+def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepFigures:
     """Return the figures of the simulated steps after the first WARM_UP."""
     times, tokens = simulate(lengths[: STEPS + setting.max_staleness], server, setting, STEPS)
     starts, _, ends = times.T
@@ -179,7 +179,7 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
     draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
     most = setting.servers * server.slots / server.token_seconds()[-1]
-    return Outcome(
+    return StepFigures(
         setting=setting,
         step_seconds=float(seconds / (STEPS - WARM_UP)),
         trainer_idle=float(waits.sum() / seconds),
@@ -189,7 +189,7 @@ def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
     )
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome:
+def best(outcomes: Sequence[StepFigures]) -> StepFigures:
     """Return the best outcome: among those within 2% of the fastest step, the one with the least
     staleness, then with the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)

@@ -76,7 +76,7 @@ class ServedRollouts:
         """Send the weights to the servers; the first call starts the service. See RolloutSource.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
-        rollout.vllm.update_seconds.
+        rollout.vllm.weight_update_timeout_seconds.
         """
         self.version = version
         if self.sync is None:

@@ -88,11 +88,10 @@ def test_a_collapse_stops_a_run_that_is_saved(toy: Path, tmp_path: Path) -> None
     assert LAST_GOOD < done <= LAST_GOOD + 5
     assert f"the run ends, and is saved after step {done}" in said
     assert "the last healthy checkpoint is that of step 2" in said
-    # the newest checkpoint, that of the last healthy stretch, and the one that would have replaced
-    # it
+    # the last healthy checkpoint, the one that would have replaced it, and the newest
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     assert kept == ["rl_00000002", "rl_00000006", f"rl_{done:08d}"]
-    # a second start trains nothing, until that is asked for
+    # a second start trains nothing unless the user asks for it
     assert f"saved after step {done}" in train(config, expect=2).stderr
     assert len(all_records(run)) == done
     said = train(config, "training.on_collapse=warn").stderr
@@ -224,7 +223,8 @@ def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
 # A learning rate that is too large
 
 # The task is to write 121212, which is learnt in 36 steps. Then the learning rate becomes ten times
-# as large. A test plants this until the run has rolled back (`until_back`), or does it by a phase.
+# as large. A test patches the rate until the run has rolled back (`until_back`), or a phase sets
+# it.
 RATE = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer

@@ -29,7 +29,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     PROOF,
     TAKE_BACK,
     TOKEN_VARIABLE,
-    Failure,
+    AnswerFailure,
     ModelFacts,
     Response,
     parse_metrics,
@@ -150,7 +150,7 @@ class ServerClient:
                 ended = []
                 with malformed():
                     for number, outcome in unpack(record, len(prompt), facts, routes=routes):
-                        if not isinstance(outcome, Failure):
+                        if not isinstance(outcome, AnswerFailure):
                             ended.append((number, outcome))
                         elif outcome.status:
                             _fail(GENERATE, outcome.status, outcome.text)

@@ -133,8 +133,8 @@ class Service:
                 else None,
             ),
             restarts=section.restarts,
-            update_seconds=section.update_seconds,
-            silence_seconds=section.silence_seconds,
+            update_seconds=section.weight_update_timeout_seconds,
+            silence_seconds=section.stall_timeout_seconds,
             max_staleness=self.config.rollout.staleness,
             keeps_kv=self.config.rollout.kv_after_update == "keep",
             base=str(Path(str(self.config.model.hf_path)).resolve())

@@ -65,7 +65,7 @@ class WeightSync:
         """Send the policy's current weights to all servers. Returns metrics.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
-        rollout.vllm.update_seconds.
+        rollout.vllm.weight_update_timeout_seconds.
         """
         start = time.perf_counter()
         self.version = version
@@ -108,7 +108,8 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """Return the status, on rank 0. The service ends the wait: rollout.vllm.update_seconds."""
+        """Return the status, on rank 0. The service ends the wait after
+        rollout.vllm.weight_update_timeout_seconds."""
         heartbeat()
         return self._on_main().weights_status()
 
@@ -235,7 +236,7 @@ def _open_stream(config: Config, device: torch.device) -> WeightStream:
     if rollout_nodes():
         address = own_address_for_servers()
     try:
-        return WeightStream(address, device, config.rollout.vllm.update_seconds)
+        return WeightStream(address, device, config.rollout.vllm.weight_update_timeout_seconds)
     except OSError as error:
         raise RolloutError(
             f"{address}: cannot listen for servers there: {error.strerror or error}; allowed: "

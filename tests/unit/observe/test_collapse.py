@@ -116,7 +116,7 @@ def test_half_of_it_is_one_with_another_figure_out_of_its_range(
     figures = {key: [good] * len(GOOD) + [bad] * 9}
     alarm = find_collapse(records(rewards, **figures))
     assert alarm is not None and alarm.text.count("->") == 3  # steps, reward, metric
-    # the metric alone is no collapse, even if the reward also falls, but by less
+    # a bad metric is no collapse if the reward falls only a little
     assert find_collapse(records([*GOOD, *[0.5] * 9], **figures)) is None
     assert find_collapse(records([*GOOD, *[0.46] * 9], **figures)) is None
 

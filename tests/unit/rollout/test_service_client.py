@@ -48,7 +48,7 @@ class Waiting:
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Settings of a service that is told of no weights, so it starts no server."""
+    """Settings of a service that has got no weights, so it starts no server."""
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
     config = parse_config(
         {
@@ -81,8 +81,8 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
 
 @contextmanager
 def killing(starts: int) -> Iterator[list[int]]:
-    """Kill the next so many new processes of the service immediately. Yields the ids of the killed
-    processes."""
+    """Kill this number of new processes of the service, each as soon as it starts. Yields the ids
+    of the killed processes."""
     killed: list[int] = []
     done = threading.Event()
 
