@@ -46,6 +46,9 @@ gspo_set_up() {
     fi
     export PYTHONPATH=$GSPO_HOME${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+    # `sbatch --export=NONE` is for the batch script: without this, srun would hide from the tasks what
+    # the script sets for them.
+    unset SLURM_EXPORT_ENV
     # Otherwise every task would use all cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     # Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task.
@@ -60,26 +63,54 @@ gspo_set_up() {
         end=$(date -d "${end:-unknown}" +%s 2>/dev/null) && export SLURM_JOB_END_TIME=$end
     fi
     gspo_container
+    gspo_keep_log
     gspo_say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: $SLURM_NTASKS tasks on" \
         "$SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
+}
+
+# Copy what earlier starts of a requeued job have written out of its log, which all starts append to:
+# that of start N to LOG.N.
+gspo_keep_log() {
+    local log number line="^slurm: job $SLURM_JOB_ID, restart"
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || return 0
+    log=$(gspo_job_field StdOut '.*')
+    [ -f "$log" ] || return 0
+    for ((number = 0; number < SLURM_RESTART_COUNT; number++)); do
+        [ -e "$log.$number" ] ||
+            sed -n "/$line $number:/,/$line $((number + 1)):/{/$line $((number + 1)):/!p}" "$log" \
+                >"$log.$number"
+    done
 }
 
 # Sets the words before a command that runs once (gspo_before_once), the options of srun
 # (gspo_srun_options; those for a container's image alone: gspo_image_options) and the words before the
 # command of each task (gspo_before_task).
 gspo_container() {
-    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
+    local mounts=$GSPO_HOME:$GSPO_HOME,$PWD:$PWD kind=${GSPO_CONTAINER:-none} program name
+    [ ! -d "${HF_HOME:-}" ] || mounts+=,$HF_HOME:$HF_HOME
+    mounts+=${GSPO_CONTAINER_MOUNTS:+,$GSPO_CONTAINER_MOUNTS}
     gspo_before_once=() gspo_before_task=() gspo_image_options=()
     gspo_srun_options=(--kill-on-bad-exit=1 --label --cpu-bind="${GSPO_CPU_BIND:-cores}")
-    case ${GSPO_CONTAINER:-} in
-    '') ;;
-    *.sif)
-        gspo_before_task=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
+    if [ "$kind" != none ]; then
+        export PYTHONNOUSERSITE=1 # the home folder is mounted, and its packages are not the image's
+        [ ! -d "$kind" ] || kind=sandbox
+    fi
+    case $kind in
+    none) ;;
+    *.sif | sandbox | docker://* | oras://*)
+        program=$(gspo_apptainer)
+        for name in $(gspo_names_for_image); do
+            # That of a task may differ from that of the batch script.
+            [ "$name" = CUDA_VISIBLE_DEVICES ] || export "${program^^}ENV_$name=${!name}"
+        done
+        gspo_before_task=("$program" exec --nv --bind "$mounts" --pwd "$PWD" "$GSPO_CONTAINER")
         gspo_before_once=("${gspo_before_task[@]}")
         ;;
     *) # enroot, through the srun options of the pyxis plugin
+        # shellcheck disable=SC2046  # names have no blanks
         gspo_image_options=(--container-image="$GSPO_CONTAINER" --container-mounts="$mounts"
-            --container-workdir="$PWD")
+            --container-workdir="$PWD"
+            --container-env="$(gspo_joined $(gspo_names_for_image) GSPO_STATE)")
         gspo_srun_options+=("${gspo_image_options[@]}")
         gspo_before_once=(srun --nodes=1 --ntasks=1 "${gspo_image_options[@]}")
         ;;
@@ -87,6 +118,22 @@ gspo_container() {
     # Split into words: no option of srun needs blanks.
     # shellcheck disable=SC2206
     gspo_srun_options+=(${GSPO_SRUN_OPTIONS:-})
+}
+
+gspo_apptainer() {
+    if ! command -v apptainer >/dev/null && command -v singularity >/dev/null; then
+        echo singularity
+    else
+        echo apptainer
+    fi
+}
+
+# The values that an image has for variables replace those of the job, unless the container's program is
+# told otherwise. Prints the names of the variables whose values in the job count.
+gspo_names_for_image() {
+    local names='PYTHON(PATH|UNBUFFERED|FAULTHANDLER|NOUSERSITE)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES'
+    names+='|(MASTER|GSPO|NCCL|GLOO|HF|TORCH|NVTE|WANDB|MLFLOW|VLLM)_.*'
+    compgen -e | grep -xE "$names${GSPO_CONTAINER_ENV:+|${GSPO_CONTAINER_ENV//,/|}}"
 }
 
 gspo_python() { "${gspo_before_once[@]}" "$GSPO_PYTHON" -m gspo_megatron "$@"; }

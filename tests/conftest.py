@@ -14,7 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a f
 # Variables that torchrun, srun and sbatch set. A test that needs them sets them itself.
 # SLURM_CONF stays: it names the file of the cluster's settings and exists outside of jobs too.
 _LAUNCHER = re.compile(
-    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?)_.*|SLURM_(?!CONF$).*)"
+    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?|PET|SKYPILOT)_.*|SLURM_(?!CONF$).*)"
 )
 for _name in filter(_LAUNCHER.fullmatch, list(os.environ)):
     del os.environ[_name]

@@ -17,7 +17,7 @@ _TAIL = 3000  # characters of what a program said, in a failure
 
 def command_environment() -> dict[str, str]:
     """The environment without anything that would make the command a rank of another job."""
-    hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
+    hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PET_", "SKYPILOT_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     return kept | {"OMP_NUM_THREADS": "1"}
 

@@ -60,7 +60,8 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="the number of ranks to start on this machine (default: as many as the layout needs); "
-        "not under torchrun or srun, which start the ranks themselves",
+        "on each pod or node where Kubernetes or SkyPilot start one command on each; not under "
+        "torchrun or srun, which start the ranks themselves",
     )
 
 

@@ -182,9 +182,10 @@ def _estimate(
     ]
     found = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
     check_tables.show_layout(found, recompute_modes(found, vocab_size))
+    cost = check_tables.show_cost(found, vocab_size)
     if len(phases) > 1:
         _show_phases(phases, vocab_size)
-    pairs = check_tables.figures(found)
+    pairs = check_tables.figures(found) | cost
     fits = gpu_gb is None or found.fits(gpu_gb * 1e9)
     if gpu_gb is not None:
         text = (

@@ -338,6 +338,33 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     print_lines(rows.items(), 12)
 
 
+def show_cost(estimate: LayoutEstimate, vocab_size: int) -> dict[str, object]:
+    """Print the estimated time of the run, and return it as name=value pairs; {}: not known."""
+    from gspo_megatron.estimate.cost import run_cost
+
+    counts = count_parameters(estimate.config.resolved_model(), vocab_size)
+    cost = None if counts is None else run_cost(estimate, counts[1])
+    if cost is None:
+        return {}
+    pairs: dict[str, object] = {"train_step_seconds": _short(cost.train_seconds)}
+    step = f"{_short(cost.train_seconds)} s of training"
+    if cost.generate_seconds is not None:
+        pairs["generate_step_seconds"] = _short(cost.generate_seconds)
+        step += f" and {pairs['generate_step_seconds']} s of generation"
+    pairs |= {"run_hours": _short(cost.hours), "run_gpu_hours": _short(cost.gpu_hours)}
+    text = (
+        f"at least {step} a step; {pairs['run_hours']} hours, {pairs['run_gpu_hours']} GPU-hours "
+        f"for {cost.steps} steps with responses of full length, on H100s (speeds are assumed)"
+    )
+    print_lines([("time", text)], 12)
+    return pairs
+
+
+def _short(value: float) -> str:
+    """Write a number with three digits, or all digits before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _recompute(estimate: LayoutEstimate, modes: Mapping[str, int], decimals: int) -> str:
     """Describe the memory of training under each recompute mode. Selective recompute may save
     nothing, and then the text says why: by default it recomputes attention, but fused attention

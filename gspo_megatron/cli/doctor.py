@@ -15,7 +15,8 @@ from typing import Any
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.observe import environment
 
-# The first version that works, and the first that was not tried. The same numbers are in setup.py.
+# The first version that works, and the first that was not tried. The same numbers are in
+# pyproject.toml.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "python": ((3, 10), (3, 14)),
     "torch": ((2, 8), (3,)),

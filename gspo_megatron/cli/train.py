@@ -19,11 +19,13 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
 from gspo_megatron.process.cores import usable_cores
 from gspo_megatron.process.failures import INTERRUPTED, STOPPED
+from gspo_megatron.process.nodes import node_of_job, wait_for_master
 from gspo_megatron.process.signals import SAVES
 
 if TYPE_CHECKING:
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
+    from gspo_megatron.process.nodes import Node
 
 # For each command, its stage and what it does.
 STAGES = {
@@ -83,18 +85,20 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
     stage, fresh = STAGES[name][0], arguments.fresh
     change = getattr(arguments, "change", False)
+    node = node_of_job(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
     if getattr(arguments, "from_step", None) is not None:
-        arguments.config, arguments.overrides = _branch(arguments, rank_of), []
+        arguments.config, arguments.overrides = _branch(arguments, rank_of, node), []
         if arguments.only_make:
             return 0
     command, told_here = command_of(name, arguments), contextlib.nullcontext()
     if rank_of is None:  # ranks leave the rest to the process that started them
-        told_here = all_told(arguments.nproc, fresh=fresh, change=change, command=command)
+        nproc = arguments.nproc and arguments.nproc * (node.count if node else 1)
+        told_here = all_told(nproc, fresh=fresh, change=change, command=command)
     with told_here:
         schema: Any = load.STAGES[stage]
         config: Any = load.load_config(arguments.config, arguments.overrides, schema)
-    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of, node)
     inputs = None
     if rank_of is None:
         options: Any = {"fresh": fresh, "change": change, "command": command}
@@ -121,7 +125,10 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         command += arguments.overrides + (["--fresh"] if fresh else [])
         command += ["--change"] if change else []
         # A run that saves checkpoints ends after its step at a signal, and saves itself.
-        code = launch(command, world_size, saves_on_signals=config.checkpoint.interval > 0)
+        if node is not None and node.count > 1:
+            wait_for_master(node)
+        saves = config.checkpoint.interval > 0
+        code = launch(command, world_size, saves_on_signals=saves, node=node)
         if code == INTERRUPTED:
             _tell_interrupted(config)
         return code
@@ -137,16 +144,16 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         raise
 
 
-def _branch(arguments: argparse.Namespace, rank_of: int | None) -> str:
+def _branch(arguments: argparse.Namespace, rank_of: int | None, node: Node | None) -> str:
     """Make or find the branch that is asked for, and return its configuration file."""
     from gspo_megatron.checkpoint.branch import begin_branch
 
     if arguments.fresh:
         arguments.parser.error("--fresh: a branch begins with a checkpoint, as --from-step asks")
-    if rank_of is not None:
+    if rank_of is not None or (node is not None and node.count > 1):
         raise UserError(
-            "--from-step: the ranks of torchrun or srun cannot make a branch; make it by the same "
-            "command with --only-make, and start RUN-from-N/branch.yaml"
+            "--from-step: one of several ranks or machines cannot make a branch; make it by the "
+            "same command with --only-make, and start RUN-from-N/branch.yaml"
         )
     path = str(begin_branch(Path(arguments.config), arguments.from_step, arguments.overrides))
     print(f"branch of {arguments.config} after step {arguments.from_step}: {path}", flush=True)

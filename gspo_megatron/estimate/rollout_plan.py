@@ -17,8 +17,8 @@ from statistics import NormalDist
 import numpy as np
 
 WARM_UP = 10  # the first steps do not count: at the start nothing is in flight
-# Simulated steps. Steps may come in bunches of max_staleness + 1, which divides 60.
-STEPS = WARM_UP + 60
+_COUNTED = 60  # steps after it, at least
+STEPS = WARM_UP + _COUNTED  # simulated steps, at least
 _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
 
 
@@ -48,6 +48,15 @@ class Setting:
     max_staleness: int
     train_seconds: float  # a step without waiting and without the weight update
     update_seconds: float  # the weight update
+
+
+def steps_of(max_staleness: int) -> tuple[int, int]:
+    """Return how many steps to simulate, and how many of them do not count.
+
+    Steps may come in bunches of max_staleness + 1, so whole bunches count, after at least one."""
+    bunch = max_staleness + 1
+    warm_up = max(WARM_UP, bunch)
+    return warm_up + bunch * math.ceil(_COUNTED / bunch), warm_up
 
 
 @dataclass(frozen=True)
@@ -169,21 +178,22 @@ def simulate(
 
 
 def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepFigures:
-    """Return the figures of the simulated steps after the first WARM_UP."""
-    times, tokens = simulate(lengths[: STEPS + setting.max_staleness], server, setting, STEPS)
+    """Return the figures of the simulated steps after the warm-up, see `steps_of`."""
+    steps, first = steps_of(setting.max_staleness)
+    times, tokens = simulate(lengths[: steps + setting.max_staleness], server, setting, steps)
     starts, _, ends = times.T
-    seconds = ends[-1] - ends[WARM_UP - 1]
-    waits = starts[WARM_UP:] - ends[WARM_UP - 1 : -1]
-    # [STEPS, STEPS - WARM_UP], by version and draw, from 0. Draw d is trained on version d.
-    tokens = np.maximum(tokens[:, WARM_UP:STEPS], 0.0)
-    draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
+    seconds = ends[-1] - ends[first - 1]
+    waits = starts[first:] - ends[first - 1 : -1]
+    # [steps, steps - first], by version and draw, from 0. Draw d is trained on version d.
+    tokens = np.maximum(tokens[:, first:steps], 0.0)
+    draws, versions = np.arange(first, steps), np.arange(steps)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
     most = setting.servers * server.slots / server.token_seconds()[-1]
     return StepFigures(
         setting=setting,
-        step_seconds=float(seconds / (STEPS - WARM_UP)),
+        step_seconds=float(seconds / (steps - first)),
         trainer_idle=float(waits.sum() / seconds),
-        servers_load=float(lengths[WARM_UP:STEPS].sum() / seconds / most),
+        servers_load=float(lengths[first:steps].sum() / seconds / most),
         staleness_mean=float((tokens * staleness).sum() / tokens.sum()),
         staleness_max=int(staleness.max()),
     )

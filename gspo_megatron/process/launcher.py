@@ -1,8 +1,8 @@
 """Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
-Rank 0 writes straight to the terminal. The launcher keeps the last lines of every other rank. After
-a failure it shows only those of the rank that caused it, because the others just lose their
-connections.
+The first rank of the machine writes straight to the terminal. The launcher keeps the last lines of
+every other rank. After a failure it shows only those of the rank that caused it, because the others
+just lose their connections.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gspo_megatron.process.failures import (
     is_lost_connection,
     parse_failure,
 )
+from gspo_megatron.process.nodes import Node
 from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.process.signals import SAVES
 
@@ -48,8 +49,10 @@ def launch(
     grace_seconds: float = 5.0,
     settle_seconds: float = 1.0,
     saves_on_signals: bool = False,
+    node: Node | None = None,
 ) -> int:
-    """Run `command` as ranks 0 to world_size - 1 on this machine and wait for all of them.
+    """Run `command` as ranks 0 to world_size - 1 on this machine and wait for all of them. With a
+    `node` of several, only as the ranks of this machine; launchers on the others start the rest.
 
     Returns 0 if all ranks end with 0, and STOPPED if some end with STOPPED. After a failure,
     returns the exit code of the rank that caused it (128 + n if signal n killed it). After SIGINT,
@@ -64,15 +67,23 @@ def launch(
     # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
     job = _Job(grace_seconds, settle_seconds, saves_on_signals)
-    with store_socket(os.environ) as listener, _signals_to(job.signals) as pass_on_from_now:
-        port = listener.getsockname()[1]
+    if node is not None and node.count == 1:
+        node = None
+    # Among several machines rank 0 opens the socket itself, at the address that the others reach.
+    store = store_socket(os.environ) if node is None else contextlib.nullcontext()
+    with store as listener, _signals_to(job.signals) as pass_on_from_now:
         try:
-            for number in range(world_size):
-                added = rank_environment(os.environ, number, world_size, port)
+            for number in range(world_size // (node.count if node else 1)):
+                if node is not None:
+                    added = environment_on_node(os.environ, number, world_size, node)
+                else:
+                    port = 0 if listener is None else listener.getsockname()[1]
+                    added = rank_environment(os.environ, number, world_size, port)
                 added |= {SAVES: "1"} if saves_on_signals else {}
-                of_store = None if number else listener.fileno()
-                job.ranks.append(_Rank(number, command, {**os.environ, **added}, of_store))
-            listener.close()  # rank 0 has it
+                of_store = None if number or listener is None else listener.fileno()
+                job.ranks.append(_Rank(command, {**os.environ, **added}, of_store))
+            if listener is not None:
+                listener.close()  # rank 0 has it
             pass_on_from_now()
             job.supervise()
         finally:
@@ -108,6 +119,22 @@ def rank_environment(
     }
 
 
+def environment_on_node(
+    environ: Mapping[str, str], number: int, world_size: int, node: Node
+) -> dict[str, str]:
+    """Return the variables that make a process the rank of this number on its machine, which is one
+    of several. Gloo's network interface is that of the way to machine 0 (platform.rendezvous)."""
+    here = world_size // node.count
+    added = rank_environment(environ, number, here, node.port)
+    if "GLOO_SOCKET_IFNAME" not in environ:
+        del added["GLOO_SOCKET_IFNAME"]
+    return added | {
+        "RANK": str(node.first_rank(world_size) + number),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": node.master,
+    }
+
+
 @contextlib.contextmanager
 def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
     """Yield the socket at which rank 0 will answer the other ranks: on loopback, at MASTER_PORT if
@@ -137,19 +164,19 @@ class _Rank:
 
     def __init__(
         self,
-        number: int,
         command: Sequence[str],
         environ: Mapping[str, str],
         of_store: int | None = None,
     ) -> None:
         """of_store: the descriptor of the socket on which rank 0 listens; other ranks have none."""
-        self.number = number
+        self.number = int(environ["RANK"])
+        self.is_shown = environ["LOCAL_RANK"] == "0"
         self.failure: Failure | None = None  # its own report, once it has ended
         self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
         # A file without a name leaves nothing behind, however this program ends.
         self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         descriptor = self._failure_file.fileno()
-        is_captured = number > 0
+        is_captured = not self.is_shown
         self._process = subprocess.Popen(
             command,
             env={
@@ -332,7 +359,7 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
         # Rank 0 without a report has printed its message already.
         lines = failure.text.splitlines() if failure else cause.output()
     else:
-        prefix = f"[rank {cause.number}] " if cause.number else ""
+        prefix = "" if cause.is_shown else f"[rank {cause.number}] "
         lines = [prefix + line for line in cause.output()]
         others = [f"rank {rank.number}" for rank in failed if rank is not cause]
         if others:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.process.nodes import Node, node_of_job, world_size_on
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
@@ -60,9 +61,12 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
 
     In a task of srun, this adds torchrun's variables to `environ`. If MASTER_ADDR is not set, it
     becomes the first node of the step. If MASTER_PORT is not set, it is computed from the job's
-    number. Raises UserError if variables are missing or contradict each other, or if the node list
-    is unreadable.
+    number. A process that a scheduler started once on each machine is no rank, but starts ranks
+    (process/nodes.py). Raises UserError if variables are missing or contradict each other, or if
+    the node list is unreadable.
     """
+    if node_of_job(environ) is not None:
+        return None
     if "RANK" not in environ and _is_slurm_task(environ):
         environ["RANK"] = environ["SLURM_PROCID"]
         environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
@@ -117,8 +121,11 @@ def first_host(nodes: str) -> str:
     return host
 
 
-def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None) -> int:
+def decide_world_size(
+    config: AnyConfig, nproc: int | None, rank_of: int | None, node: Node | None = None
+) -> int:
     """Return the number of ranks of the run. `rank_of`: their number, if they have been started.
+    `node`: of several machines, on each of which `nproc` ranks start.
 
     Raises UserError if `nproc` contradicts `rank_of`, or if one machine would start many ranks and
     `nproc` is not given.
@@ -130,6 +137,8 @@ def decide_world_size(config: AnyConfig, nproc: int | None, rank_of: int | None)
                 "the environment); do not give --nproc under torchrun or srun"
             )
         return rank_of
+    if node is not None:
+        return world_size_on(node, nproc, config.world_size_hint())
     if nproc is not None:
         return nproc
     world_size = config.world_size_hint()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.programs import ROOT, run_program
 
 PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
 REQUIREMENTS = ROOT / "requirements"
+EXTRAS = ("gpu", "vllm", "math", "code", "trackers", "verifiers", "dev")
 PYTHONS = {"3.10": "310", "3.11": "311", "3.12": "312", "3.13": "312"}
 
 
@@ -54,6 +56,35 @@ def test_the_versions_by_torch() -> None:
         assert file == f"requirements/cuda-torch-{torch}.txt"
         names = ("cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
         assert versions == [found[name] for name in names]
+
+
+def test_the_metadata_is_static_but_for_what_is_computed() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    names = re.findall(r"^(\w+) = \[", extras, re.MULTILINE)
+    assert sorted(names) == sorted(EXTRAS)
+    assert all(name in PAGE for name in EXTRAS)
+    assert "install_requires" not in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.full  # needs uv, and a package index or a warm cache
+@pytest.mark.timeout(900)
+def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:
+    """Run what `make setup` runs where uv is installed, with the interpreter of these tests."""
+    if shutil.which("uv") is None:
+        pytest.skip("no uv")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix) / "bin" / f"python{python}"
+    said = run_program(REQUIREMENTS / "install.sh", tmp_path / "venv", base, timeout=800)
+    assert "by uv" in said.stdout
+    script = "import importlib.metadata as m; "
+    script += "print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
+    found = run_program(tmp_path / "venv/bin/python", "-c", script).stdout.split()
+    installed = dict(each.lower().replace("-", "_").split("==") for each in found)
+    for name, version in pins(f"cpu-py{PYTHONS[python]}.txt").items():
+        assert installed[name.lower().replace("-", "_")].partition("+")[0] == version
+    again = run_program(REQUIREMENTS / "install.sh", tmp_path / "venv", base)
+    assert again.stdout == ""
 
 
 @pytest.mark.full  # needs a package index

@@ -134,14 +134,23 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
 
 
 @pytest.mark.slow
-def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("--nproc", 2), pytest.param(("parallel.layout=tp=2,pp=2,ep=2",), marks=pytest.mark.full)],
+    ids=["dp=2", "tp=2,pp=2,ep=2"],
+)
+def test_ranks_go_back_together(toy: Path, tmp_path: Path, words: tuple[object, ...]) -> None:
     """Only the main rank sees the collapse."""
-    train(planted(toy, tmp_path, "rollback"), "--nproc", 2)
+    train(planted(toy, tmp_path, "rollback"), *words)
     (told,) = record_of(tmp_path / "run")["rollbacks"]
     assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
     found = all_records(tmp_path / "run")
     assert [each["step"] for each in found] == [*range(1, STEPS + 1)]
     assert min(each["reward/mean"] for each in found) > 0.5
+    # each draw once: the prompts after the rollback are those after the collapse
+    drawn = json.loads((tmp_path / f"run/checkpoints/{LAST}/run.json").read_text())["loader"]
+    steps = told["from_step"] + STEPS - told["to_step"]
+    assert drawn["epoch"] * 64 + drawn["position"] - len(drawn["deferred"]) == 4 * steps
 
 
 # The update of step 8 leaves a gradient norm that is not finite, until the run has rolled back.

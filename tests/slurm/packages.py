@@ -24,6 +24,9 @@ PACKAGES = (
     "libhwloc15",
 )
 _TIMEOUT_SECONDS = 240
+# Apptainer is in Debian's unstable part only, and so are the libraries that it was built with.
+_APPTAINER_PACKAGES = ("apptainer", "libc6", "libseccomp2", "libsqlite3-0", "patchelf")
+_APPTAINER_LIBRARIES = ("libgcc-s1", "libstdc++6", "zlib1g", "libzstd1")
 _RELEASE = Path("/etc/os-release")
 _VERSION = 1  # the version of this file's work on the packages
 
@@ -47,6 +50,78 @@ def slurm_prefix() -> Path:
                 _fill(Path(scratch), cache)
                 (Path(scratch) / "prefix").rename(final)
     return final
+
+
+def apptainer_folder() -> Path:
+    """A folder with the program apptainer. Raises Unavailable.
+
+    It is that of the system, or Debian's package, unpacked into the cache like Slurm's. Its
+    programs get the loader and the C library that come with it.
+    """
+    installed = shutil.which("apptainer")
+    if installed is not None:
+        return Path(installed).parent
+    if (
+        os.geteuid() != 0
+    ):  # without its setuid program it needs namespaces that not all systems give
+        raise Unavailable("no program apptainer, and only root can use an unpacked one everywhere")
+    release = _RELEASE.read_text(encoding="utf-8") if _RELEASE.exists() else ""
+    if "ID=debian" not in release.splitlines():
+        raise Unavailable("no program apptainer, and its package is fetched on Debian only")
+    for program in ("apt-get", "dpkg-deb"):
+        if shutil.which(program) is None:
+            raise Unavailable(f"no program apptainer, and no {program} to fetch it")
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    final = cache / f"apptainer-{_VERSION}-{_system()}"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not final.exists():
+            with tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as scratch:
+                _fill_apptainer(Path(scratch), final)
+                (Path(scratch) / "prefix").rename(final)
+    _run([str(final / "usr/bin/apptainer"), "--version"], cache)
+    return final / "usr" / "bin"
+
+
+def _fill_apptainer(scratch: Path, final: Path) -> None:
+    debs, prefix, lists = scratch / "debs", scratch / "prefix", scratch / "lists"
+    for folder in (debs, lists / "partial", scratch / "archives" / "partial"):
+        folder.mkdir(parents=True)
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)|$(SIGNED_BY)"]
+    known = _run([*command, "Identifier: Packages"], debs).splitlines()
+    if not known:
+        raise Unavailable("apt knows no archive of Debian")
+    uri, _, key = known[0].partition("|")
+    signed = f"[signed-by={key}] " if key.startswith("/") else ""
+    (scratch / "sources").write_text(f"deb {signed}{uri} sid main\n", encoding="utf-8")
+    (scratch / "status").touch()
+    own = [f"Dir::Etc::sourcelist={scratch / 'sources'}", "Dir::Etc::sourceparts=-"]
+    own += [f"Dir::State::lists={lists}", f"Dir::State::status={scratch / 'status'}"]
+    own += [f"Dir::Cache={scratch}"]
+    options = [word for option in own for word in ("-o", option)]
+    _run(["apt-get", *options, "-qq", "update"], debs)
+    wanted = [*_APPTAINER_PACKAGES, *_APPTAINER_LIBRARIES]
+    _run(["apt-get", *options, "download", *wanted], debs)
+    for deb in sorted(debs.glob("*.deb")):
+        _run(["dpkg-deb", "--extract", str(deb), str(prefix)], debs)
+    [engine] = prefix.glob("usr/lib/*/apptainer")
+    libraries = engine.parent
+    [loader] = libraries.glob("ld-linux*.so.*")
+    at = final / libraries.relative_to(prefix)
+    # DT_RPATH also counts for the libraries' own libraries.
+    words = ["--set-interpreter", str(at / loader.name), "--force-rpath", "--set-rpath", str(at)]
+    patch = [str(loader), "--library-path", str(libraries), str(prefix / "usr/bin/patchelf")]
+    for program in (prefix / "usr/bin/apptainer", engine / "bin" / "starter"):
+        _run([*patch, *words, str(program)], debs)
+    # Where a moved apptainer looks for its settings, and where it mounts images.
+    shutil.copytree(prefix / "etc" / "apptainer", prefix / "usr" / "etc" / "apptainer")
+    (prefix / "usr/lib/var/lib/apptainer/mnt/session").mkdir(parents=True)
+    settings = prefix / "usr/etc/apptainer/apptainer.conf"
+    text = settings.read_text(encoding="utf-8")
+    # Root of a container has not all capabilities to give.
+    usual, ours = (f"root default capabilities = {word}" for word in ("full", "no"))
+    settings.write_text(text.replace(usual, ours), encoding="utf-8")
 
 
 def _system() -> str:
@@ -109,7 +184,8 @@ def _download(debs: Path, cache: Path) -> None:
         raise Unavailable(f"apt-get download left out {', '.join(missing)}")
 
 
-def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None) -> None:
+def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None) -> str:
+    """Run it, and return what it prints. Raises Unavailable."""
     try:
         done = subprocess.run(
             command,
@@ -126,3 +202,4 @@ def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise Unavailable(f"{' '.join(command[:2])} failed: {' '.join(said[:2])}")
+    return done.stdout

@@ -158,7 +158,7 @@ def test_the_check_for_cycles_sees_every_kind_of_import(
 def test_every_package_has_an_init_file() -> None:
     # setuptools does not install a folder without one.
     folders = {path.parent for path in python_files("gspo_megatron")}
-    for data in ("cli/new_templates", "rollout/vllm/worker"):  # setup.py names their files
+    for data in ("cli/new_templates", "rollout/vllm/worker"):  # pyproject.toml names their files
         folders.remove(PACKAGE / data)
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 

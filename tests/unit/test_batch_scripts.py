@@ -33,7 +33,11 @@ _SCONTROL = """
 echo "scontrol $*" >>"$CALLS"
 case "$1 ${2:-}" in
 "show hostnames") printf '%s\\n' n1 n2 n3 ;;
-show*) echo "   JobState=$JOB_STATE Reason=None"; echo "   Command=$COMMAND" ;;
+show*)
+    echo "   JobState=$JOB_STATE Reason=None"
+    echo "   Command=$COMMAND"
+    echo "   StdOut=${STDOUT:-/dev/null}"
+    ;;
 requeue*) ;;
 esac
 """
@@ -52,6 +56,7 @@ esac
 """
 _APPTAINER = """
 echo "apptainer $*" >>"$CALLS"
+echo "variables $APPTAINERENV_PYTHONPATH ${APPTAINERENV_CUDA_VISIBLE_DEVICES:-none}" >>"$CALLS"
 while [ "$1" != python ]; do shift; done
 "$@"
 """
@@ -347,14 +352,50 @@ def test_apptainer(job: Job) -> None:
     assert job.calls("python") == [CHECK, TRAIN, TRAIN]
 
 
+@pytest.mark.parametrize("image", ["box", "docker://python:3.12", "oras://host/image:1"])
+def test_other_images_of_apptainer_and_the_cache_of_the_hub(job: Job, image: str) -> None:
+    (job.folder / "box").mkdir()  # a folder with a root file system
+    hub = job.folder / "hub"
+    hub.mkdir()
+    job.environ |= {"GSPO_CONTAINER": image, "HF_HOME": str(hub)}
+    job.run("c.yaml", "a=1", "--check-only")
+    mounts = f"--bind {ROOT}:{ROOT},{job.folder}:{job.folder},{hub}:{hub}"
+    before = f"apptainer exec --nv {mounts} --pwd {job.folder} {image} "
+    assert job.calls("apptainer") == [before + CHECK]
+    [variables] = job.calls("variables")
+    assert variables.split()[1].split(":")[0] == str(ROOT) and variables.endswith(" none")
+
+
+def test_what_earlier_starts_wrote_is_kept_apart(job: Job) -> None:
+    log = job.folder / "slurm-gspo-7.out"
+    first = "slurm: job 7, restart 0: 2 tasks\none\n"
+    second = "slurm: job 7, restart 1: 2 tasks\ntwo\n"
+    log.write_text(first + second)
+    job.environ |= {"SLURM_RESTART_COUNT": "2", "STDOUT": str(log)}
+    for _ in range(2):
+        job.run("c.yaml", "--check-only")
+        assert Path(f"{log}.1").read_text() == second
+        assert not Path(f"{log}.2").exists()
+    assert Path(f"{log}.0").read_text() == first
+
+
 def test_pyxis(job: Job) -> None:
     job.environ |= {"GSPO_CONTAINER": "image.sqsh", "GSPO_SRUN_OPTIONS": "--mem-bind=local -v"}
+    job.environ |= {"HF_TOKEN": "secret", "GSPO_CONTAINER_ENV": "MY_OWN,ANOTHER"}
+    job.environ |= {"MY_OWN": "1", "ANOTHER": "2"}
     job.run("c.yaml", "a=1", "--check-only")
     image = (
         f"--container-image=image.sqsh --container-mounts={ROOT}:{ROOT},{job.folder}:{job.folder}"
     )
     (once,) = job.calls("srun")
-    assert once == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder} {CHECK}"
+    before, _, rest = once.partition(" --container-env=")
+    assert before == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder}"
+    names, _, rest = rest.partition(" ")
+    assert rest == CHECK
+    # those that the script sets, and those that the user has set
+    wanted = {"PYTHONPATH", "PYTHONNOUSERSITE", "OMP_NUM_THREADS", "NCCL_DEBUG", "GSPO_HOME"}
+    assert wanted | {"GSPO_STATE", "HF_TOKEN", "MY_OWN", "ANOTHER"} <= set(names.split(","))
+    assert "PATH" not in names.split(",")
     job.run("c.yaml", "a=1")
     last = job.calls("srun")[-1]
     assert image in last and "--mem-bind=local -v bash -c" in last

@@ -90,6 +90,21 @@ class WeightSync:
             "sync/version": float(version),
         }
 
+    def go_on(self, config: Config, policy: Policy, engine: RolloutEngine) -> dict[str, float]:
+        """Go on in the run's next phase with its own configuration, policy and engine. The servers
+        have the policy's weights already, those of the border. Returns metrics.
+
+        Raises RolloutError on all ranks if no server is left.
+        """
+        start = time.perf_counter()
+        self.config, self.policy, self.engine = config, policy, engine
+        self.wait_for(self._weights_status)
+        return {
+            "sync/seconds": time.perf_counter() - start,
+            "sync/bytes": 0.0,
+            "sync/version": float(self.version),
+        }
+
     def wait_for(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Call `status` on rank 0 until it reports `done`, and return it on all ranks.
 

@@ -206,9 +206,9 @@ def test_precisions_are_those_that_a_run_could_use(
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
-    setup = (Path(__file__).resolve().parents[3] / "setup.py").read_text(encoding="utf-8")
+    project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     for name, bounds in doctor.SUPPORTED.items():
         lowest, beyond = (".".join(map(str, bound)) for bound in bounds)
-        prefix = "python_requires=" + '"' if name == "python" else f'"{name}'
-        assert f'{prefix}>={lowest},<{beyond}"' in setup
-    assert '"gpu": ["transformer-engine[pytorch]>=' in setup
+        prefix = 'requires-python = "' if name == "python" else f'"{name}'
+        assert f'{prefix}>={lowest},<{beyond}"' in project
+    assert 'gpu = ["transformer-engine[pytorch]>=' in project

@@ -15,6 +15,7 @@ import gspo_megatron
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import launcher as launcher
+from gspo_megatron.process.nodes import Node
 from gspo_megatron.process.ranks import decide_world_size
 from tests.unit.cli.conftest import Command, ConfigWriter
 
@@ -38,9 +39,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setitem(sys.modules, "gspo_megatron.rl", types.ModuleType("gspo_megatron.rl"))
     monkeypatch.setitem(sys.modules, "gspo_megatron.rl.run", run)
 
-    def launch(command: Sequence[str], world_size: int, *, saves_on_signals: bool) -> int:
+    def launch(
+        command: Sequence[str], world_size: int, *, saves_on_signals: bool, node: Node | None
+    ) -> int:
         saves = ("saves",) if saves_on_signals else ()
-        made.append(("launch", list(command), world_size, *saves))
+        made.append(("launch", list(command), world_size, *saves, *([node] if node else [])))
         return 7
 
     monkeypatch.setattr(launcher, "launch", launch)
@@ -84,6 +87,19 @@ def test_what_a_command_line_does(
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
         assert calls == [("launch", command, world_size, *saves)]
+
+
+def test_a_pod_launches_the_ranks_of_its_machine(
+    write_config: ConfigWriter, gspo: Command, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "localhost"}
+    for name, text in pod.items():
+        monkeypatch.setenv(name, text)
+    path = write_config()
+    assert gspo("train", path, "--nproc=2", LAYOUT)[0] == 7
+    command = [sys.executable, "-m", "gspo_megatron", "train", str(path), LAYOUT]
+    node = Node(1, 2, None, "localhost", 29500, "PET_NNODES")
+    assert calls == [("launch", command, 4, node)]
 
 
 def test_a_rank_trains_and_launches_nothing(

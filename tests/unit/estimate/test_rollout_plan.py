@@ -18,6 +18,7 @@ from gspo_megatron.estimate.rollout_plan import (
     log_normal_lengths,
     outcome,
     simulate,
+    steps_of,
 )
 
 
@@ -199,3 +200,20 @@ def test_lengths_are_log_normal_and_cut() -> None:
     sigma = math.log(3) / 1.2815515655446004  # from the 90% quantile of the normal distribution
     assert lengths.mean() == pytest.approx(1000 * math.exp(sigma**2 / 2), rel=0.03)
     assert log_normal_lengths(1000, 3000, 2500, (100, 1000)).max() == 2500
+
+
+@pytest.mark.parametrize("max_staleness", [0, 4, 6, 12])
+def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
+    """One slow draw in each bunch of max_staleness + 1, whose place in the bunch does not matter:
+    the mean step is the same, also where 60 steps are no whole number of bunches."""
+    steps, first = steps_of(max_staleness)
+    bunch = max_staleness + 1
+    assert steps >= STEPS and first >= bunch and (steps - first) % bunch == 0
+    means = []
+    for slow in range(bunch):
+        lengths = constant(10, 4, steps + max_staleness)
+        lengths[slow::bunch] = 100
+        # training and updates take no time
+        setting = Setting(1, max_staleness, 1e-9, 1e-9)
+        means.append(outcome(lengths, ServerSpeed(10, 40, 4), setting).step_seconds)
+    assert means == pytest.approx([(100 + 10 * max_staleness) / 10 / bunch] * bunch, rel=1e-3)

@@ -1,0 +1,160 @@
+"""This machine's place in a job of several machines, without Slurm: in a pod of Kubernetes or on a
+node of SkyPilot the launcher starts the ranks of its machine, and joins those of the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gspo_megatron.addresses import addresses_of
+from gspo_megatron.errors import UserError
+
+_PORT = 29500  # torchrun's default
+# Set by torchrun, by our launcher, and by nothing that starts one process for each machine.
+_OF_A_RANK = "LOCAL_RANK"
+# The name of a pod that is not there yet. Without a gang scheduler pods start minutes apart.
+NAME_SECONDS = 900.0
+_QUIET_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """The place of a machine among those of a job."""
+
+    number: int  # from 0
+    count: int
+    ranks: int | None  # ranks on each machine; None: the scheduler does not say
+    master: str  # a name or address of machine 0
+    port: int
+    count_variable: str  # the variable that gave `count`, for messages
+
+    def first_rank(self, world_size: int) -> int:
+        """Return the number of the first rank of this machine."""
+        return self.number * (world_size // self.count)
+
+
+def node_of_job(environ: Mapping[str, str]) -> Node | None:
+    """Return the place of this machine, if a scheduler started this process once on each machine.
+
+    The variables are those of torchrun's own options (PET_NNODES and others), which PyTorchJob and
+    TrainJob of Kubeflow set, as does deploy/kubernetes/jobset.yaml; or those of SkyPilot. A rank
+    has no such place: its launcher has read the variables. Raises UserError if variables are
+    missing or senseless.
+    """
+    if _OF_A_RANK in environ:
+        return None
+    if environ.get("SKYPILOT_NODE_IPS", "").split():
+        return _of_skypilot(environ)
+    if environ.get("PET_NNODES"):
+        return _of_torchrun(environ)
+    return None
+
+
+def _of_skypilot(environ: Mapping[str, str]) -> Node:
+    addresses = environ["SKYPILOT_NODE_IPS"].split()
+    gpus = _number(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
+    port = _number(environ, "MASTER_PORT", default=_PORT)
+    number = _number(environ, "SKYPILOT_NODE_RANK")
+    return _checked(
+        Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS"),
+        "SKYPILOT_NODE_RANK",
+    )
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> Node:
+    # In a PyTorchJob, RANK is the number of the pod: it is not read here.
+    if ":" in environ["PET_NNODES"]:
+        raise UserError(
+            f"PET_NNODES = {environ['PET_NNODES']!r}: a job that changes its size; allowed: one "
+            "number of machines, or torchrun with pretrain_scripts/"
+        )
+    count = _number(environ, "PET_NNODES")
+    number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
+    text = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE", "")
+    ranks = int(text) if text.isascii() and text.isdigit() else None  # or auto, gpu, cpu
+    master = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
+    port_name = "PET_MASTER_PORT" if environ.get("PET_MASTER_PORT") else "MASTER_PORT"
+    if not master and count > 1:
+        raise UserError(
+            f"PET_NNODES = {count}: PET_MASTER_ADDR must be set too, to a name or address of "
+            "machine 0, so that the ranks find each other"
+        )
+    if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
+        master = socket.gethostname()  # some releases of PyTorchJob say so to the first pod
+    port = _number(environ, port_name, default=_PORT)
+    return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
+
+
+def _checked(node: Node, number_variable: str) -> Node:
+    if node.number >= node.count:
+        raise UserError(
+            f"{number_variable} = {node.number}: must be below the {node.count} machines of "
+            f"{node.count_variable}"
+        )
+    if not 1 <= node.port <= 65535:
+        raise UserError(f"MASTER_PORT = {node.port}: allowed: 1 to 65535")
+    return node
+
+
+def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
+    """Return the number of ranks on all machines. nproc: what the user wants on each of them;
+    layout: the number that the layout takes at least.
+
+    Without either the scheduler's word, the GPUs of this machine, and the layout decide.
+    Raises UserError if the layout cannot be divided.
+    """
+    each = nproc or node.ranks or _gpus_here()
+    if each is None:
+        each, rest = divmod(layout, node.count)
+        if rest:
+            raise UserError(
+                f"{node.count_variable}: {node.count} machines; the layout takes {layout} ranks, "
+                f"which {node.count} machines cannot share; give --nproc, the ranks on each"
+            )
+    return each * node.count
+
+
+def wait_for_master(node: Node, seconds: float = NAME_SECONDS) -> None:
+    """Wait until the name of machine 0 has an address: the DNS of Kubernetes knows a pod only some
+    time after its start. Raises UserError after so many seconds."""
+    begin, told = time.monotonic(), False
+    while not addresses_of(node.master):
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise UserError(
+                f"{node.master}: this machine, number {node.number} of {node.count}, knows no such "
+                f"name after {waited:.0f} s; does machine 0 run, and does a headless service name "
+                "its pods?"
+            )
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            print(f"waiting for the name {node.master}", file=sys.stderr, flush=True)
+        time.sleep(0.5)
+
+
+def _gpus_here() -> int | None:
+    """Return the number of GPUs that this process may use; None if there are none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip()]) or None
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name} = {text!r} in the environment: not an integer from 0")
+    return int(text)

@@ -1,0 +1,25 @@
+"""docs/costs.md has the figures that `check` prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.make_costs_doc import PAGE, RECIPES, markdown, row
+
+
+@pytest.mark.slow
+def test_the_row_of_a_recipe() -> None:
+    assert row("gpt_oss_20b") in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.full
+def test_the_page_is_what_the_tool_writes() -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown()
+
+
+def test_every_recipe_for_gpus_has_a_row() -> None:
+    recipes = (PAGE.parent / "recipes.md").read_text(encoding="utf-8")
+    assert all(
+        f"examples/{name}/config.yaml; {ranks} ranks" in recipes
+        for name, (ranks, _) in RECIPES.items()
+    )

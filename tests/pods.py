@@ -1,0 +1,221 @@
+"""Pods without Kubernetes: network namespaces on a bridge, each with a name, an address and
+processes of its own, and the variables and command of a JobSet's container. Root only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs import ROOT, command_environment, wait_until
+
+NETWORK = "10.231.78"
+_HEAD = (
+    "ip link set lo up && ip link add bridge0 type bridge && ip link set bridge0 up && "
+    "echo there && read -r _ || true"
+)
+# $1: the file of names, $2: the name of the pod, $3: its address, $4: that of its card. It becomes
+# the program, as process 1.
+_POD = """
+set -e
+mount --bind "$1" /etc/hosts
+hostname "$2"
+ip link set lo up
+echo there
+read -r _
+ip link set eth0 address "$4"
+ip addr add "$3/24" dev eth0
+ip link set eth0 up
+shift 4
+exec "$@" </dev/null
+"""
+
+
+def skip_without_namespaces() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root on Linux can make network namespaces")
+    for program in ("unshare", "nsenter", "ip", "hostname"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no program {program}")
+    trial = "ip link add bridge0 type bridge && ip link add v0 type veth peer name v1"
+    done = subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--", "sh", "-c", trial],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"no network namespaces: {done.stderr.strip()[:200]}")
+
+
+@dataclass
+class Pod:
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a node does that loses its power."""
+        self.process.kill()
+        self.process.wait()
+
+    def evict(self) -> None:
+        """Tell it to end: SIGTERM to process 1, as the kubelet does."""
+        [first] = children(self.process.pid)
+        os.kill(first, signal.SIGTERM)
+
+    def wait(self, seconds: float = 200) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name}: {self.text()[-3000:]}") from None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@dataclass
+class Pods:
+    """A network with pods; `hosts` is what its DNS knows."""
+
+    folder: Path
+    head: subprocess.Popen[str]
+    pods: list[Pod] = field(default_factory=list)
+
+    @property
+    def hosts(self) -> Path:
+        return self.folder / "hosts"
+
+    def know(self, *names: str) -> None:
+        """Let all pods find the pods of these names. Written in place: it is mounted."""
+        with self.hosts.open("a") as file:
+            file.writelines(f"{self.address(name)} {name} {name.split('.')[0]}\n" for name in names)
+
+    @staticmethod
+    def address(name: str) -> str:
+        """One for a name, so that a pod that comes back has the address that others may know."""
+        number = sum(ord(letter) * place for place, letter in enumerate(name, start=1))
+        return f"{NETWORK}.{2 + number % 250}"
+
+    def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Pod:
+        """Start a pod. `name`: with its domain, of which its host name is the first part."""
+        log = self.folder / f"{name}-{len(self.pods)}.log"
+        space = ["unshare", "--net", "--uts", "--mount", "--propagation=private"]
+        space += ["--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+        words = ["bash", "-c", _POD, "pod", str(self.hosts), name.split(".")[0]]
+        with log.open("w") as out:
+            # Of a name, too: others remember for a minute which card has an address.
+            card = f"02:00:00:00:00:{int(self.address(name).rpartition('.')[2]):02x}"
+            process = subprocess.Popen(
+                [*space, *words, self.address(name), card, *command],
+                cwd=self.folder,
+                env=command_environment() | {"PYTHONPATH": str(ROOT)} | dict(environ),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        pod = Pod(name, process, log)
+        self.pods.append(pod)
+        wait_until(lambda: "there\n" in log.read_text(), process, seconds=30)
+        link = f"p{len(self.pods)}"
+        ends = [link, "netns", str(self.head.pid), "type", "veth"]
+        peer = ["peer", "name", "eth0", "netns", str(process.pid)]
+        subprocess.run(["ip", "link", "add", *ends, *peer], check=True)
+        inside = ["nsenter", "--target", str(self.head.pid), "--net", "--"]
+        up = ["ip", "link", "set", link, "master", "bridge0", "up"]
+        subprocess.run([*inside, *up], check=True)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return pod
+
+
+@contextlib.contextmanager
+def network(folder: Path) -> Iterator[Pods]:
+    """A network without any pod."""
+    skip_without_namespaces()
+    (folder / "hosts").write_text("127.0.0.1 localhost\n")
+    head = subprocess.Popen(
+        ["unshare", "--net", "--", "sh", "-c", _HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pods = Pods(folder, head)
+    try:
+        assert head.stdout is not None
+        assert head.stdout.readline() == "there\n"
+        yield pods
+    finally:
+        for pod in pods.pods:
+            pod.kill()
+            assert pod.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                pod.process.stdin.close()
+        head.kill()
+        head.communicate()
+
+
+# What Kubernetes makes of a manifest
+
+_REFERENCE = re.compile(r"\$\((\w+)\)")
+_FIELD = re.compile(r"metadata\.(labels|annotations)\['([\w./-]+)'\]")
+
+
+@dataclass
+class Container:
+    """A container of a pod: its host name with the domain, its variables and its words."""
+
+    pod: str
+    environ: dict[str, str]
+    words: list[str]
+
+
+def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
+    """The pods of a replicated job of a JobSet, each with the container that it has."""
+    name = manifest["metadata"]["name"]
+    [found] = [each for each in manifest["spec"]["replicatedJobs"] if each["name"] == job]
+    spec = found["template"]["spec"]
+    [given] = spec["template"]["spec"]["containers"]
+    made = []
+    for index in range(spec["completions"]):
+        metadata = {
+            "labels": {
+                "jobset.sigs.k8s.io/jobset-name": name,
+                "jobset.sigs.k8s.io/jobset-uid": "5f0c3a52-0000-4000-8000-000000000001",
+            },
+            "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+        }
+        environ: dict[str, str] = {}
+        for variable in given["env"]:  # in order: a value refers to those before it
+            if "valueFrom" in variable:
+                kind, key = _FIELD.fullmatch(
+                    variable["valueFrom"]["fieldRef"]["fieldPath"]
+                ).groups()
+                environ[variable["name"]] = metadata[kind][key]
+            else:
+                environ[variable["name"]] = _expanded(variable["value"], environ)
+        words = [_expanded(each, environ) for each in [*given["command"], *given.get("args", [])]]
+        made.append(Container(f"{name}-{job}-0-{index}.{name}", environ, words))
+    return made
+
+
+def _expanded(text: str, environ: Mapping[str, str]) -> str:
+    """With the values of $(NAME). A name that is not known would stay as it is: a mistake."""
+    return _REFERENCE.sub(lambda found: environ[found[1]], text)
