@@ -62,23 +62,28 @@ class Sample:
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
     num_prompt_tokens: int = 0  # tokens of the whole prompt, with those of the chat template
     transcript: str = ""  # for an episode: all its turns, and the text between them
+    group: int = 0  # the prompt's number in the step: its responses have the same
 
 
 class Reasoned(float):
     """A reward with an explanation, which a reward function may return instead of a number.
 
-    Evaluations write the reason beside the response.
+    Evaluations write the reason beside the response. The mean of each figure over a step's
+    responses becomes the metric reward/NAME; the attribute `figures` of the function names them.
     """
 
     reason: str
+    figures: Mapping[str, float]
 
-    def __new__(cls, reward: float, reason: str = "") -> Reasoned:
+    def __new__(
+        cls, reward: float, reason: str = "", figures: Mapping[str, float] | None = None
+    ) -> Reasoned:
         made = super().__new__(cls, reward)
-        made.reason = reason
+        made.reason, made.figures = reason, dict(figures or {})
         return made
 
-    def __getnewargs__(self) -> tuple[float, str]:  # ty: ignore[incompatible-method-override]  # to be pickled
-        return float(self), self.reason
+    def __getnewargs__(self) -> tuple[float, str, Mapping[str, float]]:  # ty: ignore[incompatible-method-override]  # to be pickled
+        return float(self), self.reason, self.figures
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,8 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
         suites = suite_rewards(config.evaluation.suites)
     for name, of_suite in suites.items():
         with gathered_in(problems):
-            check_section(of_suite, config.evaluation.suites[name].reward)
+            suite = config.evaluation.suites[name]
+            check_section(of_suite, suite.reward, suite.samples)
     with gathered_in(problems):
         section = config.reward
         is_read = config.data.prompts is not None or config.data.eval_prompts is not None
@@ -190,7 +191,15 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             )
             reward = None
         if reward is not None:
-            check_section(reward, section)
+            trains = config.data.prompts is not None
+            greedy = trains and config.data.eval_prompts is not None
+            if greedy and reward.size_fault(1, **reward.options) is not None:
+                problems.append(
+                    f"data.eval_prompts: reward {section.name} cannot score the one greedy "
+                    "response to each of them; allowed: null; evaluation.suites have rewards of "
+                    "their own"
+                )
+            check_section(reward, section, config.rollout.group_size if trains else 1)
     with gathered_in(problems):
         own = config.objective
         # The user's own functions are written with torch; nothing else here needs it.

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,12 @@ class ServerEvaluation:
         self, name: str, suite: SuiteSection, samples: Sequence[Sample]
     ) -> list[dict[str, Any]]:
         least = self.section.correct_at if suite.correct_at is None else suite.correct_at
-        with contextlib.closing(Scorer(self.rewards[name], suite.reward)) as scorer:
-            scores, _ = scorer.score(samples)
-        scores = with_model(suite.reward, samples, scores)
         reward = self.rewards[name]
+        with contextlib.closing(Scorer(reward, suite.reward)) as scorer:
+            scores, _ = scorer.score(
+                [replace(each, group=n // suite.samples) for n, each in enumerate(samples)]
+            )
+        scores = with_model(suite.reward, samples, scores)
         return [
             {
                 "suite": name,

@@ -1,10 +1,13 @@
 """Finds reward functions by name or in a user's module, and checks their options before training.
 
 A reward is a function `reward(sample: Sample, **options)`. If its first parameter is called
-`samples`, it gets a batch: `reward(samples: list[Sample], **options) -> list`. Both kinds may be
-`async def`. A reward returns a number, `Reasoned` (a number with a reason, which evaluations
-record), `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an
-attribute `read_answer(sample, **options) -> str | None`, which evaluations use for votes.
+`samples`, it gets a batch: `reward(samples: list[Sample], **options) -> list`. If it is called
+`group`, it gets all responses to one prompt: `reward(group: list[Sample], **options) -> list`. All
+kinds may be `async def`. A reward returns a number, `Reasoned` (a number with a reason, which
+evaluations record, and figures, which become metrics), `TurnRewards`, or named parts,
+`{"correct": 1.0, "format": 0.2}`. The function may have an attribute
+`read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an attribute
+`figures`, the names of the figures that it returns.
 """
 
 from __future__ import annotations
@@ -20,17 +23,21 @@ from typing import Any
 from gspo_megatron.config.schema import RewardSection, SuiteSection, suite_key
 from gspo_megatron.errors import ConfigError, RewardError, gathered_in
 from gspo_megatron.plugins import load_function, option_problems, origin, own_copy, own_record
-from gspo_megatron.rewards.values import shorten
+from gspo_megatron.rewards.values import is_free_name, shorten
 from gspo_megatron.types import Prompt, Sample
 
 RewardFunction = Callable[..., Any]
 
+DEFAULT_MODE = "score"  # value of the option `mode` for a reward's usual form
 SHOWN_ANSWERS = 5  # a file of the wrong kind has a problem on every line
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its options. It is called with one sample or all samples of a rank."""
+    """A reward function with its options.
+
+    It is called with one sample, the samples of one prompt, or all samples of a rank.
+    """
 
     name: str
     function: RewardFunction
@@ -46,10 +53,15 @@ class Reward:
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     # The reward does not work with these settings; also says what to do.
     section_fault: Callable[[RewardSection], str | None] = lambda section: None
+    # The reward cannot score groups of this many responses; also gets the options.
+    size_fault: Callable[..., str | None] = lambda size, **options: None
     workers: int = 0  # used if `reward.workers` is null
     # Extracts the answer from a sample, for votes of an evaluation. Equal answers must give equal
     # text. None: the reward cannot extract answers.
     read_answer: Callable[..., str | None] | None = None
+    figures: tuple[str, ...] = ()  # names of the figures in `Reasoned`, which become metrics
+    # Other forms of this reward, by the value of the option `mode`; without it this form is used.
+    modes: Mapping[str, Reward] = field(default_factory=dict)
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
         """Call the function with copies, because it may change its arguments.
@@ -77,8 +89,18 @@ class Reward:
     @functools.cached_property
     def of_batch(self) -> bool:
         """Whether the function takes a batch: its first parameter is called `samples`."""
+        return self._input == "samples"
+
+    @functools.cached_property
+    def of_group(self) -> bool:
+        """Whether the function takes the responses to one prompt: its first parameter is called
+        `group`."""
+        return self._input == "group"
+
+    @functools.cached_property
+    def _input(self) -> str:
         first = _first_parameter(self.function)
-        return first is not None and first.name == "samples"
+        return "" if first is None else first.name
 
     @functools.cached_property
     def is_async(self) -> bool:
@@ -122,9 +144,14 @@ def get_reward(
     options = dict(options or {})
     if import_path:
         function = load_function("reward.import_path", import_path, RewardError)
-        reward = Reward(import_path, function, read_answer=getattr(function, "read_answer", None))
+        reward = Reward(
+            import_path,
+            function,
+            read_answer=getattr(function, "read_answer", None),
+            figures=tuple(getattr(function, "figures", ())),
+        )
     elif name in _REGISTRY:
-        reward = _REGISTRY[name]
+        reward = _of_mode(_REGISTRY[name], options)
         needed = reward.requires
         if needed and importlib.util.find_spec(needed.replace("-", "_")) is None:
             raise RewardError(
@@ -145,9 +172,24 @@ def get_reward(
     return replace(reward, options=options)
 
 
-def check_section(reward: Reward, section: RewardSection) -> None:
-    """Check the settings of a reward other than its options. Raises RewardError."""
+def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
+    """Return the form of a reward that its option `mode` names, and take the option away."""
+    if not reward.modes or "mode" not in options:
+        return reward
+    if (mode := options.pop("mode")) == DEFAULT_MODE:
+        return reward
+    if mode not in reward.modes:
+        legal = ", ".join([DEFAULT_MODE, *reward.modes])
+        raise RewardError(f"reward.options.mode = {mode!r}: no such mode; allowed: {legal}")
+    return reward.modes[mode]
+
+
+def check_section(reward: Reward, section: RewardSection, size: int) -> None:
+    """Check the settings of a reward other than its options, and the number of responses to each
+    prompt. Raises RewardError."""
     if (fault := reward.section_fault(section)) is not None:
+        raise RewardError(fault)
+    if (fault := reward.size_fault(size, **reward.options)) is not None:
         raise RewardError(fault)
 
 
@@ -213,16 +255,23 @@ def _problems_of_form(reward: Reward, workers: int | None) -> list[str]:
     problems, first = [], _first_parameter(reward.function)
     hint = "" if first is None or first.annotation is first.empty else first.annotation
     hint = (hint if isinstance(hint, str) else str(hint)).replace(" ", "")
-    if first is not None and hint.endswith("Sample]") and not reward.of_batch:
+    takes_list = reward.of_batch or reward.of_group
+    if first is not None and hint.endswith("Sample]") and not takes_list:
         problems.append(
             f"reward {reward.name}: its first parameter {first.name!r} is a list of samples; "
-            "allowed: the name `samples` for a reward of a batch"
+            "allowed: the name `samples` for a reward of a batch, `group` for one of a group"
         )
-    if reward.of_batch and re.search(r"\bSample(['\"]>)?$", hint):
+    if first is not None and takes_list and re.search(r"\bSample(['\"]>)?$", hint):
         problems.append(
-            f"reward {reward.name}: its first parameter 'samples' is one sample; allowed: another "
-            "name, such as `sample`, or list[Sample] for a reward of a batch"
+            f"reward {reward.name}: its first parameter {first.name!r} is one sample; allowed: "
+            "another name, such as `sample`, or list[Sample]"
         )
+    problems += [
+        f"reward {reward.name}: its figure {name!r} is no name of a metric; allowed: letters, "
+        "digits and _ . -, and no name of another metric of rewards"
+        for name in reward.figures
+        if not is_free_name(name)
+    ]
     if reward.of_batch and (workers or 0) > 1:
         problems.append(
             f"reward.workers = {workers}: {reward.name}: a function of a batch is called once; "

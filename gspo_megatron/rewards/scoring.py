@@ -1,4 +1,5 @@
 """Calls a reward function for the responses of a rank: directly, as coroutines, or in workers.
+A function gets one response, the responses to one prompt, or all of them.
 
 It repeats failed calls, and checks that the results have the same form in the whole run."""
 
@@ -11,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -256,6 +257,8 @@ class Scorer:
 
     def _arguments(self, samples: Sequence[Sample]) -> list[Any]:
         """Return the argument of each call of the function."""
+        if self.reward.of_group:
+            return [*_groups(samples).values()]
         if not samples:
             return []
         return [list(samples)] if self.reward.of_batch else list(samples)
@@ -357,8 +360,14 @@ class Scorer:
         given: Sequence[Any],
         failures: Sequence[Exception],
     ) -> tuple[list[Score | None], FailedCalls]:
+        asked = _not_given(samples, given)
         if self.reward.of_batch and values:
-            values = self._of_each(values[0], _not_given(samples, given))
+            values = self._of_each(values[0], asked)
+        if self.reward.of_group:
+            groups = _groups(asked)
+            split = map(self._of_each, values, groups.values())
+            of_group = dict(zip(groups, map(iter, split), strict=True))
+            values = [next(of_group[sample.group]) for sample in asked]
         if given:
             of_function = iter(values)
             values = [next(of_function) if each is None else each for each in given]
@@ -370,7 +379,7 @@ class Scorer:
         return scores, FailedCalls(len(failures) - late, late, episodes)
 
     def _of_each(self, returned: Any, samples: Sequence[Sample]) -> list[Any]:
-        """Split the result of a batch function into one value for each sample."""
+        """Split the result for a batch or group into one value for each sample."""
         if returned is FAILED:
             return [FAILED] * len(samples)
         is_list = isinstance(returned, (list, tuple, np.ndarray)) and np.ndim(returned) > 0
@@ -378,7 +387,8 @@ class Scorer:
             return list(returned)
         found = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"
         raise RewardError(
-            f"reward {self.reward.name!r} returned {found} for a batch of {len(samples)} samples; "
+            f"reward {self.reward.name!r} returned {found} for a "
+            f"{'group' if self.reward.of_group else 'batch'} of {len(samples)} samples; "
             "allowed: a list with one reward for each, in their order"
         )
 
@@ -387,6 +397,9 @@ class Scorer:
             raise RewardError(f"reward {self.reward.name!r} returned {returned}; {_show(sample)}")
 
         score = checked(value, sample.num_tokens, refuse)
+        if unknown := [name for name in score.figures if name not in self.reward.figures]:
+            known = ", ".join(self.reward.figures) or "none"
+            refuse(f"the figure {unknown[0]!r}, and its attribute `figures` names {known}")
         if self.section.model.is_on:
             score = self._beside_model(score, refuse)
             names = tuple(sorted([*score.parts, PART]))
@@ -405,7 +418,7 @@ class Scorer:
         total = sum(weights.get(name, 1.0) * value for name, value in score.parts.items())
         if not math.isfinite(total):
             refuse(f"parts that add up to {total}; a finite sum is wanted")
-        return Score(np.array([total]), parts=score.parts, reason=score.reason)
+        return replace(score, rewards=np.array([total]))
 
     def _beside_model(self, score: Score, refuse: Refuse) -> Score:
         """Return a function's score as parts. The score of the reward model is one more part, which
@@ -418,9 +431,9 @@ class Scorer:
             return score
         alone = self.section.name == REWARD_MODEL and self.section.import_path is None
         if alone:
-            return Score(np.empty(0), reason=score.reason)
+            return replace(score, rewards=np.empty(0))
         parts = checked({own_part(self.section): float(score.rewards[0])}, 0, refuse).parts
-        return Score(np.empty(0), parts=parts, reason=score.reason)
+        return replace(score, rewards=np.empty(0), parts=parts)
 
 
 def own_part(section: RewardSection) -> str:
@@ -431,6 +444,14 @@ def own_part(section: RewardSection) -> str:
 def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
     """Return the samples that the reward function has to score."""
     return [s for s, value in zip(samples, given or [None] * len(samples)) if value is None]
+
+
+def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    """Return the samples of each prompt, by its number in the step."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return groups
 
 
 def _told(error: Exception) -> str:

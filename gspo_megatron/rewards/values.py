@@ -31,6 +31,7 @@ class Score:
     ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None for the whole response
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, sorted
     reason: str = ""  # the function's reason for this reward
+    figures: Mapping[str, float] = field(default_factory=dict)  # by name
 
 
 def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
@@ -47,7 +48,23 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
     number = _finite(value)
     if number is None:
         refuse(f"{shorten(value)}; a finite number is wanted")
-    return Score(np.array([number]), reason=_reason_of(value))
+    figures = _checked_figures(value.figures, refuse) if isinstance(value, Reasoned) else {}
+    return Score(np.array([number]), reason=_reason_of(value), figures=figures)
+
+
+def _checked_figures(figures: Mapping[str, object], refuse: Refuse) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in figures.items():
+        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
+        if number is None:
+            refuse(f"{shorten(value)} as figure {shorten(name)}; a finite number is wanted")
+        found[name] = number
+    return found
+
+
+def is_free_name(name: object) -> bool:
+    """Whether a part or figure may have this name."""
+    return isinstance(name, str) and bool(_PART.fullmatch(name)) and name not in _TAKEN
 
 
 def _reason_of(value: object) -> str:

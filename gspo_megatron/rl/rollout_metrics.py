@@ -56,6 +56,10 @@ class RolloutMetrics:
             assert group.parts is not None, "its names are there"
             part = to_tensor(group.parts[:, number].copy(), device)
             means[f"reward/{name}"] = mean_pair(part[scored])
+        for number, name in enumerate(self.collector.scorer.reward.figures):
+            known = group.figures[:, number] if group.figures is not None else np.zeros(0)
+            figure = to_tensor(known[~np.isnan(known)], device)
+            means[f"reward/{name}"] = mean_pair(figure)
         if share.staleness is not None:
             ages = to_tensor(share.staleness, device)
             means["staleness/mean"] = mean_pair(ages)

@@ -309,6 +309,7 @@ class GroupScorer:
                     row_id=prompt.row_id,
                     num_prompt_tokens=prompt_length,
                     transcript=transcript,
+                    group=number,
                 )
             )
         assert end == len(group.tokens)
@@ -349,6 +350,8 @@ class GroupScorer:
         group.rewards, group.shaped = np.full(count, np.nan), np.full(count, np.nan)
         group.turns = np.zeros(count, np.int64)
         group.parts, group.part_names = np.full((count, len(names or ())), np.nan), names
+        figures = self.reward.figures
+        group.figures = np.full((count, len(figures)), np.nan) if figures else None
         turn_rewards, turn_tokens = [np.zeros(0)], [np.zeros(0, np.int64)]
         for row, (score, sample, number) in enumerate(zip(scores, samples, numbers, strict=True)):
             if score is None:
@@ -356,6 +359,8 @@ class GroupScorer:
             shaped = self.shaping(score.rewards, sample)
             group.rewards[row] = score.rewards.sum()
             group.shaped[row] = np.nan if number in lost else shaped.sum()
+            if group.figures is not None:
+                group.figures[row] = [score.figures.get(name, np.nan) for name in figures]
             group.parts[row] = [score.parts.get(name, np.nan) for name in names or ()]
             if score.ends is not None:
                 group.turns[row] = len(shaped)

@@ -100,6 +100,9 @@ class RolloutGroup:
     # failed
     parts: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
+    # [num_sequences, figures], in the order of `Reward.figures`; NaN: the response has no such
+    # figure; None: the reward has none
+    figures: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64, is_added=True)] = None
     # log-probs of a distillation's teacher behind a URL, and wall seconds [1] of its requests;
     # None: no teacher
     teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None

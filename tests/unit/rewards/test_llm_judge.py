@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +13,7 @@ from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.types import Sample
 from tests.unit.data.corpora import refusal
-
-
-class Judge:
-    """A judge that gives these answers in their order, and repeats the last one: a text, or a
-    status."""
-
-    def __init__(self, *answers: str | int) -> None:
-        self.answers, self.requests = list(answers), []
-        lock = threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(handler) -> None:  # noqa: N805
-                content = handler.rfile.read(int(handler.headers["Content-Length"]))
-                with lock:
-                    key = handler.headers["Authorization"]
-                    self.requests.append((handler.path, key, json.loads(content)))
-                    answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
-                status, text = (answer, "no") if isinstance(answer, int) else (200, answer)
-                body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-                handler.send_response(status)
-                handler.send_header("Content-Length", str(len(body)))
-                handler.end_headers()
-                handler.wfile.write(body)
-
-            def log_message(handler, *_: Any) -> None:  # noqa: N805
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@pytest.fixture
-def judges(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    made: list[Judge] = []
-
-    def make(*answers: str | int) -> Judge:
-        made.append(Judge(*answers))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+from tests.unit.rewards.judges import Judge
 
 
 def score(judge: Judge, *responses: str, section: dict[str, Any] | None = None, **options: Any):

@@ -145,3 +145,39 @@ def test_turns_and_their_rewards_are_kept(
         assert [t["role"] for t in record["turns"]] == [
             "prompt", "assistant", "environment", "assistant"
         ]  # fmt: skip
+
+
+# The mean length of the group's responses, as reward of each and as figure.
+OF_A_GROUP = """
+from gspo_megatron.types import Reasoned
+def lengths(group):
+    assert len({sample.group for sample in group}) == 1
+    mean = sum(sample.num_tokens for sample in group) / len(group)
+    return [Reasoned(mean, "mean", {"length": len(group)}) for _ in group]
+lengths.figures = ("length", "never")
+"""
+
+
+class Once:
+    """Leaves the reward to the function."""
+
+    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
+        await client.generate(max_tokens=4)
+        return Trajectory()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_of_a_group_gets_it_whole(
+    configured: Callable[..., Config], tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "grouped.py").write_text(OF_A_GROUP)
+    config = configured("reward.import_path=grouped:lengths", f"reward.workers={workers}")
+    groups, error = served(config, tmp_path, Once(), EpisodeLimits(3, 8))
+    assert error is None and [*groups] == [0, 1]
+    for group in groups.values():
+        assert group.rewards.tolist() == [group.response_lengths.mean()] * 2
+        assert group.figures is not None
+        assert group.figures[:, 0].tolist() == [2.0, 2.0]
+        assert np.isnan(group.figures[:, 1]).all()
+    joined = RolloutGroup.join([groups[0], groups[1]])
+    assert joined.figures is not None and joined.figures.shape == (4, 2)

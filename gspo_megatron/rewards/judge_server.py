@@ -1,0 +1,132 @@
+"""Asks a language model at an OpenAI-compatible URL about responses, and keeps its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gspo_megatron.errors import RewardError
+from gspo_megatron.files import write_atomically
+from gspo_megatron.types import Sample
+
+_T = TypeVar("_T")
+
+CONCURRENT_QUESTIONS = 64  # of a process: keeps a server busy, and is below the limit of files
+
+_PLACE = re.compile(r"\{(\w+)\}")
+# Control tokens of published models; the judge's server could read them as such in a response.
+_CONTROL = re.compile(
+    r"<(?=[|｜][^|｜<>\s]+[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
+)
+_BREAK = "\u200b"  # zero-width space
+# HTTP statuses that every question would get. 400, 413 and 422 may concern a single response, for
+# example if it is too long for the judge or has characters that the server refuses.
+_USERS_MISTAKES = (401, 403, 404, 405)
+
+_SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to the judge, and what is kept of it."""
+
+    request: dict[str, Any]
+    name: str  # the same for the same question to the same server
+    path: Path | None  # the answer's file in the cache; None: no cache
+
+
+@dataclass(frozen=True)
+class JudgeServer:
+    url: str
+    model: str
+    max_tokens: int
+    seconds: float  # limit for one request
+    cache: str  # a folder; "": none
+    key_variable: str
+
+    def question(self, text: str) -> Question:
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+        key = json.dumps([self.url, request], sort_keys=True).encode()
+        name = hashlib.sha256(key).hexdigest()
+        path = Path(self.cache) / name[:2] / f"{name}.json" if self.cache else None
+        return Question(request, name, path)
+
+    async def said(self, question: Question) -> str:
+        """Ask the question; return the judge's answer.
+
+        Raises RewardError for mistakes of the user (wrong URL, model or key), and ConnectionError
+        or other errors if asking again may help.
+        """
+        import aiohttp  # imported here, because other rewards do not need it
+
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        key = os.environ.get(self.key_variable)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limit = aiohttp.ClientTimeout(total=self.seconds)
+        async with (
+            aiohttp.ClientSession(timeout=limit, headers=headers, trust_env=True) as session,
+            session.post(url, json=question.request) as response,
+        ):
+            text = await response.text()
+            if response.status in _USERS_MISTAKES:
+                raise RewardError(f"reward 'llm_judge': {url} says {response.status}: {text[:500]}")
+            if response.status != 200:
+                raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
+            return str(json.loads(text)["choices"][0]["message"]["content"] or "")
+
+
+def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
+    """Return what `read` finds in the cached answer; None if there is none, or a damaged one."""
+    if question.path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read(json.loads(question.path.read_text(encoding="utf-8"))["said"])
+    return None
+
+
+def keep(question: Question, said: str, **others: Any) -> None:
+    """Write an answer into the cache, if there is one. others: more fields, to read by hand."""
+    if question.path is not None:
+        write_atomically(question.path, json.dumps({"said": said, **others}).encode())
+
+
+def slots() -> asyncio.Semaphore:
+    """Return what limits the questions in progress, of this event loop."""
+    loop = asyncio.get_running_loop()
+    return _SLOTS.setdefault(loop, asyncio.Semaphore(CONCURRENT_QUESTIONS))
+
+
+def filled(template: str, sample: Sample, texts: Mapping[str, str]) -> str:
+    """Fill the fields into the template. texts: the responses, by their names in the template.
+
+    Fields are filled in one pass, so "{answer}" inside a response stays unchanged. A zero-width
+    space breaks control tokens in the texts. So a response cannot end its part of the conversation
+    and write the judge's."""
+    known = {**sample.fields, "prompt": sample.prompt, "answer": sample.answer, **texts}
+
+    def text_of(place: re.Match[str]) -> str:
+        if (name := place[1]) not in known:
+            legal = ", ".join(sorted(known))
+            raise RewardError(f"reward.options.template: no {{{name}}}; allowed: {legal}")
+        value = known[name]
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return _CONTROL.sub(lambda mark: mark[0] + _BREAK, text)
+
+    return _PLACE.sub(text_of, template)

@@ -1,0 +1,121 @@
+"""Rewards that get all responses to a prompt at once, and figures that rewards return."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gspo_megatron.config.schema import RewardSection
+from gspo_megatron.errors import RewardError
+from gspo_megatron.rewards.registry import Reward, get_reward
+from gspo_megatron.rewards.scoring import FAILED, Scorer
+from gspo_megatron.types import Reasoned, Sample
+from tests.unit.data.corpora import refusal
+
+GROUPS = [0, 2, 0, 2, 2, 5]  # the group of each response; a rank has some groups of a step
+
+
+def samples(groups: list[int]) -> list[Sample]:
+    return [
+        Sample("p", "", f"r{n}", truncated=False, num_tokens=1, group=group)
+        for n, group in enumerate(groups)
+    ]
+
+
+def place(group: list[Sample]) -> list[float]:
+    """From 0 for the first response of a group to 1 for the last."""
+    assert len({sample.group for sample in group}) == 1
+    return [n / (len(group) - 1 or 1) for n in range(len(group))]
+
+
+async def async_place(group: list[Sample]) -> list[float]:
+    await asyncio.sleep(0.01 if group[0].group == 0 else 0)
+    return place(group)
+
+
+def score(
+    function: Callable[..., Any], given: Any = (), figures: tuple[str, ...] = (), **section: Any
+) -> list[float | None]:
+    scorer = Scorer(Reward("mine", function, figures=figures), RewardSection(**section))
+    found, _ = scorer.score(samples(GROUPS), given)
+    return [None if each is None else float(each.rewards.sum()) for each in found]
+
+
+@pytest.mark.parametrize("function", [place, async_place])
+def test_a_group_is_one_call(function: Callable[..., Any]) -> None:
+    assert score(function) == [0.0, 0.0, 1.0, 0.5, 1.0, 0.0]
+    given = [None, None, None, 7.0, FAILED, FAILED]  # episodes
+    dropping = {"on_failure": "drop_group"}
+    assert score(function, given, **dropping) == [0.0, 0.0, 1.0, 7.0, None, None]
+    assert score(function, [1.0] * 6) == [1.0] * 6  # nothing is left to call it for
+
+
+def test_workers_score_groups_at_the_same_time() -> None:
+    section = RewardSection(import_path=f"{__name__}:place", workers=2)
+    scorer = Scorer(get_reward("", section.import_path, {}, 2), section)
+    try:
+        found, failed = scorer.score(samples(GROUPS))
+    finally:
+        scorer.close()
+    assert [float(each.rewards.sum()) for each in found if each] == [0.0, 0.0, 1.0, 0.5, 1.0, 0.0]
+    assert not any(failed)
+
+
+def test_a_failed_call_costs_its_group_alone() -> None:
+    def broken(group: list[Sample]) -> list[float]:
+        if group[0].group == 2:
+            raise ConnectionError("away")
+        return place(group)
+
+    dropping = {"on_failure": "drop_group", "retries": 0}
+    assert score(broken, **dropping) == [0.0, None, 1.0, None, None, 0.0]
+
+
+def test_one_reward_for_each_response_of_a_group() -> None:
+    (line,) = refusal(score, lambda group: [1.0] * 2)
+    assert line == (
+        "reward 'mine' returned 2 rewards for a group of 3 samples; allowed: a list with one "
+        "reward for each, in their order"
+    )
+
+
+def test_the_form_is_checked_before_the_run() -> None:
+    (line,) = refusal(get_reward, "", f"{__name__}:wrong", {}, 0)
+    assert line == (
+        f"reward {__name__}:wrong: its first parameter 'group' is one sample; allowed: another "
+        "name, such as `sample`, or list[Sample]"
+    )
+    (line,) = refusal(get_reward, "", f"{__name__}:measured", {}, 0)
+    assert "its figure 'mean' is no name of a metric" in line
+
+
+def wrong(group: Sample) -> float:
+    return 0.0
+
+
+def measured(sample: Sample) -> Reasoned:
+    return Reasoned(0.5, "half", {"mean": 0.25})
+
+
+measured.figures = ("mean",)  # ty: ignore[unresolved-attribute]
+
+
+def test_figures_are_named_and_finite() -> None:
+    def reward(**figures: Any) -> Callable[[Sample], Reasoned]:
+        return lambda sample: Reasoned(0.5, "half", figures)
+
+    assert score(reward(seen=0.25), figures=("seen", "other")) == [0.5] * 6
+    with pytest.raises(RewardError, match="the figure 'sen', and its attribute `figures` names s"):
+        score(reward(sen=0.25), figures=("seen",))
+    for value in (float("nan"), "x", None):
+        with pytest.raises(RewardError, match="as figure 'seen'; a finite number is wanted"):
+            score(reward(seen=value), figures=("seen",))
+
+
+def test_figures_leave_a_worker() -> None:
+    found = pickle.loads(pickle.dumps(Reasoned(0.5, "half", {"seen": 1})))
+    assert (found, found.reason, found.figures) == (0.5, "half", {"seen": 1})
