@@ -11,8 +11,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that downloads is a bug
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-# What torchrun, srun and sbatch set: the tests that need such variables set them themselves.
-# SLURM_CONF stays: it says where a cluster's settings are, not that this is a job.
+# Variables that torchrun, srun and sbatch set. A test that needs them sets them itself.
+# SLURM_CONF stays: it names the file of the cluster's settings and exists outside of jobs too.
 _LAUNCHER = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?|PET|SKYPILOT)_.*|SLURM_(?!CONF$).*)"
 )
@@ -24,16 +24,17 @@ import pytest  # noqa: E402
 _ALONE = "pytest to be called for tests/gpu alone"
 _TESTS = Path(__file__).resolve().parent
 _GPU_TESTS = _TESTS / "gpu"
-# In the order in which processes of pytest-xdist take their tests. What takes minutes comes first:
-# at the end there are only short tests left, and no process waits for another.
+# The order of the folders for the processes of pytest-xdist. Tests that take minutes come first.
+# Only short tests are left at the end, so no process waits long for another.
 _ORDER = ("vllm", "slurm", "e2e", "docs", "parallel", "cuda_rehearsal", "gpu", "unit")
-# One process has all tests of a file, which share what takes long to set up.
+# In these folders one process runs all tests of a file, because they share a slow setup.
 _BY_FILE = ("parallel", "cuda_rehearsal", "gpu", "unit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs, unless pytest was called for tests/gpu alone: what is tested with four ranks
-    is, on a workstation with fewer GPUs, refused by ranks that have none of their own."""
+    """Hide the GPUs, unless pytest was called for tests/gpu alone.
+
+    Other tests start up to four ranks, and each would ask for a GPU of its own."""
     if not of_gpus_alone(config.args, config.invocation_params.dir):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first asks for a device
 
@@ -45,13 +46,13 @@ def of_gpus_alone(arguments: Sequence[str], folder: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order them for several processes; skip the tests marked `gpu` where there is no GPU."""
-    if getattr(config.option, "loadgroup", False):  # of pytest-xdist, in its processes
+    """Order the tests for several processes; skip those marked `gpu` where there is no GPU."""
+    if getattr(config.option, "loadgroup", False):  # true in the processes of pytest-xdist
         _share_out(items)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
-    import torch  # a second that a run without such tests does not pay
+    import torch  # takes a second, so only if there are such tests
 
     if not torch.cuda.is_available():
         for item in gpu_tests:
@@ -59,8 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """Mark what one process shall have, and put what takes longest first: in each folder that is
-    what shares a server or a run, then what is marked `slow`."""
+    """Mark the tests that one process must run together, and put the longest first.
+
+    In each folder these are the tests that share a server or a run, then those marked `slow`."""
 
     def place(item: pytest.Item) -> tuple[int, bool, bool]:
         folder = item.path.relative_to(_TESTS).parts[0]

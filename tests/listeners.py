@@ -1,4 +1,4 @@
-"""Where processes listen, as Linux tells in /proc/net/tcp and tcp6."""
+"""The addresses on which processes listen, from Linux's /proc/net/tcp and tcp6."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ TEMPLATE = (
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ eos_token -}}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-# What the author of a taskset writes into the scaffold, for what it leaves open.
+# Code that the author of a taskset writes into the gaps of the scaffold.
 _LOAD = """return [
             MySumsTask(MySumsData(prompt=f"{n}+{n + 1}?", answer=str(2 * n + 1)), self.config.task)
             for n in range(self.config.num_tasks)
@@ -40,7 +40,7 @@ def letters(folder: Path) -> Tokenizer:
 
 
 def hangman_words(folder: Path, words: Sequence[str]) -> Path:
-    """A folder for NLTK_DATA with these words as the ones that textarena's games draw from."""
+    """A folder for NLTK_DATA with these words, from which textarena's games choose."""
     corpus = folder / "corpora" / "words"
     corpus.mkdir(parents=True)
     for name in ("en", "en-basic"):

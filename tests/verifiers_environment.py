@@ -27,7 +27,7 @@ def find_verifiers_python() -> Path:
     python, ready = folder / "bin" / "python", folder / "ready"
     cache.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several runs one makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test runs, only one makes it
         if not ready.exists():
             _make(folder, python)
             ready.touch()

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "gspo_megatron"
 STEP: dict[str, tuple[str, ...]] = {
     "self.roll_out": ("responses and their rewards", "RolloutBatch.tokens")
     + ("RolloutBatch.response_lengths", "RolloutBatch.rollout_logprobs", "Scores.shaped"),
-    "self.kept_steps.write": ("keep the inputs (training.dump_batches)",),
+    "self.kept_steps.write": ("keep the inputs (training.keep_step_inputs)",),
     "gather_index": ("what every rank knows of all sequences",)
     + ("StepIndex.response_lengths", "StepIndex.groups", "StepIndex.rewards"),
     "compute_advantages": ("a reward relative to its group", "LossInputs.advantages"),

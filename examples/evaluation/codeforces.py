@@ -1,17 +1,18 @@
-"""CodeForces: problems for the suite of codeforces.yaml, and the rating of its responses.
+"""Make the problems for the suite of codeforces.yaml, and rate the responses to them.
 
     python examples/evaluation/codeforces.py problems FILE ... -o data/evaluation/codeforces.jsonl
     python examples/evaluation/codeforces.py rating EVALUATION.jsonl --standings FOLDER
 
-FILE is of the dataset open-r1/codeforces, EVALUATION.jsonl what `gspo-megatron evaluate` writes.
-FOLDER has, for each contest, what Codeforces' own interface says of it: ID.standings.json
+FILE is a file of the dataset open-r1/codeforces. `gspo-megatron evaluate` writes EVALUATION.jsonl.
+FOLDER has two answers of Codeforces' web interface for each contest: ID.standings.json
 (contest.standings) and ID.ratings.json (contest.ratingChanges).
 
-The rating is an estimate (CodeElo, arXiv 2501.01257): the mean over contests of the rating R of
-which the Elo formula expects the place of the model's score, 1 + Σ_i 1 / (1 + 10^((R − R_i) / 400))
-over the participants i. Nobody competed, and times of submission are unknown: arXiv 2602.05891
-finds that the order of submissions moves it by 394 points, and the choice of contests by 1,122. The
-interval covers the latter only.
+The rating is an estimate (CodeElo, arXiv 2501.01257): a rating for each contest, then their
+mean. A participant of rating R is expected on place 1 + Σ_i 1 / (1 + 10^((R − R_i) / 400)), with
+the other participants i. The rating of a contest is the R whose expected place is the place that
+the model's score would have had. The model did not really compete, so times of submission are
+unknown. arXiv 2602.05891 finds that the order of submissions moves the rating by 394 points, and
+the choice of contests by 1,122. The interval covers the choice of contests only.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def row(start: int, addend: int) -> dict[str, str]:
 
 
 def careless_row(start: int, addend: int, source: random.Random) -> dict[str, str]:
-    """The same with mistakes, each of which the next number goes on from."""
+    """The same with mistakes. The number after a mistake continues from the wrong number."""
     right = row(start, addend)
     numbers, text = [], right["prompt"][:WIDTH]
     for _ in range(NUMBERS):

@@ -46,7 +46,8 @@ for seed in 1 2 3; do
 done
 run gradients --length 512 --updates 1 4 16
 run frontier --axes "${axes[@]}"
-# what replay costs where nothing needs it, and between the edges of an arm that has none
+# two more sweeps of the learning rate: what replay costs where no arm needs it, and the arm
+# "tight clip" at values between those of the first sweep
 run frontier --axes "learning rate" --arms gspo grpo gspo+r2 grpo+r2 --values 2.8e-4 4e-4
 run frontier --axes "learning rate" --arms "grpo, tight clip" --values 4e-4
 run draw

@@ -3,9 +3,9 @@
 PYTHON vllm_sample.py FOLDER --dtype bfloat16 --max-tokens 260
 
 Orders come as JSON lines on the standard input: {"weights": FOLDER} loads new weights, {"requests":
-FILE, "responses": FILE, ...} draws. A line on the standard output tells that the engine is there,
-and one that an order is done, with the seconds of the processor so far. vLLM's own messages go to
-the standard error.
+FILE, "responses": FILE, ...} draws. It writes a line to the standard output when the engine is
+ready, and one after each order, with the processor seconds so far. vLLM's own messages go to the
+standard error.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def start(arguments: argparse.Namespace) -> LLM:
         dtype=arguments.dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=False,  # it would survive new weights
+        enable_prefix_caching=False,  # a cache of old weights would be used with new ones
         # on a CPU the generator of a request cannot be reset after half a prompt
         enable_chunked_prefill=False,
         enable_return_routed_experts=True,

@@ -21,7 +21,7 @@ from gspo_megatron.checkpoint.folder import (
     remove_leftovers,
     set_latest,
 )
-from gspo_megatron.checkpoint.lineage import Branch, read_branch
+from gspo_megatron.checkpoint.lineage import RunBranch, read_branch
 from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
 from gspo_megatron.checkpoint.resume import conclude, refuse_damage
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
@@ -95,7 +95,7 @@ def _refuse_other_files(folder: Path) -> None:
         raise UserError(problem("logging.dir", str(folder), wrong))
 
 
-def _branch_of(run: Path, step: int) -> Branch:
+def _branch_of(run: Path, step: int) -> RunBranch:
     """Return the record of a new branch. Raises UserError if there is no such checkpoint."""
     found = [p for p in positions(run / CHECKPOINTS) if p.phase == PHASES[-1] and not p.rolled_out]
     if not found:
@@ -113,10 +113,10 @@ def _branch_of(run: Path, step: int) -> Branch:
         raise DataError(f"{path}: not the configuration of a run")
     above = read_branch(run)
     lineage = [] if above is None else [{"run": above.run, "step": above.step}, *above.lineage]
-    return Branch(str(run.resolve()), step, chosen[0].name, config, lineage)
+    return RunBranch(str(run.resolve()), step, chosen[0].name, config, lineage)
 
 
-def _make(branch: Branch, source: Path, folder: Path) -> None:
+def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     """Fill the folder of a branch. Raises OSError and DataError."""
     run, checkpoints = Path(branch.run), folder / CHECKPOINTS
     make_folder(checkpoints)

@@ -110,7 +110,12 @@ def any_to_hf(
     if lora_of(read_model(folder), folder) is None:
         if as_peft:
             raise DataError(f"{folder}: holds a whole model and no adapters; leave --adapter out")
+        if base is not None:
+            wrong = f"{folder} holds a whole model and no adapters; leave --base out"
+            raise DataError(f"--base {base}: {wrong}")
         return megatron_to_hf(source, destination, dtype=dtype, shard=shard)
+    if as_peft and base is not None:
+        raise DataError(f"--base {base}: nothing reads it with --adapter; leave one of them out")
     adapters: list[Adapters] = []
     with shard.barrier():
         if shard.is_main:

@@ -12,14 +12,14 @@ from gspo_megatron.observe.history import BRANCH_FILE
 
 
 @dataclass(frozen=True)
-class Branch:
+class RunBranch:
     """A run that continues a checkpoint of another run in a folder of its own."""
 
     run: str  # the absolute path of the run that it comes from
     step: int  # finished steps of RL at that point
     checkpoint: str  # the checkpoint's name, in both runs
-    config: dict[str, Any]  # of the checkpoint: all sections
-    # of the runs above that one, the nearest first: run and step
+    config: dict[str, Any]  # the checkpoint's configuration, with all sections
+    # If that run is itself a branch: the runs and steps that it comes from, nearest first.
     lineage: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class Branch:
         write_atomically(folder / BRANCH_FILE, text.encode())
 
 
-def read_branch(folder: Path) -> Branch | None:
+def read_branch(folder: Path) -> RunBranch | None:
     """Return the record in a run folder, or None if the run is no branch. Raises DataError if it is
     damaged."""
-    return read_record(folder / BRANCH_FILE, Branch, "a branch")
+    return read_record(folder / BRANCH_FILE, RunBranch, "a branch")

@@ -1,9 +1,9 @@
 """The record of a run's rollbacks, beside its checkpoints.
 
-A rollback happens at one moment: when the record gets its new contents, by a rename. A run that is
-killed before it resumes from its newest checkpoint, and comes to the same rollback again. After it
-the checkpoints in `undone` do not count: `folder.positions` leaves them out, and the next start of
-the run removes those that are still there.
+A rollback happens at one moment: when the record gets its new contents, by a rename. If a run is
+killed before that moment, it resumes from its newest checkpoint and comes to the same rollback
+again. After that moment the checkpoints in `undone` do not count: `folder.positions` leaves them
+out, and the next start of the run removes those that are still there.
 """
 
 from __future__ import annotations

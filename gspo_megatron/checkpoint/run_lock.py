@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-# Variables that a scheduler sets to one value in all starts of a job, and what they name.
+# Variables that a scheduler sets to one value in all starts of a job, what they name, and the
+# variable that counts these starts, if there is one.
 _JOBS = {
-    "SLURM_JOB_ID": "Slurm job",
-    "GSPO_JOB": "job",  # of deploy/kubernetes
-    "SKYPILOT_TASK_ID": "SkyPilot task",
+    "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
+    "GSPO_JOB": ("job", None),  # of deploy/kubernetes
+    "SKYPILOT_TASK_ID": ("SkyPilot task", None),
 }
+_RESTART = "restart"
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
 _TRIES = 100  # if other runs rename the folder meanwhile
 
@@ -36,7 +39,8 @@ class RunLock:
 
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
-        for minutes. The same job, when it is started again, may therefore enter without the lock.
+        for minutes. The same job, when it is started again, may therefore enter without the lock;
+        another step of the Slurm job that holds it may not.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -64,8 +68,7 @@ class RunLock:
             with suppress(*WRONG_VALUES):  # the other run may not have written its name yet
                 holder = dict(parse_json(os.read(file, 1000)))
             os.close(file)
-            mine = _this_process()
-            if any(job in holder and holder[job] == mine.get(job) for job in _JOBS.values()):
+            if _is_later_start(_this_process(), holder):
                 return True
             name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
@@ -126,7 +129,21 @@ def _lock(file: int) -> None:
 
 def _this_process() -> dict[str, str]:
     names = {"host": socket.gethostname(), "process": str(os.getpid())}
-    for variable, job in _JOBS.items():
-        if os.environ.get(variable):
-            return names | {job: os.environ[variable]}
+    for variable, (job, restart) in _JOBS.items():
+        if value := os.environ.get(variable):
+            counted = {} if restart is None else {_RESTART: os.environ.get(restart, "0")}
+            return names | {job: value} | counted
     return names
+
+
+def _is_later_start(process: Mapping[str, str], holder: Mapping[str, str]) -> bool:
+    """Return whether a process is of a later start of the job that has the lock: then the scheduler
+    has ended the earlier start. Where it does not count them, any start of the job is a later
+    one."""
+    for job, restart in _JOBS.values():
+        if job in holder and holder[job] == process.get(job):
+            now, before = (each.get(_RESTART, "0") for each in (process, holder))
+            return restart is None or (
+                now.isdecimal() and before.isdecimal() and int(now) > int(before)
+            )
+    return False

@@ -138,13 +138,13 @@ def count_restart(
             count = int(before["restarts_without_progress"]) + 1
     now = {"job": job.number, "position": position, "restarts_without_progress": count}
     write_atomically(path, (json.dumps(now) + "\n").encode())
-    allowed = config.training.idle_restarts
+    allowed = config.training.max_restarts_without_progress
     if count > allowed:
         where = "before its first checkpoint" if position is None else f"at {position}"
         raise UserError(
             f"{run_folder(config)}: restarted {count} times {where} without progress, of "
-            f"training.idle_restarts = {allowed} that are allowed; the log of the job says why it "
-            "ended each time. Submit it again to continue"
+            f"training.max_restarts_without_progress = {allowed} that are allowed; the log of "
+            "the job says why it ended each time. Submit it again to continue"
         )
 
 

@@ -56,10 +56,10 @@ def add_parser(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="VARIANT",
-        help=f"names of the variants to train (default: {usual}, and the same of the "
-        "configuration's own objective; gspo_token instead of gspo where turns may have rewards). "
-        "A .yaml file among them defines "
-        "other variants: a mapping from names to mappings from section.key to a value",
+        help=f"names of the variants to train (default: {usual}; if the configuration has another "
+        "objective, also that one in the same ways; gspo_token instead of gspo where turns may "
+        "have rewards). A .yaml file among them defines other variants: a mapping from names to "
+        "mappings from section.key to a value",
     )
     parser.add_argument(
         "--seeds",

@@ -109,6 +109,9 @@ def run_import(arguments: argparse.Namespace) -> int:
     options = {"dtype": _dtype(arguments), "ignore_custom_code": arguments.ignore_custom_code}
     if (source / PEFT_CONFIG).exists():
         peft_to_megatron(source, destination, base=_base(arguments), **options)
+    elif arguments.base is not None:
+        wrong = f"{source} holds a whole model and no adapters; leave --base out"
+        raise UserError(f"--base {arguments.base}: {wrong}")
     else:
         hf_to_megatron(source, destination, **options)
     print(f"{arguments.destination}: written from {arguments.source}")

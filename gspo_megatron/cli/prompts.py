@@ -1,5 +1,5 @@
-"""`gspo-megatron prompts`: tells how a run's policy does on each of its prompts, and writes a file
-of those to go on with."""
+"""`gspo-megatron prompts`: show how a run's policy does on each of its prompts, and write a file of
+the prompts that are still useful."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _print_rates(figures: dict[str, PromptFigures]) -> None:
 
 
 def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: int) -> None:
-    """Print the hardest prompts, and those of which all or no responses are solved in all draws."""
+    """Print the hardest prompts, and those whose responses were always or never solved."""
     known = [(each.pass_rate, -each.draws, names[key], each) for key, each in figures.items()]
     known = sorted((each for each in known if each[3].responses), key=lambda each: each[:3])
     lists = {

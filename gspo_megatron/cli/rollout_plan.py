@@ -12,7 +12,7 @@ from gspo_megatron.cli.arguments import number, positive
 from gspo_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from gspo_megatron.estimate.rollout_plan import Outcome
+    from gspo_megatron.estimate.rollout_plan import StepFigures
 
 _SLOTS = 256  # if rollout.vllm.options has no max_num_seqs
 _above_0 = partial(number, wanted="a number above 0", least=1e-9)
@@ -113,21 +113,25 @@ def run(arguments: argparse.Namespace) -> int:
         for bound in arguments.staleness or range(5)
     ]
     responses = config.rollout.prompts_per_step * config.rollout.group_size
-    draws = plan.STEPS + max(each.max_staleness for each in settings)
+    bounds = {each.max_staleness for each in settings}
+    draws = max(plan.steps_of(bound)[0] + bound for bound in bounds)
+    most, first = max(map(plan.steps_of, bounds))  # with the largest bounds, a few steps more
+    steps = f"{plan.STEPS}{f' to {most}' * (most > plan.STEPS)}"
+    warm_up = f"{plan.WARM_UP}{f' to {first}' * (first > plan.WARM_UP)}"
     lengths = plan.log_normal_lengths(
         *arguments.lengths, config.rollout.max_response_tokens, (draws, responses)
     )
-    server = plan.Server(arguments.sequence_speed, arguments.server_speed, slots)
+    server = plan.ServerSpeed(arguments.sequence_speed, arguments.server_speed, slots)
     outcomes = [plan.outcome(lengths, server, setting) for setting in settings]
     print(
         f"{responses:,} responses a step, {lengths.mean():,.0f} tokens on average; at most {slots} "
-        f"at a time on a server; {plan.STEPS} steps, the first {plan.WARM_UP} do not count"
+        f"at a time on a server; {steps} steps, the first {warm_up} do not count"
     )
     _show(outcomes, plan.best(outcomes))
     return 0
 
 
-def _show(outcomes: Sequence[Outcome], chosen: Outcome) -> None:
+def _show(outcomes: Sequence[StepFigures], chosen: StepFigures) -> None:
     """Print the table, and the best setting as name=value pairs for scripts."""
     from gspo_megatron.cli.check_tables import console, new_table
 

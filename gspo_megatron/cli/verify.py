@@ -68,7 +68,8 @@ def add_parser(commands: Commands) -> None:
         type=positive,
         metavar="N",
         help="compute step N of the run again, from the inputs that the run has kept of it "
-        "(training.dump_batches), instead of random sequences; prints its loss beside the run's",
+        "(training.keep_step_inputs), instead of random sequences; prints its loss beside the "
+        "run's",
     )
     parser.add_argument(
         "--checkpoint",

@@ -28,26 +28,36 @@ _OUTPUTS = {"logging": ("dir",), "export": ("hf_path",)}
 _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 
 
-def with_paths_beside(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the sections of a configuration file; paths that exist only beside it lead there."""
+def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") -> dict[str, Any]:
+    """Return the sections of a configuration file; paths that exist only beside it lead there.
+    above: the key that the sections are part of, for messages."""
     found = dict(values)
     for section, given in values.items():
         if isinstance(given, Mapping):
             keys = _PATHS.get(str(section), ())
             found[section] = {
-                key: _of_key(f"{section}.{key}", value, file) if key in keys else value
+                key: _of_key(f"{above}{section}.{key}", value, file) if key in keys else value
                 for key, value in given.items()
             }
-            _find_modules(section, given, file)
+            _find_modules(f"{above}{section}", given, file)
     objective = found.get("objective")
     inner = objective.get("distillation") if isinstance(objective, Mapping) else None
     if isinstance(inner, Mapping):
-        inner = _teachers_beside(inner, file, "objective.distillation.")
+        inner = _teachers_beside(inner, file, f"{above}objective.distillation.")
         found["objective"] = {**found["objective"], "distillation": inner}
     evaluation = found.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
-        suites = suites_beside(evaluation["suites"], file, "evaluation.suites.")
+        suites = suites_beside(evaluation["suites"], file, f"{above}evaluation.suites.")
         found["evaluation"] = {**evaluation, "suites": suites}
+    training = found.get("training")
+    if isinstance(training, Mapping) and isinstance(training.get("phases"), list):
+        phases = [
+            with_paths_beside(each, file, f"{above}training.phases[{number}].")
+            if isinstance(each, Mapping)
+            else each
+            for number, each in enumerate(training["phases"])
+        ]
+        found["training"] = {**training, "phases": phases}
     return found
 
 
@@ -117,7 +127,7 @@ def _of_path(key: str, value: Any, file: Path) -> Any:
     beside = file.parent / value
     if _is_there(Path(value)) or not _is_there(beside):
         return value
-    _tell(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
+    tell_once(f"{key} = {value}: not in {os.getcwd()}; read beside {file}: {beside}")
     return str(beside)
 
 
@@ -133,7 +143,9 @@ def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
         folder = str(file.parent.resolve())
         known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
         os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
-        _tell(f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}")
+        tell_once(
+            f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}"
+        )
 
 
 def _has_module(folder: Path, name: str) -> bool:
@@ -148,7 +160,7 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _tell(text: str) -> None:
+def tell_once(text: str) -> None:
     """Print a message once in a run, by the first rank or by the process that starts the ranks.
 
     The ranks inherit the list of printed messages from that process.

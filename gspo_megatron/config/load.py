@@ -17,6 +17,7 @@ from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
+from gspo_megatron.config.renamed import RENAMED, warn_of_old_names, with_new_names
 from gspo_megatron.config.schema import Config, EvaluationSection, RunConfig
 from gspo_megatron.config.section import NAME, key_above, keys_of
 from gspo_megatron.config.stages import AnyConfig, FineTuningConfig, PretrainingConfig, StageConfig
@@ -38,7 +39,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: Any = C
     problem of file, overrides and schema; `check_config` checks several keys together.
     """
     path = Path(path)
-    return parse_config(read_mapping(path, overrides), overrides, path.stem, schema)
+    values = read_mapping(path, overrides)
+    warn_of_old_names(values, overrides)
+    return parse_config(values, overrides, path.stem, schema)
 
 
 @overload
@@ -154,15 +157,16 @@ def apply_overrides(
     values: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of `values` with the overrides applied in order, and the problems of overrides.
+    Keys get their new names (config/renamed.py).
 
     An override is split at its first "="; its value is YAML: `training.steps=10`,
     `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null.
     """
-    result = copy.deepcopy(dict(values))
-    problems: list[str] = []
+    result, problems = with_new_names(copy.deepcopy(dict(values)))
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        parts = dotted.strip().split(".")
+        dotted = dotted.strip()
+        parts = RENAMED.get(dotted, dotted).split(".")
         if not equals or len(parts) < 2 or not all(parts):
             problems.append(f"override {override!r}: not of the form section.key=value")
             continue
@@ -183,7 +187,8 @@ def apply_overrides(
             node = child
         else:
             node[key] = value
-    return result, problems
+    result, wrong = with_new_names(result)  # of overrides that set a whole section
+    return result, problems + wrong
 
 
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -356,6 +361,7 @@ def load_any_config(
     """
     path = Path(path)
     values = read_mapping(path, overrides)
+    warn_of_old_names(values, overrides)
     if stage is None:
         given, problems = apply_overrides(values, overrides)
         try:

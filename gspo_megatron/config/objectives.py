@@ -201,7 +201,7 @@ _Bound = Annotated[float, Field(gt=0)]
 
 # A part or number that is null has the value of the named objective.
 class ObjectiveSection(Section):
-    """What is maximised: an objective by name, each part and number of which can be replaced."""
+    """What is maximised: an objective. Each of its parts and numbers can be replaced."""
 
     name: Literal[tuple(RECIPES)] = shapes("gspo", "the objective; see docs/objectives.md")  # ty: ignore[invalid-type-form]
     import_path: ImportPath | None = key(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_megatron.config.phases import may_change
+from gspo_megatron.config.renamed import with_new_names
 from gspo_megatron.config.schema import Config
 from gspo_megatron.config.section import key_above, keys_of, resume_of
 from gspo_megatron.config.stages import AnyConfig
@@ -52,6 +53,7 @@ def find_changes(
     or the file of a function, has the same contents as then; without keys that do not name a file
     in both configurations.
     """
+    before, _ = with_new_names(before)
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
     keys, changes = keys_of(type(config)), Changes()
     for key in sorted({*then, *now, *same_contents}):

@@ -364,8 +364,9 @@ class RunSection(Section):
         "a run in a Slurm job is saved and stops when less time is left than this plus the longest "
         "step so far",
     )
-    idle_restarts: NotNegative = harmless(
-        3, "restarts of a Slurm job at the same point of the run; one more ends the job"
+    max_restarts_without_progress: NotNegative = harmless(
+        3,
+        "largest number of restarts of a Slurm job at the same point of the run; one more ends it",
     )
 
 
@@ -377,8 +378,10 @@ class TrainingSection(RunSection, CollapseKeys):
     )
     packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
-    dump_batches: NotNegative = harmless(
-        0, "last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: none"
+    keep_step_inputs: NotNegative = harmless(
+        0,
+        "number of last steps whose inputs stay in the run folder, for `verify RUN --step N`; 0: "
+        "none",
     )
     phases: list[Phase] = harmless([], PHASES)
 
@@ -392,7 +395,7 @@ class WindowSection(Section):
 
 
 class SuiteSection(Section):
-    """Problems, how responses to them are drawn, and how these are judged."""
+    """Problems, how responses to them are generated, and how these are judged."""
 
     prompts: HubPaths = harmless(
         ...,

@@ -46,10 +46,11 @@ class VllmSection(Section):
     restarts: NotNegative = harmless(
         3, "largest number of restarts of each server, and of the rollout service"
     )
-    update_seconds: Positive = harmless(
-        600, "time limit for a server's start and for new weights; then it is restarted"
+    weight_update_timeout_seconds: Positive = harmless(
+        600,
+        "time limit for the start of a server, and for loading new weights; then it is restarted",
     )
-    silence_seconds: Positive = harmless(
+    stall_timeout_seconds: Positive = harmless(
         120, "time limit without an answer or a new token; then the server is restarted"
     )
 

@@ -17,13 +17,13 @@ from statistics import NormalDist
 import numpy as np
 
 WARM_UP = 10  # the first steps do not count: at the start nothing is in flight
-# Simulated steps. Steps may come in bunches of max_staleness + 1, which divides 60.
-STEPS = WARM_UP + 60
+_COUNTED = 60  # steps after it, at least
+STEPS = WARM_UP + _COUNTED  # simulated steps, at least
 _AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSpeed:
     """The speed of a server.
 
     A forward pass generates one token of each response. Its time grows linearly with the number of
@@ -50,8 +50,17 @@ class Setting:
     update_seconds: float  # the weight update
 
 
+def steps_of(max_staleness: int) -> tuple[int, int]:
+    """Return how many steps to simulate, and how many of them do not count.
+
+    Steps may come in bunches of max_staleness + 1, so whole bunches count, after at least one."""
+    bunch = max_staleness + 1
+    warm_up = max(WARM_UP, bunch)
+    return warm_up + bunch * math.ceil(_COUNTED / bunch), warm_up
+
+
 @dataclass(frozen=True)
-class Outcome:
+class StepFigures:
     """The figures of a setting's steps after the warm-up."""
 
     setting: Setting
@@ -68,7 +77,7 @@ class _Servers:
     Each server has a clock that counts tokens: the length of a response that has run there since
     the start. So every response ends at a clock value that is known when it starts."""
 
-    def __init__(self, lengths: np.ndarray, servers: int, server: Server) -> None:
+    def __init__(self, lengths: np.ndarray, servers: int, server: ServerSpeed) -> None:
         self.slots, self.token_seconds = server.slots, server.token_seconds()
         self.per_draw = lengths.shape[1]
         self.lengths: list[float] = lengths.ravel().tolist()
@@ -141,7 +150,7 @@ class _Servers:
 
 
 def simulate(
-    lengths: np.ndarray, server: Server, setting: Setting, steps: int
+    lengths: np.ndarray, server: ServerSpeed, setting: Setting, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Simulate steps 1 to `steps`.
 
@@ -168,28 +177,29 @@ def simulate(
     return np.array(times), np.array(tokens)
 
 
-def outcome(lengths: np.ndarray, server: Server, setting: Setting) -> Outcome:
-    """Return the figures of the simulated steps after the first WARM_UP."""
-    times, tokens = simulate(lengths[: STEPS + setting.max_staleness], server, setting, STEPS)
+def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepFigures:
+    """Return the figures of the simulated steps after the warm-up, see `steps_of`."""
+    steps, first = steps_of(setting.max_staleness)
+    times, tokens = simulate(lengths[: steps + setting.max_staleness], server, setting, steps)
     starts, _, ends = times.T
-    seconds = ends[-1] - ends[WARM_UP - 1]
-    waits = starts[WARM_UP:] - ends[WARM_UP - 1 : -1]
-    # [STEPS, STEPS - WARM_UP], by version and draw, from 0. Draw d is trained on version d.
-    tokens = np.maximum(tokens[:, WARM_UP:STEPS], 0.0)
-    draws, versions = np.arange(WARM_UP, STEPS), np.arange(STEPS)[:, None]
+    seconds = ends[-1] - ends[first - 1]
+    waits = starts[first:] - ends[first - 1 : -1]
+    # [steps, steps - first], by version and draw, from 0. Draw d is trained on version d.
+    tokens = np.maximum(tokens[:, first:steps], 0.0)
+    draws, versions = np.arange(first, steps), np.arange(steps)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
     most = setting.servers * server.slots / server.token_seconds()[-1]
-    return Outcome(
+    return StepFigures(
         setting=setting,
-        step_seconds=float(seconds / (STEPS - WARM_UP)),
+        step_seconds=float(seconds / (steps - first)),
         trainer_idle=float(waits.sum() / seconds),
-        servers_load=float(lengths[WARM_UP:STEPS].sum() / seconds / most),
+        servers_load=float(lengths[first:steps].sum() / seconds / most),
         staleness_mean=float((tokens * staleness).sum() / tokens.sum()),
         staleness_max=int(staleness.max()),
     )
 
 
-def best(outcomes: Sequence[Outcome]) -> Outcome:
+def best(outcomes: Sequence[StepFigures]) -> StepFigures:
     """Return the best outcome: among those within 2% of the fastest step, the one with the least
     staleness, then with the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)

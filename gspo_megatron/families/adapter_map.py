@@ -60,7 +60,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A Megatron weight with adapters. Each expert's weight is one by itself."""
+    """A Megatron weight with adapters. Each expert has an `Adapted` of its own."""
 
     owner: str  # the adapters' module, such as decoder.layers.0.self_attention.linear_qkv_lora
     index: str  # the expert's number, such as [3]; empty for other weights

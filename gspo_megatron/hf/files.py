@@ -51,7 +51,7 @@ FP4_BLOCK = 32
 
 _PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 32 << 20  # after reading so many bytes of mapped files, their pages are released
+_MAPPED_BYTES = 32 << 20  # the pages of mapped files are released after so many bytes
 
 
 class FileTensor(NamedTuple):

@@ -275,7 +275,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
 
 
 def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str) -> list[_File]:
-    """The files: tensors in their order, as many in a file as fit."""
+    """The files that will be written: tensors in their order, and as many in a file as fit."""
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
     for name, planned in tensors.items():

@@ -92,7 +92,7 @@ class KeyValueCache:
         self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
         # the results of `_slots_of`, by the numbers of heads and places
         self._slots: dict[tuple[int, int], Tensor] = {}
-        self._parts: list[Part] = []
+        self._parts: list[RowGroup] = []
 
     def start_prefill(self, length: int, lengths: Tensor | None = None) -> PromptStates:
         """Let the next forward pass compute the first `length` tokens of prompts, apart from the
@@ -173,10 +173,10 @@ class KeyValueCache:
         self._positions = positions
         self._slots = {}
         fewest = min(FEWEST_KEYS, self._max_length) if faster.applies_to(positions) else 1
-        self._parts = [Part(None, _mask(positions, max(spans.others, fewest)))]
+        self._parts = [RowGroup(None, _mask(positions, max(spans.others, fewest)))]
         if spans.long_rows:
             length = max(spans.longest, fewest)
-            self._parts.append(Part(long_rows, _mask(positions[long_rows], length)))
+            self._parts.append(RowGroup(long_rows, _mask(positions[long_rows], length)))
         self.cos = self._cos[positions, 0].unsqueeze(0)  # [1, sequences, 1, dim]
         self.sin = self._sin[positions, 0].unsqueeze(0)
         self.angles = self._frequencies[positions, 0].unsqueeze(0)
@@ -262,7 +262,7 @@ class KeyValueCache:
 
 
 @dataclass
-class Part:
+class RowGroup:
     """Rows of the batch that see the same number of keys."""
 
     rows: Tensor | None  # None: all

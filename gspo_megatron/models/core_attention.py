@@ -202,7 +202,7 @@ def attend_causally(
     they are not None. positions: the queries' positions, if they differ from the keys'."""
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
-    if query.is_meta:  # memory is estimated: as much as a fused kernel on a GPU takes
+    if query.is_meta:  # memory is estimated: this needs as much as a fused kernel on a GPU
         everything = (slice(0, length), slice(0, key.shape[2]))
         positions = Positions(of_queries, None, [everything], window)
     else:

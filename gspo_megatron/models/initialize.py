@@ -41,7 +41,7 @@ def initialize_weights(
     )
     for shard in shards:
         if any(part in shard.name for part in _ZEROS):
-            shard.data.zero_()  # a router's bias holds whatever was in memory
+            shard.data.zero_()  # a router's bias may hold any values from before
             continue
         is_decay = shard.name.endswith(_DECAY)
         if shard.data.dim() < 2 and not is_decay:

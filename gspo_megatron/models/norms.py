@@ -48,9 +48,9 @@ class TorchNorm(torch.nn.Module):
             shape = (hidden.shape[-1],)
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
-        # Passes with and without gradients use the same function, so that they agree bit for bit;
-        # decoding (inference mode) need not. On the meta device, where memory is estimated, the
-        # function stands for the norm of a GPU, which keeps as much.
+        # Passes with and without gradients use the same function, so that they agree bit for bit.
+        # Decoding (inference mode) need not. On the meta device, where memory is estimated, this
+        # function stands for a GPU's norm, which keeps the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
         if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)

@@ -113,7 +113,7 @@ def has_yarn(config: TransformerConfig) -> bool:
 
 
 def leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
-    """An initialisation method that draws nothing."""
+    """An initialisation method that changes nothing."""
     return weight
 
 

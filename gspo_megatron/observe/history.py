@@ -1,5 +1,5 @@
 """What happened to a run before its last steps: where it branched off, and its rollbacks. The
-report tells it."""
+report shows it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError, UserError, problem
 from gspo_megatron.files import make_folder
 from gspo_megatron.types import Sample
 
@@ -111,8 +111,13 @@ def phase_of(record: Mapping[str, Any]) -> str:
 
 
 def position_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """Return a key that sorts the records of a run by the progress of training."""
-    return (_PHASES.index(phase_of(record)), record["step"])
+    """Return a key that sorts the records of a run by the progress of training. Raises DataError
+    for a phase that no run has."""
+    phase = phase_of(record)
+    if phase not in _PHASES:
+        wrong = f"not a phase of training; allowed: {', '.join(_PHASES)}"
+        raise DataError(problem("phase", phase, wrong))
+    return (_PHASES.index(phase), record["step"])
 
 
 def series(
@@ -171,13 +176,16 @@ class JsonLinesWriter(AbstractContextManager):
         """Drop all records after `step` of `phase`, so that the run can continue from there.
 
         Keeps earlier phases and drops later ones. Replaces the file atomically: after a crash,
-        either the old file or the new one is there. Raises DataError (file:line) and changes
-        nothing if the file has a damaged line.
+        either the old file or the new one is there. Raises DataError and changes nothing if the
+        file has a damaged line (file:line), or a record of an unknown phase.
         """
         position = position_of({"phase": phase, "step": step})
         records = read_json_lines(self.path)
+        try:
+            kept = [record for record in records if position_of(record) <= position]
+        except DataError as error:
+            raise DataError(f"{self.path}: {error}") from error
         self._file.close()
-        kept = [record for record in records if position_of(record) <= position]
         with self._refusals():
             if len(kept) < len(records):
                 partial = self.path.with_name(self.path.name + ".partial")

@@ -78,8 +78,9 @@ class RunLogger:
     def begin_phase(
         self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
     ) -> None:
-        """Write down that the run goes on after `step` with the values of `phase`: those of `run`
-        but for `changed`, a line a key. Without changes: the run was resumed within a phase."""
+        """Write down that the run goes on after `step` with the values of `phase`. These are the
+        values of `run`, except for `changed`, which has a line for each key. Without changes, the
+        run was resumed within a phase."""
         if not self.is_main:
             return
         self.write_config(run)

@@ -254,7 +254,7 @@ def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, 
             for line in lines:
                 if not isinstance(line["step"], int):
                     raise ValueError(line["step"])
-                position_of(line)  # raises if the phase is unknown
+                position_of(line)  # raises DataError if the phase is unknown
             if lines:
                 return dict.fromkeys(names, NOTHING) | {line["tracker"]: line for line in lines}
         have_all = list(names)

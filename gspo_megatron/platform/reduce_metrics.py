@@ -22,7 +22,7 @@ from gspo_megatron.platform.devices import count_values
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 # Bins of the log ratio: logarithmic from 1e-9 to 40 on both sides of 0, and one bin for smaller
-# values. 64 bins a decade keep a quantile within 3.7% of the deviation from 1 that it describes.
+# values. With 64 bins a decade, the deviation of a quantile from 1 has an error below 3.7%.
 # Counts add up exactly over ranks.
 _SIZES = 10.0 ** torch.arange(-9.0, 1.602, 1 / 64, dtype=torch.float64)
 _EDGES = torch.cat([-_SIZES.flip(0), _SIZES])

@@ -291,13 +291,13 @@ class _Sandbox:
         return self.failure()
 
 
-def _memory_group(limits: Limits) -> sandbox_memory.Group | None:
+def _memory_group(limits: Limits) -> sandbox_memory.Cgroup | None:
     """Make a memory cgroup, or return None if the machine allows none. Raises SandboxError."""
     if (place := sandbox_memory.place()) is None:
         return None
     megabytes = limits.memory_mb + limits.disk_mb + _OVERHEAD_MB
     try:
-        return sandbox_memory.Group(place, megabytes << 20)
+        return sandbox_memory.Cgroup(place, megabytes << 20)
     except OSError as error:
         raise SandboxError(f"no memory cgroup in {place.folder}: {error}") from error
 
@@ -397,7 +397,7 @@ def _start(
     words: Sequence[str],
     inherited: Sequence[int],
     stdin: int,
-    group: sandbox_memory.Group | None,
+    group: sandbox_memory.Cgroup | None,
 ) -> subprocess.Popen[bytes]:
     """Start bwrap. Raises SandboxError."""
     program = find_bubblewrap()

@@ -35,7 +35,7 @@ class Place:
     folder: Path
 
 
-class Group:
+class Cgroup:
     """One cgroup. It is gone after `close`."""
 
     def __init__(self, place: Place, limit_bytes: int) -> None:
@@ -157,7 +157,7 @@ def _sweep(folder: Path) -> None:
 
 def _works(candidate: Place) -> bool:
     try:
-        group = Group(candidate, 1 << 26)
+        group = Cgroup(candidate, 1 << 26)
     except OSError:
         return False
     try:

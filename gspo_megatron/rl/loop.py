@@ -301,8 +301,8 @@ class ReinforcementLoop:
         )
 
     def _draw_number(self, step: int) -> int:
-        """The step's number for its random numbers, another one after each rollback: the samples of
-        a collapse are not drawn again."""
+        """The step's number for its random numbers. After a rollback it is another one, so that the
+        samples of a collapse are not generated again."""
         return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import torch
 
@@ -52,14 +53,19 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
             session.tell_finished()
             return True
         session.begin()
-        while True:
-            done, following = _train_phase(config, parts, session)
-            if following is None:
-                return done
-            # A phase begins as a resumed run does, so it is the same whether the run went on by
-            # itself, or was stopped and changed.
-            tear_down_model_parallel()
-            session.start = following
+        kept = None
+        try:
+            while True:
+                done, following, kept = _train_phase(config, parts, session, kept)
+                if following is None:
+                    return done
+                # A phase begins as a resumed run does, so it is the same whether the run went on
+                # by itself, or was stopped and changed. Only servers go on.
+                tear_down_model_parallel()
+                session.start = following
+        finally:
+            if kept is not None:  # the next phase has not begun
+                kept.close()
 
 
 def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
@@ -70,15 +76,20 @@ def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
 
 
 def _train_phase(
-    config: Config, parts: tuple[Inputs, Reward, Objective] | None, session: Session
-) -> tuple[bool, Start | None]:
-    """Train to the end of the phase, or of a run without phases, or to a rollback. Returns False if
-    the run was stopped, and the start of what follows, if anything does. `parts` None: read the
-    phase's own inputs, reward and objective."""
+    config: Config,
+    parts: tuple[Inputs, Reward, Objective] | None,
+    session: Session,
+    kept: Any,
+) -> tuple[bool, Start | None, Any]:
+    """Train to the end of the phase, or of a run without phases, or to a rollback. `parts` None:
+    read the phase's own inputs, reward and objective. `kept`: see `RolloutSource.hand_over`.
+
+    Returns False if the run was stopped; the start of what follows, if anything does; and what the
+    source of the next phase goes on with."""
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
     end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
-    run = assemble(of_phase, *(parts or read_parts(of_phase)), start, session.stop)
+    run = assemble(of_phase, *(parts or read_parts(of_phase)), start, session.stop, kept)
     with closing(run.logger), closing(run.collector):
         changed = start.changed or differences(at_step(config, step), of_phase)
         if config.training.phases or changed:
@@ -88,13 +99,14 @@ def _train_phase(
         loop = lambda: ReinforcementLoop(run).run()  # noqa: E731 (built inside `train`)
         done = session.train(loop, run.policy, run.checkpoints.close, run.logger)
         if not done:
-            return False, None
+            return False, None, None
         if (back := run.checkpoints.back) is not None:
-            return True, on_main(lambda: conclude(config, back, {}, change=True))
+            # with new servers: theirs have later versions of the weights, which are taken back
+            return True, on_main(lambda: conclude(config, back, {}, change=True)), None
         if is_border(config, end):
-            return True, run.checkpoints.next_start()
+            return True, run.checkpoints.next_start(), run.collector.source.hand_over()
         run.logger.finish()
-    return True, None
+    return True, None, None
 
 
 def assemble(
@@ -104,10 +116,11 @@ def assemble(
     objective: Objective,
     start: Start | None = None,
     stop: StopSignals | None = None,
+    kept: Any = None,
 ) -> RunComponents:
     """Connect to the other ranks and build this rank's components.
 
-    The policy gets the weights of `start`, if there is one.
+    The policy gets the weights of `start`, if there is one. `kept`: see `RolloutSource.hand_over`.
     """
     start, stop = start or Start(), stop or StopSignals(enabled=False)
     tokenizer = inputs.tokenizer
@@ -120,7 +133,7 @@ def assemble(
         # imported here, because it loads an HTTP library
         from gspo_megatron.rl.served_rollouts import ServedRollouts
 
-        served = ServedRollouts(config, inputs, policy, ranks.device, hf)
+        served = ServedRollouts(config, inputs, policy, ranks.device, hf, kept)
         collector = collector_of(config, inputs, served, reward, ranks.device)
     else:
         collector = in_process_collector(config, inputs, policy, reward, ranks.device)

@@ -11,6 +11,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ from gspo_megatron.routing.hooks import attach_hooks
 from gspo_megatron.types import Prompt
 
 
+@dataclass
+class KeptServers:
+    """What goes on over a border between two phases: the service with its servers."""
+
+    sync: WeightSync  # its version: the weights that the servers have
+    service: ServiceClient | None  # only on rank 0
+
+    def close(self) -> None:
+        """End the service and its servers; does nothing if they have ended."""
+        if self.service is not None:
+            self.service.close()
+
+
 class ServedRollouts:
     """Implements RolloutSource: responses and rewards come from the rollout service."""
 
@@ -51,8 +65,10 @@ class ServedRollouts:
         policy: Policy,
         device: torch.device,
         hf_config: Any = None,
+        kept: KeptServers | None = None,
     ) -> None:
-        """hf_config: config.json of the model that the weights come from."""
+        """hf_config: config.json of the model that the weights come from; kept: the servers of the
+        phase before, which go on if they fit this one."""
         self.config, self.device = config, device
         # without end-of-sequence token: all responses of the weight check have the same length
         self.engine = MegatronEngine(policy, pad_id=inputs.tokenizer.pad_id, eos_id=())
@@ -65,6 +81,7 @@ class ServedRollouts:
             self.layers = attach_hooks(policy.models)
         self.service: ServiceClient | None = None  # only on rank 0
         self.sync: WeightSync | None = None  # None until the service starts
+        self.kept = kept  # None after the first call of take_weights
         self.version = 0  # the newest weights version
         self.counted: dict[str, float] = defaultdict(float)  # sums since the last weights update
         self.updated = time.perf_counter()  # time of the last weights update
@@ -73,24 +90,19 @@ class ServedRollouts:
     # Weights and the service
 
     def take_weights(self, version: int) -> dict[str, float]:
-        """Send the weights to the servers; the first call starts the service. See RolloutSource.
+        """Send the weights to the servers; the first call starts the service, or goes on with that
+        of the phase before. See RolloutSource.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
-        rollout.vllm.update_seconds.
+        rollout.vllm.weight_update_timeout_seconds.
         """
         self.version = version
-        if self.sync is None:
-            folder = Path(on_main(self._start))
-            self.sync = WeightSync(
-                self.config,
-                self.policy,
-                self.engine,
-                self.device,
-                self.hf_config,
-                self.service,
-                folder,
-            )
-        metrics = self.sync.send_weights(version)
+        if self.sync is None and self._goes_on():
+            assert self.sync is not None
+            metrics = self.sync.go_on(self.config, self.policy, self.engine)
+        else:
+            self.sync = self.sync or self._new_sync()
+            metrics = self.sync.send_weights(version)
         figures = on_main(lambda: self._service().figures())
         counted, self.counted = self.counted, defaultdict(float)
         # with staleness, responses may have been generated at any time since the last update
@@ -113,6 +125,13 @@ class ServedRollouts:
         """Delete the requests of steps up to `step`. See RolloutSource."""
         on_main(lambda: self._service().forget(step))
 
+    def hand_over(self) -> KeptServers | None:
+        """Return the service and its servers, with the newest weights. See RolloutSource."""
+        if self.sync is None:
+            return None
+        kept, self.service = KeptServers(self.sync, self.service), None
+        return kept
+
     def close(self) -> None:
         """End the service and its servers, on rank 0. See RolloutSource."""
         if self.service is not None:
@@ -122,15 +141,41 @@ class ServedRollouts:
         assert self.service is not None, "only rank 0 talks to the service"
         return self.service
 
+    def _goes_on(self) -> bool:
+        """Go on with the servers of the phase before, if there are some that fit this phase."""
+        kept, self.kept = self.kept, None
+        if kept is None or kept.sync.version != self.version:
+            return False
+        if not on_main(lambda: self._tell_phase(kept)):
+            return False
+        self.service, self.sync = kept.service, kept.sync
+        return True
+
+    def _tell_phase(self, kept: KeptServers) -> bool:
+        """Tell the service that this phase begins, on rank 0. If it needs other servers, ends the
+        service and returns False."""
+        assert kept.service is not None, "rank 0 has it"
+        if goes_on := kept.service.begin_phase(self._settings(kept.sync.folder), self.config):
+            return goes_on
+        kept.close()
+        return False
+
+    def _new_sync(self) -> WeightSync:
+        folder, parts = Path(on_main(self._start)), (self.config, self.policy, self.engine)
+        return WeightSync(*parts, self.device, self.hf_config, self.service, folder)
+
+    def _settings(self, folder: Path) -> dict[str, Any]:
+        """Return the settings of the service, on rank 0. folder: for new weights."""
+        origin, on_cpu = origin_of_rollouts(self.config), self.device.type != "cuda"
+        return service_settings(self.config, self.policy, origin, folder, on_cpu=on_cpu)
+
     def _start(self) -> str:
         """Start the service, on rank 0. Returns the folder for new weights."""
         folder = make_weights_folder(self.config)
         # Keep responses that an earlier start of the run generated for later steps. But delete
         # evaluations of later steps: these steps are trained again, with other weights.
         forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
-        origin, on_cpu = origin_of_rollouts(self.config), self.device.type != "cuda"
-        settings = service_settings(self.config, self.policy, origin, folder, on_cpu=on_cpu)
-        self.service = ServiceClient(settings, self.config.rollout.vllm.restarts)
+        self.service = ServiceClient(self._settings(folder), self.config.rollout.vllm.restarts)
         return str(folder)
 
     # Responses

@@ -143,14 +143,14 @@ def _data_rank(path: Path) -> int:
 
 
 class KeptSteps:
-    """Saves the inputs of the last `training.dump_batches` steps in the store's folder.
+    """Saves the inputs of the last `training.keep_step_inputs` steps in the store's folder.
 
     Every rank calls every method. A step is saved before its update, so that a step that crashes
     the run is saved too.
     """
 
     def __init__(self, config: Config, policy: Policy, logger: RunLogger) -> None:
-        self.keep, self.config = config.training.dump_batches, config
+        self.keep, self.config = config.training.keep_step_inputs, config
         self.policy, self.logger = policy, logger
         self.folder = run_folder(config) / FOLDER
         if self.keep:
@@ -234,7 +234,7 @@ class StepInputs:
             steps = ", ".join(map(str, kept_steps(store))) or "none"
             raise DataError(
                 f"{folder}: no such folder: the inputs of step {step} were not kept; those of the "
-                f"run are of the steps: {steps} (training.dump_batches)"
+                f"run are of the steps: {steps} (training.keep_step_inputs)"
             )
         _check_whole(folder, contents=contents)
         try:

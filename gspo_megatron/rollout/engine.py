@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -136,6 +136,11 @@ class RolloutSource(Protocol):
         """Delete what was kept to repeat steps up to `step`, for which a checkpoint now exists."""
         ...
 
+    def hand_over(self) -> Any:
+        """Return what the source of the next phase gets and goes on with, or None. `close` does not
+        end that."""
+        ...
+
     def close(self) -> None:
-        """Free the resources at the end of the run."""
+        """Free the resources at the end of the run or of its phase."""
         ...

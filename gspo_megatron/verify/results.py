@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_LINES_SHOWN = 8  # shown parameters that are not finite in different places
+_LINES_SHOWN = 8  # the most lines about tensors whose non-finite elements differ
 
 
 @dataclass

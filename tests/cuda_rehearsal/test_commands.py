@@ -59,7 +59,8 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
 
 
 def test_tests_of_gpus_run() -> None:
-    """No other machine of the tests runs them. Here those that take seconds run on host memory."""
+    """The tests in tests/gpu need a GPU, so other tests skip them. Here the short ones run on the
+    rehearsed device."""
     chosen = "routes or not_rounded or fp32-torch_native"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")
     told = run_program(sys.executable, *words, environ=rehearsal(1), cwd=ROOT).stdout

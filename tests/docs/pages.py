@@ -51,7 +51,7 @@ class Block:
     text: str
     file: str | None  # saved under this name instead of run
     reason: str | None  # why it is not run
-    is_output: bool  # of the block before it
+    is_output: bool  # it shows the output of the block before
 
     @property
     def runs(self) -> bool:

@@ -17,9 +17,8 @@ from tests.programs import ROOT, command_environment, gspo
 from tests.unit.data.datasets import write_indexed
 
 # Rewards of all sizes, whatever an untrained model writes. Each call appends a letter to the file
-# `calls`. In the file `signal_at` is the number of the call in which a rank is told to stop. While
-# the file `full_disk` is there, rank 1 cannot write files larger than 9 kB, between the two calls
-# that it names.
+# `calls`. The file `signal_at` has the number of the call in which a rank is told to stop. The file
+# `full_disk` has the numbers of two calls. Between these, rank 1 cannot write files above 9 kB.
 REWARD = """
 import os, resource, signal, zlib
 from pathlib import Path

@@ -88,11 +88,10 @@ def test_a_collapse_stops_a_run_that_is_saved(toy: Path, tmp_path: Path) -> None
     assert LAST_GOOD < done <= LAST_GOOD + 5
     assert f"the run ends, and is saved after step {done}" in said
     assert "the last healthy checkpoint is that of step 2" in said
-    # the newest checkpoint, that of the last healthy stretch, and the one that would have replaced
-    # it
+    # the last healthy checkpoint, the one that would have replaced it, and the newest
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     assert kept == ["rl_00000002", "rl_00000006", f"rl_{done:08d}"]
-    # a second start trains nothing, until that is asked for
+    # a second start trains nothing unless the user asks for it
     assert f"saved after step {done}" in train(config, expect=2).stderr
     assert len(all_records(run)) == done
     said = train(config, "training.on_collapse=warn").stderr
@@ -135,14 +134,23 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
 
 
 @pytest.mark.slow
-def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("--nproc", 2), pytest.param(("parallel.layout=tp=2,pp=2,ep=2",), marks=pytest.mark.full)],
+    ids=["dp=2", "tp=2,pp=2,ep=2"],
+)
+def test_ranks_go_back_together(toy: Path, tmp_path: Path, words: tuple[object, ...]) -> None:
     """Only the main rank sees the collapse."""
-    train(planted(toy, tmp_path, "rollback"), "--nproc", 2)
+    train(planted(toy, tmp_path, "rollback"), *words)
     (told,) = record_of(tmp_path / "run")["rollbacks"]
     assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
     found = all_records(tmp_path / "run")
     assert [each["step"] for each in found] == [*range(1, STEPS + 1)]
     assert min(each["reward/mean"] for each in found) > 0.5
+    # each draw once: the prompts after the rollback are those after the collapse
+    drawn = json.loads((tmp_path / f"run/checkpoints/{LAST}/run.json").read_text())["loader"]
+    steps = told["from_step"] + STEPS - told["to_step"]
+    assert drawn["epoch"] * 64 + drawn["position"] - len(drawn["deferred"]) == 4 * steps
 
 
 # The update of step 8 leaves a gradient norm that is not finite, until the run has rolled back.
@@ -224,7 +232,8 @@ def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
 # A learning rate that is too large
 
 # The task is to write 121212, which is learnt in 36 steps. Then the learning rate becomes ten times
-# as large. A test plants this until the run has rolled back (`until_back`), or does it by a phase.
+# as large. A test patches the rate until the run has rolled back (`until_back`), or a phase sets
+# it.
 RATE = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer

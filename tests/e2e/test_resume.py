@@ -258,7 +258,7 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     for complete. When saving asynchronously, the checkpoint of the step before may still be on its
     way to the disk."""
     shutil.rmtree(run)
-    evaluated, responses = 4, 8  # of one of two ranks
+    evaluated, responses = 4, 8  # on one of two ranks
     second = evaluated + responses + 1
     (again.parent / "full_disk").write_text(f"{second} {second + responses - 1}")
     how = ("parallel.layout=dp=2", f"checkpoint.asynchronous={asynchronous}", "training.steps=4")

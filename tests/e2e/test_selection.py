@@ -89,7 +89,7 @@ def test_what_is_drawn_and_kept(undisturbed: Path) -> None:
         of_step = [each for each in found if each["step"] == record["step"]]
         refills = int(record["rollout/refills"])
         assert len(of_step) == 4 * (1 + refills) == len({each["prompt"] for each in of_step})
-        # of a run that only measures: the mean over its groups
+        # in a run that only measures, these are means over its groups
         mean = sum(each["reward"] for each in of_step) / len(of_step)
         assert mean == pytest.approx(record["reward/mean"])
         length = sum(each["length"] for each in of_step) / len(of_step)

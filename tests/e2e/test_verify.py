@@ -59,9 +59,9 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 
 @pytest.fixture(scope="module")
 def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of 3 steps on two pipeline stages, of which the last 2 are kept,
-    with the rollout's routes, a reference policy, and an optimizer after warm-up steps. A step has
-    two mini-batches."""
+    """The configuration of a run on two pipeline stages. It has 3 steps, of which the last 2 are
+    kept, with the rollout's routes and a reference policy. Its optimizer has a warm-up, and a step
+    has two mini-batches."""
     folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(
@@ -69,7 +69,7 @@ def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         parallel={"layout": "pp=2"},
         objective={"name": "grpo", "kl": "k3", "kl_coefficient": 0.1},
         routing={"replay": "r3", "reference_replay": "r2"},
-        training={"steps": 3, "dump_batches": 2},
+        training={"steps": 3, "keep_step_inputs": 2},
     )
     train(path)
     return path
@@ -155,7 +155,7 @@ def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
 ) -> None:
     """The optimizer has the fp32 weights, each on one data rank. All ranks need to get them."""
     path = make_small(
-        write_config(toy, tmp_path), training={"precision": "bf16", "dump_batches": 1}
+        write_config(toy, tmp_path), training={"precision": "bf16", "keep_step_inputs": 1}
     )
     train(path)
     said, found = verify_step(path, "dp=2", "ep=2,dp=2", step=2)

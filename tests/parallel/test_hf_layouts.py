@@ -89,8 +89,8 @@ def round_trip(
     mistake: str | None = None,
     exporting: bool = True,
 ) -> Said | None:
-    """Import and export; if there are prompts, continue them in between. `mistake`: one in the map,
-    for the import and perhaps the export."""
+    """Import and export; if there are prompts, continue them in between. `mistake`: a fault in the
+    map, for the import and, with `exporting`, also for the export."""
     wrong = mistaken(mistake, importing=True, exporting=exporting) if mistake else nullcontext()
     with wrong:
         policy = _policy(config)

@@ -49,8 +49,8 @@ class Drawn:
         self.in_place, self.coalesced = common.random() < 0.5, common.random() < 0.5
         operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         self.op = common.choice(operations)
-        # the number of rows that rank a sends to rank b: uneven, even, or None for even without
-        # being told
+        # the number of rows that rank a sends to rank b; None: the sizes are not passed, so all
+        # are equal
         uneven = [[common.choice([0, 0, 1, 40]) for _ in range(size)] for _ in range(size)]
         self.rows = common.choice([uneven, [[4] * size] * size, None])
         rows = 4 * size if self.rows is None else sum(self.rows[self.rank])
@@ -158,7 +158,7 @@ def test_each_operation_gives_what_was_computed_by_hand(pool: Pool) -> None:
     assert first == {name: (whole, whole[:2]) for name, whole in RESULTS.items()}
     assert second == {name: (whole, whole[2:]) for name, whole in RESULTS.items()}
     with pytest.raises(AssertionError, match="reduce_scatter by"):
-        group: Any = None  # it gets no further than this
+        group: Any = None  # never used, because the check comes first
         host_collectives.reduce_scatter_tensor(
             group, torch.empty(2), torch.ones(4), dist.ReduceOp.MAX
         )

@@ -47,7 +47,7 @@ class Watched:
     replayed: int  # tokens x layers whose forward pass had routes to follow
     wrong: int  # tokens of these with other experts in Megatron-Core's routing map
     moved: int  # tokens of these for which the router would have chosen other experts
-    passes: dict[str, int]  # the number of routers' forward passes by their instruction
+    passes: dict[str, int]  # forward passes of routers, by what they did with routes
 
 
 def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
@@ -238,7 +238,8 @@ def test_policy_and_reference_replay_apart_on_every_layout(
     assert min(plain.replayed, sharded.replayed) > 0
     assert plain.wrong == sharded.wrong == 0
     results = sharded.result, plain.result
-    assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")  # of padding too
+    # replay/bytes counts padding too
+    assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
     if reference != "off":
         other = run(pool, "tp=1", **modes | {"reference_replay": "off"})
         distance = compare(plain.result.gradients, other.result.gradients)[0][1]

@@ -32,7 +32,7 @@ def broken(*_, **__):
 def held():
     try:
         call = int((folder / "hold").read_text() or 0)
-    except FileNotFoundError:  # it may go at any moment
+    except FileNotFoundError:  # a test may remove it at any moment
         return False
     return (folder / "calls").stat().st_size >= call
 def reward(sample):
@@ -239,7 +239,7 @@ def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
     the first node lose their connections and end with an error of their own."""
     assert cluster.restarts(number) > 0, "late signals do not reach a first start"
     task = psutil.Process(find_task(run, rank=1))
-    for process in (task.parent(), task):  # also the shell of the task
+    for process in (task.parent(), task):  # the shell of the task, and the task
         process.kill()
     run.let_go()
 

@@ -159,7 +159,7 @@ def _fill(scratch: Path, cache: Path) -> None:
     for deb in sorted(debs.glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(deb), str(prefix)], debs)
     programs = prefix / "usr" / "sbin"
-    # done otherwise by the packages' own scripts
+    # An installation of the packages would make these links by their own scripts.
     for name in ("slurmctld", "slurmd", "slurmstepd"):
         if not (programs / name).exists():
             (programs / name).symlink_to(f"{name}-wlm")

@@ -56,7 +56,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
     # Half of it happens at one checkpoint. Late signals of Slurm itself may come in addition.
-    run = make_run(tmp_path, training={"idle_restarts": 20})
+    run = make_run(tmp_path, training={"max_restarts_without_progress": 20})
     everything = [signalled, preempted, node_failed, killed_late, second_node_killed_late, requeued]
     number = run.submit_held(cluster, IN_STEP_2)
     for disturbance in everything:
@@ -166,7 +166,7 @@ def test_a_wrong_configuration_is_refused_before_any_task_starts(
 
 
 def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path) -> None:
-    run = make_run(tmp_path, training={"idle_restarts": 0})
+    run = make_run(tmp_path, training={"max_restarts_without_progress": 0})
     number = run.submit_held(cluster, 3)
     cluster.run("scontrol", "requeue", number)
     log = cluster.ended(number, "FAILED 2:0")

@@ -167,7 +167,8 @@ def cell(value: float, outcomes: str) -> Cell:
 def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
     row = [cell(1, "c"), cell(2, "ccccc"), cell(3, "cc"), cell(4, "cs"), cell(5, "ccccc")]
     good, bad = edge(row, "converged")
-    assert good is row[1]  # one run is not an edge, and nothing counts above the failure
+    # values 1 and 3 lack seeds, and value 5 is above a failure
+    assert good is row[1]
     assert bad is row[3]
     assert edge(row, "not collapsed") == (row[4], None)
     assert edge([cell(1, "x")], "not collapsed")[0] is None

@@ -15,7 +15,7 @@ from tests.programs import ROOT, gspo
 from tests.unit.objectives.batches import make_inputs, make_objective
 
 PAGE = ROOT / "docs" / "metrics.md"
-# Also the page writes NAME for a part.
+# The page writes NAME for a part, too.
 REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
 ENVIRONMENT = """
 class Twice:

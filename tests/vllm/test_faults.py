@@ -40,7 +40,7 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
     run = make_run(
         tmp_path,
         vllm_python,
-        rollout={**LONG, "vllm": {"servers": 2, "silence_seconds": 15, "restarts": 5}},
+        rollout={**LONG, "vllm": {"servers": 2, "stall_timeout_seconds": 15, "restarts": 5}},
         training={"steps": 4, "precision": "fp32"},
         checkpoint={"interval": 1},
     )

@@ -71,10 +71,14 @@ def names_in_log(run: Run, done: str) -> list[str]:
 def test_servers_sample_with_the_adapters_of_each_version(
     vllm_python: Path, tmp_path: Path
 ) -> None:
+    """Also over a border of phases, after which nothing is sent that the server has already."""
     run = adapter_run(tmp_path, vllm_python)
-    run.finish(run.start())
+    phases = "[{until_step: 1}, {rollout: {max_response_tokens: 20}}]"
+    said = run.finish(run.start(f"training.phases={phases}", "checkpoint.interval=1"))
+    assert "the servers go on with the next phase" in said
     steps = run.steps()
     assert [record["sync/version"] for record in steps] == [1, 2]
+    assert steps[1]["response/length_max"] <= 20
     for record in steps:
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-3, record["step"]

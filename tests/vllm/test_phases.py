@@ -1,4 +1,4 @@
-"""Phases of a run whose servers generate ahead. At a border they generate nothing ahead."""
+"""Phases of a run with servers: these go on over a border, and generate nothing ahead of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.vllm.runs import make_run
+from tests.vllm.runs import is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BORDER = 2
@@ -48,3 +49,79 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     # one order of prompts goes through all phases: each prompt comes once, with two responses
     prompts = Counter(line["row_id"] for line in lines)
     assert len(prompts) == 16 and set(prompts.values()) == {2}
+
+
+# It runs in the service, whose children are the servers.
+REWARD = """
+import json
+from pathlib import Path
+import psutil
+def reward(sample):
+    servers = [p.pid for p in psutil.Process().children() if "gspo_vllm_server" in p.cmdline()]
+    with (Path(__file__).parent / "seen").open("a") as file:
+        file.write(json.dumps([sample.row_id, sorted(servers), NUMBER]) + "\\n")
+    return len(sample.response) % 5 / 4
+"""
+
+
+def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_python: Path) -> None:
+    """With other lengths, prompts and rewards; other options of vLLM need other servers. A longer
+    length by `--change` has servers again, and one that the model cannot have is refused."""
+    run = make_run(
+        tmp_path,
+        vllm_python,
+        model={"max_sequence_length": 128},
+        rollout={
+            "group_size": 2,
+            "prompts_per_step": 2,
+            "max_response_tokens": 6,
+            "vllm": {"weight_transport": "nccl"},  # from rank 0, as on GPUs; here by gloo
+        },
+        reward={"import_path": "reward_1:reward"},
+        training={"steps": 5, "precision": "fp32"},
+        checkpoint={"interval": 4},
+    )
+    for number in (1, 2):
+        (tmp_path / f"reward_{number}.py").write_text(REWARD.replace("NUMBER", str(number)))
+    lines = (tmp_path / "toy" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(lines[:8]))
+    other = {"data": {"prompts": str(tmp_path / "other.jsonl")}}
+    other |= {"reward": {"import_path": "reward_2:reward"}}
+    phases = [
+        {"until_step": 2},
+        {"until_step": 4, "rollout": {"max_response_tokens": 24}, **other},
+        {"rollout": {"vllm": {"options": {"max_num_seqs": 32}}}},
+    ]
+    said = run.finish(run.start(f"training.phases={json.dumps(phases)}"))
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert len(seen) == 5 * 4
+    of_phase = [seen[:8], seen[8:16], seen[16:]]
+    (first,), (second,), (third,) = ({tuple(pids) for _, pids, _ in part} for part in of_phase)
+    assert len(first) == 1 and second == first and third != first
+    assert [{number for *_, number in part} for part in of_phase] == [{1}, {2}, {2}]
+    assert {row.split(":")[0] for row, *_ in of_phase[0]} == {"train.jsonl"}
+    assert {row.split(":")[0] for row, *_ in of_phase[1]} == {"other.jsonl"}
+    assert said.count("the servers go on with the next phase") == 1
+    assert said.count("the servers are started again: the next phase changes rollout.vllm") == 1
+    steps = {record["step"]: record for record in run.steps()}
+    longest = {step: steps[step]["response/length_max"] for step in range(1, 6)}
+    assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 24
+    # they have the weights of the run, and did not die
+    assert max(record["mismatch/abs_mean"] for record in steps.values()) <= 1e-5
+    assert [steps[n]["sync/version"] for n in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert all(record["engine/restarts"] == 0 for record in steps.values())
+    wait_for(lambda: not any(map(_lives, {*first, *third})), seconds=60)
+
+    phases[-1]["rollout"]["max_response_tokens"] = 200
+    words = ("training.steps=6", "--change")
+    said = run.finish(run.start(*words, f"training.phases={json.dumps(phases)}"), code=2)
+    assert "rollout.max_response_tokens = 200: leaves no room for a prompt" in said
+    assert "Traceback" not in said and len(run.steps()) == 5
+    phases[-1]["rollout"]["max_response_tokens"] = 100
+    said = run.finish(run.start(*words, f"training.phases={json.dumps(phases)}"))
+    assert "changed from step 6 on: rollout.max_response_tokens: 24 -> 100" in said
+    assert 24 < run.steps()[-1]["response/length_max"] <= 100
+
+
+def _lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and is_alive(psutil.Process(pid))

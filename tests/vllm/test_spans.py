@@ -52,7 +52,7 @@ async def draw(fleet: ScheduledFleet, version: int) -> list[Response]:
 async def have_begun(
     fleet: ScheduledFleet, drawing: asyncio.Task[list[Response]], tokens: int
 ) -> None:
-    """Wait until so many more tokens are generated."""
+    """Wait until this number of further tokens is generated."""
     client = fleet.servers[0].client
     before = None
     while True:

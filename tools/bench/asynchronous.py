@@ -6,15 +6,15 @@ A small MoE model of random weights; one core for the server and one for the tra
 takes time from the other. Lengths of responses are skewed: nearly geometric, up to 512 tokens. Each
 round trains the same prompts with rollout.max_staleness 0, 1 and 2, one run after the other.
 
-    rollout   seconds of the synchronous run's step until its responses are there
+    rollout   seconds from the start of a synchronous step until its responses are complete
     train     the rest of its step: update, new weights for the server
     speedup_1 seconds of its step / those of the run with max_staleness 1
     bound_1   seconds of the step with max_staleness 1 / the longer one of rollout and train: what
               both need if neither ever waits
 
 The first two steps do not count (the server compiles, nothing is drawn ahead yet), nor do the last
-ones, for which nothing is drawn ahead any more. Sums over the other steps, so a long response
-counts as much as it costs. The last line has the medians of the rounds.
+ones, for which nothing is drawn ahead any more. The sums are over the other steps, so a long
+response counts as much as it costs. The last line has the medians of the rounds.
 """
 
 from __future__ import annotations

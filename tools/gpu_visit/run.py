@@ -104,7 +104,7 @@ def _number(text: str) -> float | str:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill whatever is left of the step's process group."""
+    """Kill all processes of the step's process group that are left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 

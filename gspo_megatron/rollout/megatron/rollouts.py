@@ -122,6 +122,9 @@ class MegatronRollouts:
     def after_checkpoint(self, step: int) -> None:
         """Do nothing: this source keeps nothing between steps."""
 
+    def hand_over(self) -> None:
+        """Return nothing: the next phase builds the policy again."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -29,7 +29,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     PROOF,
     TAKE_BACK,
     TOKEN_VARIABLE,
-    Failure,
+    AnswerFailure,
     ModelFacts,
     Response,
     parse_metrics,
@@ -49,6 +49,9 @@ KEEP = {"mode": "keep", "clear_cache": "false"}
 # The pause waits until responses in progress have ended.
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
+# Calls that may not be repeated after a lost answer: the server may have done them, or may be doing
+# them still. Each has a connection of its own, which cannot be one that the server just closes.
+_ONCE = {"/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 _FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
 _LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
@@ -150,7 +153,7 @@ class ServerClient:
                 ended = []
                 with malformed():
                     for number, outcome in unpack(record, len(prompt), facts, routes=routes):
-                        if not isinstance(outcome, Failure):
+                        if not isinstance(outcome, AnswerFailure):
                             ended.append((number, outcome))
                         elif outcome.status:
                             _fail(GENERATE, outcome.status, outcome.text)
@@ -205,8 +208,12 @@ class ServerClient:
                 await self._call("POST", "/update_weight_version", named, seconds=seconds)
                 if pause != KEEP:
                     await self._call("POST", "/reset_prefix_cache", seconds=seconds)
-        finally:
-            await self._call("POST", "/resume", seconds=seconds)
+        except BaseException:
+            # what went wrong first is the cause, whatever becomes of this call
+            with contextlib.suppress(ServerGone, ServerRefused):
+                await self._call("POST", "/resume", seconds=seconds)
+            raise
+        await self._call("POST", "/resume", seconds=seconds)
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
         """Have requests for the model `name` get the base with the adapter in a PEFT folder. The
@@ -381,6 +388,13 @@ class ServerClient:
         asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
         asked["allow_redirects"] = not self._is_ours  # our servers never redirect
         try:
+            if path in _ONCE:
+                async with (
+                    connected_session() as session,
+                    session.request(verb, self.url + path, **asked) as answer,
+                ):
+                    yield answer
+                return
             try:
                 answer = await self._session.request(verb, self.url + path, **asked)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:

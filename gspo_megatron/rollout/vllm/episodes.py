@@ -54,6 +54,10 @@ class Scorers:
     """
 
     def __init__(self, config: Config, inputs: Inputs) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._take(config, inputs)
+
+    def _take(self, config: Config, inputs: Inputs) -> None:
         wanted, suites = config.reward, config.evaluation.suites
         reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
         self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, wanted, is_learnt=True)
@@ -61,7 +65,11 @@ class Scorers:
             suite_key(name): GroupScorer.of(config, inputs.tokenizer, of_suite, suites[name].reward)
             for name, of_suite in suite_rewards(suites).items()
         }
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    async def renew(self, config: Config, inputs: Inputs) -> None:
+        """Score with the rewards of another phase from now on."""
+        await self.close()
+        await self.in_main(lambda: self._take(config, inputs))
 
     def work(self) -> None:
         """Score until `stop`. The main thread calls this."""
@@ -107,17 +115,17 @@ class Scorers:
             finish(group, samples, scorer.score(samples, given))
 
         if scorer.workers is None and scoring.teachers is None:
-            await self._in_main(whole)
+            await self.in_main(whole)
             return
-        group, samples = await self._in_main(begin)
+        group, samples = await self.in_main(begin)
         if scorer.workers is None:
-            found = await self._in_main(lambda: scorer.score(samples, given))
+            found = await self.in_main(lambda: scorer.score(samples, given))
         else:
             found = await scorer.score_async(samples, given)
         judged = None
         if scoring.teachers is not None:
             judged = await scoring.teachers.judge_async(group, {group.number: prompt})
-        await self._in_main(lambda: finish(group, samples, found, judged))
+        await self.in_main(lambda: finish(group, samples, found, judged))
 
     async def close(self) -> None:
         """End the workers."""
@@ -125,7 +133,7 @@ class Scorers:
             if scoring.scorer.workers is not None:
                 await scoring.scorer.workers.close()
 
-    async def _in_main(self, call: Callable[[], _T]) -> _T:
+    async def in_main(self, call: Callable[[], _T]) -> _T:
         """Run a call in the main thread; returns its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()

@@ -54,6 +54,12 @@ class Fleet:
         """Return why servers are out, one line for each."""
         return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
 
+    def take_settings(self, settings: FleetSettings) -> None:
+        """Go on with other settings, which the servers fit, in a moment without requests."""
+        self.settings = self.loader.settings = settings
+        for server in self.servers:
+            server.window = RequestWindow(self._most_requests(server))
+
     # New weights
 
     def take_weights(self, weights: Weights) -> dict[str, int]:

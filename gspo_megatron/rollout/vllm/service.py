@@ -81,15 +81,7 @@ class Service:
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
             self.scheduler = Scheduler(self.fleet)
-            self.requests = ServedRequests(
-                self.scheduler,
-                self.scorers,
-                self.inputs.files,
-                self._stops(),
-                self.folder,
-                self.settings["origin"],
-                episodes_of(self.config, self.inputs.tokenizer),
-            )
+            self.requests = self._served_requests()
             runner = web.AppRunner(self._app())
             await runner.setup()
             # rank 0 holds this port (see `hold_port`)
@@ -108,6 +100,17 @@ class Service:
                 if not self.rank_0_lives():  # then rank 0 cannot remove it; it may use memory
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
+    def _served_requests(self) -> ServedRequests:
+        return ServedRequests(
+            self.scheduler,
+            self.scorers,
+            self.inputs.files,
+            _stops(self.config, self.inputs),
+            self.folder,
+            self.settings["origin"],
+            episodes_of(self.config, self.inputs.tokenizer),
+        )
+
     def rank_0_lives(self) -> bool:
         return os.getppid() == self.settings["starter"]
 
@@ -118,23 +121,26 @@ class Service:
 
     # The servers and their settings
 
+    def _needs(self, config: Config, inputs: Inputs) -> Needs:
+        section, finds_texts = config.rollout.vllm, "stop" in _stops(config, inputs)
+        return Needs(
+            # of the model, so it is enough for the lengths of every phase
+            max_model_len=config.resolved_model().max_sequence_length,
+            dtype=self.settings["dtype"],
+            with_routes="r3" in config.routing.modes,
+            must_stream=section.weight_transport == "nccl",
+            # servers that this run starts have the trainer's tokenizer, or need none
+            tokenized=tokenized(inputs.tokenizer, is_needed=finds_texts) if section.urls else None,
+        )
+
     def _fleet_settings(self) -> FleetSettings:
-        section, finds_texts = self.config.rollout.vllm, "stop" in self._stops()
+        section = self.config.rollout.vllm
         return FleetSettings(
             facts=ModelFacts(**self.settings["facts"]),
-            needs=Needs(
-                max_model_len=self.config.resolved_model().max_sequence_length,
-                dtype=self.settings["dtype"],
-                with_routes="r3" in self.config.routing.modes,
-                must_stream=section.weight_transport == "nccl",
-                # servers that this run starts have the trainer's tokenizer, or need none
-                tokenized=tokenized(self.inputs.tokenizer, is_needed=finds_texts)
-                if section.urls
-                else None,
-            ),
+            needs=self._needs(self.config, self.inputs),
             restarts=section.restarts,
-            update_seconds=section.update_seconds,
-            silence_seconds=section.silence_seconds,
+            update_seconds=section.weight_update_timeout_seconds,
+            silence_seconds=section.stall_timeout_seconds,
             max_staleness=self.config.rollout.staleness,
             keeps_kv=self.config.rollout.kv_after_update == "keep",
             base=str(Path(str(self.config.model.hf_path)).resolve())
@@ -199,16 +205,17 @@ class Service:
                 if tokenizer.is_dir()
                 else {"skip_tokenizer_init": True}
             ),
-            **self._adapter_arguments(),
+            **self._adapter_arguments(self.config),
             **section.options,
         }
         return server_words(section.python or sys.executable, arguments)
 
-    def _adapter_arguments(self) -> dict[str, Any]:
-        if not self.config.rollout.vllm.takes_adapters:
+    @staticmethod
+    def _adapter_arguments(config: Config) -> dict[str, Any]:
+        if not config.rollout.vllm.takes_adapters:
             return {}
         # Responses under way have versions up to max_staleness behind; one more is on its way.
-        return adapter_arguments(self.config.model.lora.rank, self.config.rollout.staleness + 2)
+        return adapter_arguments(config.model.lora.rank, config.rollout.staleness + 2)
 
     def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
         """Return the environment variables for a start of a server, with a new token."""
@@ -218,20 +225,39 @@ class Service:
         environ = common_environment(token, devices) | (cpu_environment() if on_cpu else {})
         return environ | (adapter_environment() if self.fleet.settings.base is not None else {})
 
-    def _stops(self) -> dict[str, Any]:
-        """Return the sampling parameters that end a response: token ids, and texts to search for.
+    # The next phase of the run
 
-        The server searches for the texts.
-        """
-        tokenizer, stops = self.inputs.tokenizer, self.config.rollout.stop
-        special = tokenizer.special_tokens
-        ids = [special[text] for text in stops if text in special]
-        texts = [text for text in stops if text not in special]
-        return {
-            "stop_token_ids": [*tokenizer.eos_ids, *ids],
-            "ignore_eos": True,  # only the ids above end a response, not the server's own
-            **({"stop": texts} if texts else {}),
-        }
+    async def _begin_phase(self, request: web.Request) -> web.Response:
+        """Go on with the settings of the run's next phase, if the servers fit it. Else tell why
+        not, and change nothing."""
+        given = await request.json()
+        try:
+            # in the main thread, like the first time: it may run the user's code
+            config, inputs = await self.scorers.in_main(lambda: _read(given))
+            if other := self._needs_others(config, inputs):
+                return web.json_response({"other": other})
+            await self.requests.close()
+            await self.scorers.renew(config, inputs)
+        except UserError as error:
+            return web.json_response({"error": str(error)})
+        self.config, self.inputs, self.settings = config, inputs, given
+        self.fleet.take_settings(self._fleet_settings())
+        self.requests = self._served_requests()
+        gc.freeze()  # the new prompts, too
+        print("the servers go on with the next phase", flush=True)
+        return web.json_response({"other": ""})
+
+    def _needs_others(self, config: Config, inputs: Inputs) -> str:
+        """Return why a phase needs other servers than those of the phase before it; empty if it
+        does not."""
+        if config.rollout.vllm != self.config.rollout.vllm:
+            return "the next phase changes rollout.vllm"
+        if self._adapter_arguments(config) != self._adapter_arguments(self.config):
+            return "the next phase changes how many adapters they hold (rollout.max_staleness)"
+        if self._needs(config, inputs) != self.fleet.settings.needs:
+            return "the next phase needs other abilities of them (rollout.stop)"
+        out = [server.name for server in self.fleet.servers if not server.serves]
+        return f"{', '.join(out)} is out of service" if out else ""
 
     # The routes for rank 0
 
@@ -244,6 +270,7 @@ class Service:
         app.router.add_post("/weights/parts", self._add_to_weights)
         app.router.add_get("/weights/receivers", self._receivers)
         app.router.add_post("/forget", self._forget)
+        app.router.add_post("/phase", self._begin_phase)
         app.router.add_get("/figures", self._figures)
         return app
 
@@ -335,6 +362,28 @@ class Service:
         )
 
 
+def _stops(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """Return the sampling parameters that end a response: token ids, and texts to search for.
+
+    The server searches for the texts.
+    """
+    tokenizer, stops = inputs.tokenizer, config.rollout.stop
+    special = tokenizer.special_tokens
+    ids = [special[text] for text in stops if text in special]
+    texts = [text for text in stops if text not in special]
+    return {
+        "stop_token_ids": [*tokenizer.eos_ids, *ids],
+        "ignore_eos": True,  # only the ids above end a response, not the server's own
+        **({"stop": texts} if texts else {}),
+    }
+
+
+def _read(settings: dict[str, Any]) -> tuple[Config, Inputs]:
+    """Return the configuration in the settings, and the input files that it names."""
+    config = parse_config(settings["config"])
+    return config, read_inputs(config, tools_of(config))
+
+
 def _weights_parts(given: dict[str, Any]) -> dict[str, Any]:
     """Return fields of `Weights` from JSON values."""
     check = given.get("check")
@@ -361,8 +410,7 @@ def main() -> None:
 
     settings = json.load(sys.stdin)
     try:
-        config = parse_config(settings["config"])
-        service = Service(settings, config, read_inputs(config, tools_of(config)))
+        service = Service(settings, *_read(settings))
     except UserError as error:
         tell(error=str(error))
         return

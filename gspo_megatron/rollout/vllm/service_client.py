@@ -54,6 +54,23 @@ class ServiceClient:
             self.close()
             raise
 
+    def begin_phase(self, settings: dict[str, Any], config: Config) -> bool:
+        """Go on with the settings and the configuration of the run's next phase.
+
+        Returns False, and changes nothing, if this phase needs other servers.
+        """
+        section = config.rollout.vllm
+        before, self._settings = self._settings, {**self._settings, **settings}
+        self._requests = {}  # those of the phase before are done
+        told = self._call("POST", "/phase", self._settings, seconds=section.update_seconds)
+        if "error" in told:
+            raise RolloutError(told["error"])
+        if told["other"]:
+            self._settings = before
+            print(f"the servers are started again: {told['other']}", file=sys.stderr, flush=True)
+            return False
+        return True
+
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
         """Begin to load new weights on all servers, see `Weights`.
 
@@ -185,14 +202,14 @@ class ServiceClient:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         return f"the rollout service {how}"
 
-    def _call(self, verb: str, path: str, given: Any = None) -> Any:
+    def _call(self, verb: str, path: str, given: Any = None, seconds: float = _CALL_SECONDS) -> Any:
         """Call the service. If it has died, restart it and send weights and requests again."""
         has_died = False
         while True:
             try:
                 if has_died:  # in the `try`, because the new process may die too
                     self._start_again()
-                return self._ask(verb, path, given)
+                return self._ask(verb, path, given, seconds)
             except urllib.error.HTTPError as error:
                 # A defect in the service, which has printed the traceback. As an OSError it would
                 # look like a problem with a file.
@@ -208,7 +225,7 @@ class ServiceClient:
         for request in self._requests.values():
             self._ask("POST", "/requests", request)
 
-    def _ask(self, verb: str, path: str, given: Any = None) -> Any:
+    def _ask(self, verb: str, path: str, given: Any = None, seconds: float = _CALL_SECONDS) -> Any:
         request = urllib.request.Request(
             self._url + path,
             data=None if given is None else json.dumps(given).encode(),
@@ -216,7 +233,7 @@ class ServiceClient:
             headers={"Authorization": f"Bearer {self._settings['token']}"},
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is loopback
-        with opener.open(request, timeout=_CALL_SECONDS) as answer:
+        with opener.open(request, timeout=seconds) as answer:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:

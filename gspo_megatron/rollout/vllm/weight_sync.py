@@ -65,7 +65,7 @@ class WeightSync:
         """Send the policy's current weights to all servers. Returns metrics.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
-        rollout.vllm.update_seconds.
+        rollout.vllm.weight_update_timeout_seconds.
         """
         start = time.perf_counter()
         self.version = version
@@ -90,6 +90,21 @@ class WeightSync:
             "sync/version": float(version),
         }
 
+    def go_on(self, config: Config, policy: Policy, engine: RolloutEngine) -> dict[str, float]:
+        """Go on in the run's next phase with its own configuration, policy and engine. The servers
+        have the policy's weights already, those of the border. Returns metrics.
+
+        Raises RolloutError on all ranks if no server is left.
+        """
+        start = time.perf_counter()
+        self.config, self.policy, self.engine = config, policy, engine
+        self.wait_for(self._weights_status)
+        return {
+            "sync/seconds": time.perf_counter() - start,
+            "sync/bytes": 0.0,
+            "sync/version": float(self.version),
+        }
+
     def wait_for(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Call `status` on rank 0 until it reports `done`, and return it on all ranks.
 
@@ -108,7 +123,8 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """Return the status, on rank 0. The service ends the wait: rollout.vllm.update_seconds."""
+        """Return the status, on rank 0. The service ends the wait after
+        rollout.vllm.weight_update_timeout_seconds."""
         heartbeat()
         return self._on_main().weights_status()
 
@@ -235,7 +251,7 @@ def _open_stream(config: Config, device: torch.device) -> WeightStream:
     if rollout_nodes():
         address = own_address_for_servers()
     try:
-        return WeightStream(address, device, config.rollout.vllm.update_seconds)
+        return WeightStream(address, device, config.rollout.vllm.weight_update_timeout_seconds)
     except OSError as error:
         raise RolloutError(
             f"{address}: cannot listen for servers there: {error.strerror or error}; allowed: "

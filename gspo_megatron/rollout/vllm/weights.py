@@ -172,7 +172,7 @@ class WeightLoader:
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
-            # on other servers nothing says which have ended, and all of them are taken back
+            # Other servers cannot tell which responses have ended, so all of them are taken back.
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
         split_at_update(responses, counts, version, ended)
@@ -235,7 +235,7 @@ class WeightLoader:
             raise RolloutError(f"says that it has weights {told}, not {weights.version}")
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
-        """Describe what the server has otherwise than this folder; None: the newest one.
+        """Describe what differs between the server's weights and this folder (None: the newest).
 
         whole: compare all tensors, which takes a while.
         """

@@ -131,7 +131,8 @@ def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, se
     assert together == sorted(batch.predictions(members))
 
     padded = [math.ceil(len(batch.tokens[i]) / (2 * cp)) * 2 * cp for i in members]
-    unit = math.lcm(multiple * cp, 2 * cp)  # each rank's share in multiples, every chunk whole
+    # each rank gets a multiple of `multiple`, and whole chunks
+    unit = math.lcm(multiple * cp, 2 * cp)
     total = math.ceil(sum(padded) / unit) * unit
     held = [
         (place, position, token)

@@ -21,7 +21,7 @@ def restart(
     folder: Path, number: int, step: int | None, *, job: str = "7", allowed: int = 2
 ) -> None:
     """Start the job, with the newest checkpoint after `step`."""
-    training = SimpleNamespace(idle_restarts=allowed)
+    training = SimpleNamespace(max_restarts_without_progress=allowed)
     config = SimpleNamespace(training=training, logging=SimpleNamespace(dir=str(folder)))
     state = None if step is None else SimpleNamespace(position=Position("rl", step))
     environ = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(number)}
@@ -36,7 +36,10 @@ BEGUN = "restarted 3 times before its first checkpoint"
     [
         ([(number + again, number) for number in range(20) for again in (0, 1)], None),
         # the first start may have written the checkpoint
-        ([(n, 5) for n in (1, 2, 3, 4)], "restarted 3 times at rl_00000005.*idle_restarts = 2"),
+        (
+            [(n, 5) for n in (1, 2, 3, 4)],
+            "restarted 3 times at rl_00000005.*max_restarts_without_progress = 2",
+        ),
         ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # before that, the first start counts
     ],
     ids=["they get further", "at the same point", "before the first checkpoint"],

@@ -15,7 +15,7 @@ from gspo_megatron.checkpoint.folder import (
     surplus,
     to_go_back_to,
 )
-from gspo_megatron.checkpoint.lineage import Branch, read_branch
+from gspo_megatron.checkpoint.lineage import RunBranch, read_branch
 from gspo_megatron.checkpoint.rollback import ROLLBACKS_FILE, Rollbacks, read_rollbacks
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.collapse import WINDOW
@@ -103,7 +103,7 @@ def test_the_history_of_a_run_has_its_branches_and_rollbacks(tmp_path: Path) -> 
     (tmp_path / "checkpoints").mkdir()
     a_record().write(tmp_path / "checkpoints")
     above = [{"run": "/runs/a", "step": 40}]
-    branch = Branch("/runs/b", 60, "rl_00000060", {"training": {}}, above)
+    branch = RunBranch("/runs/b", 60, "rl_00000060", {"training": {}}, above)
     branch.write(tmp_path)
     assert read_branch(tmp_path) == branch
     assert history(tmp_path) == [

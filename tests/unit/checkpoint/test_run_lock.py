@@ -55,7 +55,18 @@ def test_a_requeued_job_is_let_in_where_the_lock_of_a_lost_node_is_still_there(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     RunLock().hold(tmp_path)
+
+
+@pytest.mark.parametrize("restart", ["0", "", "x"])
+def test_two_steps_of_a_job_do_not_share_a_folder(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, restart: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    with pytest.raises(UserError, match="another run is at work here"):
+        RunLock().hold(tmp_path)
 
 
 @pytest.mark.parametrize("has_died", [True, False])

@@ -328,7 +328,8 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(
 ) -> None:
     words = ["--variants", "gspo", "--seeds", "1"]
     assert ablate(*words)[0] == 0
-    assert ablate(*words, "logging.samples_per_step=1")[0] == 0  # this key makes no other run
+    # with another value of this key, it is still the same run
+    assert ablate(*words, "logging.samples_per_step=1")[0] == 0
     code, said = ablate(*words, "training.steps=2", "optimizer.learning_rate=1e-5")
     assert code == 2 and "gspo/seed_1: holds a finished run of another configuration" in said
     assert "optimizer.learning_rate: 1e-06 there" in said and "training.steps: 3 there" in said

@@ -204,7 +204,8 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
         pytest.param(
             *("gpt_oss_20b", 16, "bf16", 20914757184, "worst_rank_bytes"), marks=pytest.mark.full
         ),
-        # nothing that FP8 needs is installed here; without files it is not looked for
+        # The packages that FP8 needs are missing here, but `check --no-files` does not look for
+        # them.
         pytest.param(
             *("qwen3_30b_a3b", 32, "fp8-blockwise", 30532122624, "fp8_copies_bytes"),
             marks=pytest.mark.full,

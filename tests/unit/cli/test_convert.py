@@ -88,3 +88,15 @@ def test_a_layout_is_not_passed_over_by_a_rank(run: Path, tmp_path: Path, gspo: 
     assert code == 2 and err.startswith(told) and len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
     assert gspo(*EXPORT, run, tmp_path / "out", "--layout", "tp=1")[0] == 0
+
+
+def test_a_base_of_a_whole_model_is_refused(whole_run: Path, tmp_path: Path, gspo: Command) -> None:
+    """Nothing would read it, in both directions."""
+    source, base = whole_run.parent / "hf", whole_run.parent / "other"
+    wrong = f"--base {base}: "
+    code, _, err = gspo("convert", "hf-to-megatron", source, tmp_path / "a", "--base", base)
+    assert code == 2
+    assert f"{wrong}{source} holds a whole model and no adapters; leave --base out" in err
+    code, _, err = gspo(*EXPORT, whole_run, tmp_path / "a", "--base", base)
+    assert code == 2 and wrong in err and "holds a whole model and no adapters" in err
+    assert not (tmp_path / "a").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from gspo_megatron.estimate.rollout_plan import (
     STEPS,
-    Server,
+    ServerSpeed,
     Setting,
     best,
     log_normal_lengths,
@@ -28,7 +28,7 @@ def test_it_compares_every_number_of_servers_with_every_bound(
     code, out, _ = gspo("check", write_config(), *ROLLOUT, slots, *PLAN, "--staleness=0,2")
     settings = [Setting(s, bound, t, 2) for s, t in ((4, 10), (8, 20)) for bound in (0, 2)]
     lengths = log_normal_lengths(20, 60, 100, (STEPS + 2, 32))
-    outcomes = [outcome(lengths, Server(10, 80, 5), setting) for setting in settings]
+    outcomes = [outcome(lengths, ServerSpeed(10, 80, 5), setting) for setting in settings]
     rows = [line.split() for line in out.splitlines() if re.match(r" \d +\d ", line)]
     assert code == 0
     assert "32 responses a step" in out and "at most 5 at a time" in out

@@ -383,7 +383,7 @@ TOKENIZER = {"tokenizer": "t"}
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
         # without data, the other keys decide
         ({"data": TOKENIZER, "rollout": {}}, "rl"),
-        ({"data": TOKENIZER, "training": {"dump_batches": 3}}, "rl"),
+        ({"data": TOKENIZER, "training": {"keep_step_inputs": 3}}, "rl"),
         ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
         ({"data": {"sequence_length": 8, **TOKENIZER}}, "pretrain"),
         ({"data": TOKENIZER, "optimizer": {"wsd_steps": 2}, "training": {"tokens": 9}}, "pretrain"),

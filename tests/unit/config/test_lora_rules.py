@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
 def test_the_frozen_weights_of_a_run_are_not_random() -> None:
     lines = problems_of(1, "model.lora.rank=4", for_training=True)
     assert any("the frozen weights would be random" in line for line in lines)
-    assert not problems_of(1, "model.lora.rank=4")  # this is for verify and estimates
+    assert not problems_of(1, "model.lora.rank=4")  # verify and estimates may have random weights
 
 
 def test_other_targets_take_more_tensor_parallelism() -> None:

@@ -92,7 +92,7 @@ SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "cl
         ({"name": "luspo", "ratio": "sequence_product"}, TOKENS),
         ({"name": "cispo", "rule": "min_clip"}, TOKENS),
         ({"name": "sapo", "rule": "min_clip"}, TOKENS),
-        # a range for the same kind is
+        # a range for the same kind of ratio is inherited
         ({"name": "dapo", "rule": "dual_clip"},
          {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
         ({"name": "dr_grpo", "rule": "masked"}, {"clip_low": 0.2, "clip_high": 0.2}),

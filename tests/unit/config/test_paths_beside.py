@@ -164,3 +164,23 @@ def test_check_works_from_another_folder(task: Path) -> None:
     assert done.returncode == 2
     looked = f"toy/test.jsonl: no such prompt file; the present folder is {task.parent}"
     assert looked in done.stderr
+
+
+def test_what_a_phase_names_is_looked_for_beside_the_file_too(
+    task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts, suites, and the module of a reward."""
+    (task / "reward_of_a_phase.py").write_text("def reward(sample):\n    return 1.0\n")
+    phase = "{until_step: 5, data: {prompts: more/rows.jsonl}, evaluation: {suites: {a: {prompts: "
+    phase += "toy/test.jsonl}}}, reward: {import_path: 'reward_of_a_phase:reward'}}"
+    text = f"{TEXT}training: {{steps: 9, phases: [{{until_step: 2}}, {phase}, {{}}]}}\n"
+    text += "checkpoint: {interval: 1}\n"
+    (task / "config.yaml").write_text(text)
+    config = load_config("task/config.yaml")
+    found = config.training.phases[1]
+    assert found.data == {"prompts": "task/more/rows.jsonl"}
+    assert found.evaluation["suites"]["a"]["prompts"] == "task/toy/test.jsonl"
+    reward = get_reward("", found.reward["import_path"], {}, 0)
+    assert reward is not None
+    told = capsys.readouterr().err
+    assert "training.phases[1].data.prompts = more/rows.jsonl: not in" in told

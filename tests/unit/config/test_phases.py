@@ -40,14 +40,14 @@ THREE = (
 
 
 def test_each_step_has_the_values_of_its_phase_and_those_before() -> None:
-    config = campaign(*THREE, rollout={"vllm": {"update_seconds": 70}})
+    config = campaign(*THREE, rollout={"vllm": {"weight_update_timeout_seconds": 70}})
     first, second, third = (at_step(config, step) for step in (4, 5, 8))
     assert first == config
     assert (second.rollout.max_response_tokens, second.data.prompts) == (99, ["b.jsonl"])
     assert third.rollout.max_response_tokens == 99  # the same as in the phase before
     assert third.optimizer.learning_rate == 3e-6 != second.optimizer.learning_rate
     # a nested section keeps its other keys
-    assert (third.rollout.vllm.servers, third.rollout.vllm.update_seconds) == (3, 70)
+    assert (third.rollout.vllm.servers, third.rollout.vllm.weight_update_timeout_seconds) == (3, 70)
     assert phase_configs(config) == [first, second, third]
     # the values of a phase are those of a run with the same phases
     assert at_step(second, 10) == third

@@ -11,13 +11,14 @@ import pytest
 
 from gspo_megatron.estimate.rollout_plan import (
     STEPS,
-    Outcome,
-    Server,
+    ServerSpeed,
     Setting,
+    StepFigures,
     best,
     log_normal_lengths,
     outcome,
     simulate,
+    steps_of,
 )
 
 
@@ -39,7 +40,7 @@ def constant(length: float, responses: int, draws: int = STEPS + 4) -> np.ndarra
 def test_without_staleness_a_step_is_the_sum_of_its_parts(
     slots: int, speed: float, rollout: float
 ) -> None:
-    found = outcome(constant(100, 16), Server(10, speed, slots), Setting(2, 0, 7, 3))
+    found = outcome(constant(100, 16), ServerSpeed(10, speed, slots), Setting(2, 0, 7, 3))
     step = rollout + 7 + 3
     assert found.step_seconds == pytest.approx(step)
     assert found.trainer_idle == pytest.approx(rollout / step)
@@ -53,7 +54,9 @@ def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     train: float, max_staleness: int
 ) -> None:
     """One request fills the servers, so its rollout takes 10 s."""
-    found = outcome(constant(100, 16), Server(10, 1000, 8), Setting(2, max_staleness, train, 3))
+    found = outcome(
+        constant(100, 16), ServerSpeed(10, 1000, 8), Setting(2, max_staleness, train, 3)
+    )
     assert found.step_seconds == pytest.approx(max(10, train) + 3)
     wait = max(10 - train, 0)
     assert found.trainer_idle == pytest.approx(wait / (max(10, train) + 3), abs=1e-12)
@@ -62,7 +65,7 @@ def test_with_staleness_a_step_is_the_slower_side_and_the_update(
 
 def test_one_server_with_one_slot_draws_token_after_token() -> None:
     lengths = np.random.default_rng(1).integers(1, 50, (STEPS + 3, 4))
-    times, _ = simulate(lengths, Server(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
+    times, _ = simulate(lengths, ServerSpeed(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
     # the server never waits: all tokens so far, the updates so far, and the last training
     expected = lengths[:STEPS].sum(1).cumsum() / 10 + 2 * np.arange(1, STEPS + 1) + 1e-3
     assert times[:, 2] == pytest.approx(expected)
@@ -71,17 +74,17 @@ def test_one_server_with_one_slot_draws_token_after_token() -> None:
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
     """Request t starts with version t - 1 - max_staleness, and is trained max_staleness + 1 steps
-    later. During that time there are as many updates, its longest response, and its training."""
+    later. This time contains max_staleness updates, its longest response, and its training."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
-    found = outcome(lengths, Server(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
+    found = outcome(lengths, ServerSpeed(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
     steps = max_staleness + 1
     assert found.step_seconds == pytest.approx(max(30, (1200 / 10 + 30) / steps) + 2)
 
 
 def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
     """A single response has 10 tokens/s, and 13 together have 40: a pass takes 0.1 s or 0.325 s."""
-    server, setting = Server(10, 40, 13), Setting(1, 0, 0, 0)
+    server, setting = ServerSpeed(10, 40, 13), Setting(1, 0, 0, 0)
     for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
         found = outcome(constant(100, responses), server, setting)
         assert found.step_seconds == pytest.approx(100 * seconds)
@@ -91,7 +94,7 @@ def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
 
 
 def naive(
-    lengths: np.ndarray, server: Server, setting: Setting, steps: int
+    lengths: np.ndarray, server: ServerSpeed, setting: Setting, steps: int
 ) -> tuple[list[tuple[float, float, float]], np.ndarray]:
     """A naive simulation. Returns the times (batch complete, trained, new version) of each step,
     and tokens [version, request].
@@ -143,7 +146,7 @@ def test_it_agrees_with_a_naive_simulation_in_exact_fractions(seed: int) -> None
     rng = np.random.default_rng(seed)
     bound, steps = int(rng.integers(0, 4)), 5
     lengths = rng.integers(1, 10**6, (steps + bound, int(rng.integers(1, 13))))
-    server = Server(
+    server = ServerSpeed(
         float(rng.integers(1, 50)), float(rng.integers(50, 150)), int(rng.integers(1, 7))
     )
     typical = lengths.sum(1).mean() / server.speed
@@ -161,7 +164,7 @@ def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
     rng = np.random.default_rng(max_staleness)
     lengths = np.ceil(rng.lognormal(5, 1.2, (STEPS + max_staleness, 96)))
     setting = Setting(3, max_staleness, 60, 5)
-    times, tokens = simulate(lengths, Server(30, 500, 24), setting, STEPS)
+    times, tokens = simulate(lengths, ServerSpeed(30, 500, 24), setting, STEPS)
     drawn = tokens[:, :STEPS]
     assert drawn.sum(0) == pytest.approx(lengths[:STEPS].sum(1))
     versions, draws = np.nonzero(drawn > 1e-3)
@@ -171,19 +174,19 @@ def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
     # no more than what saturated servers generate outside of updates
     seconds = times[:, 1] - np.concatenate([[0], times[:-1, 2]])
     assert (tokens.sum(1) <= 3 * 500 * seconds * (1 + 1e-12)).all()
-    assert outcome(lengths, Server(30, 500, 24), setting).staleness_max == max_staleness
+    assert outcome(lengths, ServerSpeed(30, 500, 24), setting).staleness_max == max_staleness
 
 
 def test_many_servers_and_responses_take_seconds() -> None:
     lengths = np.ceil(np.random.default_rng(0).lognormal(7.6, 1, (STEPS + 1, 10_000)))
     began = time.process_time()
-    outcome(lengths, Server(60, 3000, 256), Setting(64, 1, 100, 10))
+    outcome(lengths, ServerSpeed(60, 3000, 256), Setting(64, 1, 100, 10))
     assert time.process_time() - began < 15  # measured: 1.9
 
 
 def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
-    def result(servers: int, bound: int, seconds: float) -> Outcome:
-        return Outcome(Setting(servers, bound, 1, 1), seconds, 0, 1, bound, bound)
+    def result(servers: int, bound: int, seconds: float) -> StepFigures:
+        return StepFigures(Setting(servers, bound, 1, 1), seconds, 0, 1, bound, bound)
 
     slow, near, fast = result(4, 0, 130), result(8, 1, 101), result(8, 3, 100)
     assert best([slow, near, fast]) is near
@@ -197,3 +200,20 @@ def test_lengths_are_log_normal_and_cut() -> None:
     sigma = math.log(3) / 1.2815515655446004  # from the 90% quantile of the normal distribution
     assert lengths.mean() == pytest.approx(1000 * math.exp(sigma**2 / 2), rel=0.03)
     assert log_normal_lengths(1000, 3000, 2500, (100, 1000)).max() == 2500
+
+
+@pytest.mark.parametrize("max_staleness", [0, 4, 6, 12])
+def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
+    """One slow draw in each bunch of max_staleness + 1, whose place in the bunch does not matter:
+    the mean step is the same, also where 60 steps are no whole number of bunches."""
+    steps, first = steps_of(max_staleness)
+    bunch = max_staleness + 1
+    assert steps >= STEPS and first >= bunch and (steps - first) % bunch == 0
+    means = []
+    for slow in range(bunch):
+        lengths = constant(10, 4, steps + max_staleness)
+        lengths[slow::bunch] = 100
+        # training and updates take no time
+        setting = Setting(1, max_staleness, 1e-9, 1e-9)
+        means.append(outcome(lengths, ServerSpeed(10, 40, 4), setting).step_seconds)
+    assert means == pytest.approx([(100 + 10 * max_staleness) / 10 / bunch] * bunch, rel=1e-3)

@@ -104,7 +104,7 @@ def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
     config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
     parallel, work = resolve_parallel(config, 1), work_of(config, 1)
     traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
-    # all-to-alls send as many bytes for each token of a micro-batch
+    # all-to-alls send the same number of bytes for each token of a micro-batch
     traffic["ep"] = 10**6 * work.tokens * work.micro_batches
     cost = step_cost(config, parallel, work, 10**6, traffic)
     shape = config.resolved_model()

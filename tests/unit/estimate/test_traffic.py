@@ -75,7 +75,8 @@ def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
     plain, _ = sent(make_config("tiny", "ep=2,dp=2", **STEP), 2)
     again = STEP | {"training": STEP["training"] | {"recompute": "full"}}
     full, _ = sent(make_config("tiny", "ep=2,dp=2", **again), 2)
-    # 3 passes of 4 layers in place of 2, and 3 quarters of a pass before
+    # With recomputation a mini-batch has 3 passes in place of 2. For 3 of the 4 mini-batches there
+    # is one more pass before, with and without it.
     assert full["ep"] / plain["ep"] == pytest.approx(3.75 / 2.75, rel=0.01)
 
 

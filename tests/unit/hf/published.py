@@ -229,7 +229,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 _DELTA: dict[str, Any] = {
     **{key: value for key, value in _COMMON.items() if key != "intermediate_size"},
-    "head_dim": 16,  # of which a part is rotated
+    "head_dim": 16,  # only a part of it is rotated
     "max_position_embeddings": 256,
     "partial_rotary_factor": 0.25,
     "attention_bias": False,

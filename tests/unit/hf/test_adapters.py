@@ -30,7 +30,7 @@ RANK = 4
 
 
 def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) -> Path:
-    """Adapters of a qwen3_moe; changes: of their config."""
+    """Write adapters of a qwen3_moe. changes: keys of adapter_config.json to replace."""
     config = json.loads((base / "config.json").read_text())
     weights = weight_map(FAMILIES["qwen3_moe"], shape_of(describe(config)), VOCABULARY)
     adapted = adapted_weights(weights, targets)
@@ -135,7 +135,7 @@ def test_target_modules_name_what_is_adapted_and_nothing_else(tmp_path: Path, ba
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str) -> None:
-    """Routers have none, and neither has what delta nets project from."""
+    """Routers and the input projections of delta nets have no adapters."""
     config = model_config(family)
     weights = weight_map(FAMILIES[family], shape_of(describe(config)), VOCABULARY)
     found = {
@@ -191,7 +191,7 @@ def test_a_head_that_is_the_embedding_is_refused(target: str) -> None:
 
 
 def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path) -> None:
-    """PEFT saves `gate` so, which it takes for a parameter."""
+    """PEFT treats `gate` as a parameter, so it saves the router's adapter in this form."""
     named = {"target_parameters": ["gate.weight"]}
     folder = write_adapter(tmp_path / "adapter", base, ["attention", "router"], **named)
     peft_to_megatron(folder, tmp_path / "out")

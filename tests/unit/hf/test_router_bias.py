@@ -1,5 +1,5 @@
-"""Biases of routers around 7 in bf16 models: rounded to bf16, whose next number is 7.03, they would
-all be 7, and tokens would go to other experts. Nothing may round them, on no way."""
+"""The biases of routers in bf16 models must never be rounded. Here they are near 7. The next number
+in bf16 is 7.03, so rounded biases would all be 7, and tokens would go to other experts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def empty_policy(folder: Path) -> Policy:
 
 
 def chosen(policy: Policy) -> Tensor:
-    """[layers, tokens, k], sorted."""
+    """The sorted experts of each token: [layers, tokens, k]."""
     attach_hooks(policy.models)
     with recorded() as experts:
         logits_of(policy, IDS)
@@ -78,18 +78,18 @@ def test_no_way_rounds_them(tmp_path: Path, family: str) -> None:
     assert all(router.weight.dtype is torch.bfloat16 for router in routers(policy))
     right = chosen(policy)
 
-    # to servers
+    # the weights that are sent to servers
     stream = {n: t.clone() for n, t in stream_hf(policy, family=family_of(hf)) if t is not None}
     assert_same_bits(stream, published)
-    # into a folder, and from there into a model that has computed
+    # an export, loaded into a model that has already computed
     export_hf(policy, tmp_path / "export", hf_config=hf)
     assert_same_bits(read_folder(tmp_path / "export"), published)
     load_hf(tmp_path / "export", policy)
-    # into a checkpoint, and from there into a model that has not
+    # a checkpoint, loaded into a model that has not computed yet
     save_tensors(tmp_path / "checkpoint", policy, None, asynchronous=False).result()
     loaded = empty_policy(source)
     load_model(tmp_path / "checkpoint", loaded)
-    # without a model
+    # a conversion of files, without a model
     hf_to_megatron(source, tmp_path / "converted")
     megatron_to_hf(tmp_path / "converted", tmp_path / "back")
     assert_same_bits(read_folder(tmp_path / "back"), published)

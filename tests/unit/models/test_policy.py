@@ -109,7 +109,7 @@ def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(find, lambda _: SimpleNamespace())
     for precision in ("bf16", "fp8-blockwise"):
         assert choose_backend("auto", precision) == "transformer_engine"
-    for precision in ("fp32", "fp64"):  # it does not have these, or not everywhere
+    for precision in ("fp32", "fp64"):  # Transformer Engine lacks them, at least in part
         assert choose_backend("auto", precision) == "torch_native"
 
 

@@ -407,7 +407,7 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
             for n, old, reference in zip(
                 response.new, response.old, response.reference, strict=True
             ):
-                # a penalty is one of tokens for any ratio, with the objective's own divisor
+                # every objective has a penalty for each token, divided as its own loss is
                 penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
         rows.append((response, terms, clips, of_each | {"": weights}, dropped))

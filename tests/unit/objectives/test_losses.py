@@ -288,7 +288,7 @@ def test_bytes_a_sequence_whatever_its_length_and_the_additions(name, correction
     additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
     objective = make_objective(name, correction=correction, off_policy_mask=0.1, **additions)
     sums += name == "gmpo"  # its mean has limited log-ratios
-    # one message with all sums; then outside, low and high if tokens have clip flags
+    # One message has all sums. If tokens have clip flags, a second has three sums of flags.
     expected = [sums * 4] if name in CLIP_SEQUENCES else [sums * 4, 12]
     sent = sent_by(objective, inputs)
     assert [each.numel() * each.element_size() / 3 for each in sent] == expected

@@ -93,7 +93,7 @@ def trl_loss(
         "completion_mask": padded(inputs.mask, 0.0),
         "advantages": inputs.advantages,
         "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        # over the generation batch, which has as many micro-batches as are accumulated
+        # over the generation batch, which has one micro-batch for each accumulation step
         "num_items_in_batch": torch.tensor(float(inputs.global_num_tokens)),
     }
     if inputs.token_advantages is not None:

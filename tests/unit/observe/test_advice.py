@@ -86,7 +86,7 @@ def test_gradient_spikes() -> None:
     said = str(found[0])
     assert said.startswith("grad_norm, steps 11, 22, 25: gradient spikes, up to 577, over 10 times")
     early, growing = [1.0] * 4 + [50.0], [2.0 * 1.1**n for n in range(60)]
-    for norms in (early, growing):  # one before anything is usual, the other growing slowly
+    for norms in (early, growing):  # a spike before a usual size is known, and slow growth
         assert advise(records({"grad_norm": norms})) == []
 
 

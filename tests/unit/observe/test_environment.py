@@ -103,7 +103,7 @@ def test_a_machine_without_git_has_no_commit(
         ("cuda = None\nhip = None\n", False),
         ("cuda = '12.8'\n", True),
         ("cuda = None\nhip = '6.4'\n", True),
-        (None, True),  # it has no such file, so all of it is imported
+        (None, True),  # torch without this file is imported as a whole
     ],
 )
 def test_torch_says_in_a_file_what_it_was_built_for(

@@ -181,3 +181,16 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     assert series(records, "loss") == ([1, 2, 3], pytest.approx([2.0, 3.0, math.nan], nan_ok=True))
     assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])
+
+
+def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
+    """And nothing is cut where one is: nobody knows its place."""
+    path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n'
+    wrong = "phase = 'rlhf': not a phase of training; allowed: pretrain, sft, warm_start, rl"
+    path.write_text(text)
+    with JsonLinesWriter(path) as writer:
+        with pytest.raises(DataError) as caught:
+            writer.truncate_after(1)
+        assert str(caught.value) == f"{path}: {wrong}"
+        writer.append({"step": 3})  # it is open still
+    assert path.read_text() == text + '{"step": 3}\n'

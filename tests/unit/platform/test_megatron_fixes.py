@@ -217,7 +217,7 @@ def test_stock_delta_nets_are_not_built_without_kernels(
     assert nets.HAVE_FLA
     source = Path(nets.__file__).read_text(encoding="utf-8")
     assert "if not HAVE_FLA:\n            raise ImportError" in source, "the mending can go"
-    # and only what it replaces is missing
+    # the only missing functions are those that the fix replaces
     assert nets.chunk_gated_delta_rule is None
     state = torch.zeros(1)
     config = SimpleNamespace(deterministic_mode=False)

@@ -105,7 +105,8 @@ def test_experts_get_equally_many_tokens() -> None:
         assert taken.shape == (60,)
         taken.sum().backward()
         assert scores.grad is not None and scores.grad.shape == (8, 30)
-        assert (counts.to(META) + torch.empty(8, device=META)).is_meta  # real where values matter
+        # `counts` has real values, because they matter
+        assert (counts.to(META) + torch.empty(8, device=META)).is_meta
 
 
 def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
@@ -231,7 +232,7 @@ def test_the_second_time_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
             torch.cat([values, values])
             assert len(made) == 1
             assert torch.cat([values, fewer]).shape == (5, 5)
-            assert len(made) > 2  # another shape: torch made one, and we made one to compare
+            assert len(made) > 2  # new shape: torch made the result, and the test another
 
 
 def test_a_view_stays_a_view() -> None:

@@ -37,8 +37,9 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
 def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is noted once. It ends the process without SAVES, before the run has begun to train, and
-    after it."""
+    """The first interrupt is noted, the second one ends the process. An interrupt ends the process
+    at once if the run cannot be saved: without SAVES, before it has begun to train, and after the
+    training."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     try:

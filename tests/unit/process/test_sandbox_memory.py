@@ -13,7 +13,7 @@ import pytest
 
 from gspo_megatron.process import sandbox, sandbox_facts, sandbox_memory
 from gspo_megatron.process.sandbox import Limits, SandboxError
-from gspo_megatron.process.sandbox_memory import Group, Place
+from gspo_megatron.process.sandbox_memory import Cgroup, Place
 from tests.unit.process.ordinary_user import User
 
 LIMITS = Limits(seconds=10.0, memory_mb=128, processes=32, disk_mb=8)
@@ -54,11 +54,11 @@ def test_all_processes_together_have_a_limit(place: Place) -> None:
     deadline = time.monotonic() + 60.0
     while set(place.folder.glob(ours)) - before:
         assert time.monotonic() < deadline, "a folder stays"
-        Group(place, 64 << 20).close()
+        Cgroup(place, 64 << 20).close()
 
 
 def test_swap_is_no_way_out(place: Place) -> None:
-    group = Group(place, 64 << 20)
+    group = Cgroup(place, 64 << 20)
     try:
         names = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
         file = group.folder / names[place.version]
@@ -83,7 +83,7 @@ for _ in range(20):
     except BlockingIOError: pass
 print("held")
 """
-    group = Group(place, 64 << 20)
+    group = Cgroup(place, 64 << 20)
     peak = {1: "memory.max_usage_in_bytes", 2: "memory.peak"}[place.version]
     try:
         words = ["/bin/sh", "-c", 'echo 0 > "$1"; exec "$2" -c "$3"', "sh", str(group.entrance)]
@@ -116,7 +116,7 @@ def test_a_program_that_cannot_enter_does_not_run(
 ) -> None:
     """Files stand for a cgroup that cannot be entered."""
     monkeypatch.setattr(sandbox_memory, "place", lambda: Place(2, tmp_path))
-    monkeypatch.setattr(Group, "entrance", tmp_path / "gone" / "cgroup.procs")
+    monkeypatch.setattr(Cgroup, "entrance", tmp_path / "gone" / "cgroup.procs")
     with pytest.raises(SandboxError, match="cgroup.procs"):
         sandbox.run(b"print(1)", b"", LIMITS)
 

@@ -74,7 +74,7 @@ def test_points_of_submissions() -> None:
 
 
 def test_submissions_after_the_solution_cost_nothing() -> None:
-    """The problem is solved already, whatever they are."""
+    """The problem is already solved then, so right and wrong ones cost nothing."""
     for more in ([False], [False] * 9, [True], [False, True, False]):
         assert score_of([1000.0], [[True, *more]]) == 1000
         assert score_of([1000.0], [[False, True, *more]]) == 950

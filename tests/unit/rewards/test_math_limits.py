@@ -1,5 +1,5 @@
-"""Answers with values that nobody can compute. They score 0 after about a second, and end
-nothing."""
+"""Answers with values that nobody can compute. They score 0 after about a second, and the
+run continues."""
 
 from __future__ import annotations
 

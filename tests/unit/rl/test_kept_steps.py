@@ -63,7 +63,7 @@ class Run:
     sections: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        training = {"dump_batches": self.keep} | self.sections.pop("training", {})
+        training = {"keep_step_inputs": self.keep} | self.sections.pop("training", {})
         logging = {"dir": str(self.folder / "run")}
         self.config: Config = tiny_config(training=training, logging=logging, **self.sections)
         self.policy: Policy = tiny_policy()

@@ -177,7 +177,8 @@ class Saved:
 
 
 def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[int, bool]], Any]:
-    """The steps that must be saved, of this one and the next ones up to nine."""
+    """End this step and the next one, of nine. Returns the steps that the checkpoints were told of,
+    with whether each must be saved, and the unevaluated metrics."""
 
     def nothing(*_: Any) -> None: ...
 

@@ -235,7 +235,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert draw.drawn == 2 * PROMPTS
     assert found.source.engine.samples == list(
         range(12)
-    )  # each once, because each has other random numbers
+    )  # each sample has its own random numbers, so none comes twice
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
@@ -333,7 +333,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
         ([0.5, 3, 0.5, 5], [1, 2, 1, 3]),
         ([2, 0.5, 3], [1, 1, 1]),
     ):
-        mean, std = statistics.mean(turns), statistics.stdev(turns)  # no scale changes these
+        mean, std = statistics.mean(turns), statistics.stdev(turns)  # any scale gives the same
         expected += [(r - mean) / std for r, n in zip(turns, tokens, strict=True) for _ in range(n)]
     found = token_advantages(experience, objective=TOKENS)
     assert found.dtype == torch.float32

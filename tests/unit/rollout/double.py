@@ -106,7 +106,7 @@ class Double:
             "data_parallel_size": 1,
         }
         self.sequences = 256  # the number that it works on at a time
-        self.paths = set(_PATHS)  # those that not every server has
+        self.paths = set(_PATHS)  # paths that only some servers have
         self.url = ""
         self.connections: list[Any] = []
         self.front_faults: dict[str, Fault] = {}  # faults of the middleware's own routes

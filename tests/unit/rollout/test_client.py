@@ -5,8 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
 
-from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
+import pytest
+
+from gspo_megatron.rollout.vllm.client import (
+    ServerClient,
+    ServerGone,
+    ServerRefused,
+    connected_session,
+)
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 FACTS = ModelFacts(10, 1, 0, 1, ())
@@ -37,3 +46,78 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request()
             return tokens
 
     assert asyncio.run(ask()) == [7, 7, 7]
+
+
+def with_server(
+    answer: Callable[[str], bytes | None], use: Callable[[ServerClient], Awaitable[object]]
+) -> Counter[str]:
+    """Use a client of a server that answers each path so; None: it closes the connection without
+    an answer. Returns how often it got each path."""
+    asked = Counter[str]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if length := re.findall(r"Content-Length: (\d+)", head):
+                    await reader.readexactly(int(length[0]))
+                path = head.split()[1].partition("?")[0]
+                asked[path] += 1
+                if (given := answer(path)) is None:
+                    break
+                writer.write(given)
+        except asyncio.IncompleteReadError:
+            pass
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, connected_session() as session:
+            await use(ServerClient(url, session))
+
+    asyncio.run(work())
+    return asked
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+LOAD = {"seconds": 10, "forgets_prepacked": False}
+
+
+def test_a_lost_answer_is_no_reason_to_load_weights_twice() -> None:
+    """The workers may be at it still. What can be asked twice without harm is."""
+
+    async def load(client: ServerClient) -> None:
+        with pytest.raises(ServerGone, match="/collective_rpc: Server disconnected"):
+            await client.load_weights("folder", "1", **LOAD)
+        with pytest.raises(ServerGone, match="/v1/load_lora_adapter: "):
+            await client.load_adapter("policy-1", "folder", seconds=10)
+        with pytest.raises(ServerGone, match="/tokenize: "):
+            await client.tokenize("a", seconds=10)
+
+    lost = {"/collective_rpc", "/v1/load_lora_adapter", "/tokenize"}
+    asked = with_server(lambda path: None if path in lost else OK, load)
+    assert asked == {
+        "/pause": 1,
+        "/collective_rpc": 1,
+        "/resume": 1,
+        "/v1/load_lora_adapter": 1,
+        "/tokenize": 2,
+    }
+
+
+def test_a_server_that_does_not_resume_either_tells_what_went_wrong_first() -> None:
+    refused = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\nno folder"
+
+    async def load(client: ServerClient) -> None:
+        with pytest.raises(ServerRefused, match="/collective_rpc: HTTP 400: no folder"):
+            await client.load_weights("folder", "1", **LOAD)
+
+    answers = {"/collective_rpc": refused, "/resume": None}
+    assert with_server(lambda path: answers.get(path, OK), load)["/resume"] == 2
+
+    async def resumes_not(client: ServerClient) -> None:
+        with pytest.raises(ServerGone, match="/resume: "):
+            await client.load_weights("folder", "1", **LOAD)
+
+    with_server(lambda path: None if path == "/resume" else OK, resumes_not)

@@ -189,7 +189,7 @@ def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
 
     def ask() -> None:
         try:
-            asyncio.run(scorers._in_main(lambda: sys.exit(3)))
+            asyncio.run(scorers.in_main(lambda: sys.exit(3)))
         except RewardError as error:
             told.append(str(error))
         finally:

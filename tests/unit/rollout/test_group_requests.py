@@ -23,8 +23,8 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     NOT_AS_VLLM,
     PARTS,
     TAKE_BACK,
+    AnswerFailure,
     Answers,
-    Failure,
     Response,
     pack,
     parse_response,
@@ -71,7 +71,7 @@ def same(first: Response, second: Response) -> bool:
     )
 
 
-def unpacked(record: bytes, prompt: int, routes: bool) -> dict[int, Response | Failure]:
+def unpacked(record: bytes, prompt: int, routes: bool) -> dict[int, Response | AnswerFailure]:
     [length] = LENGTH.unpack(record[: LENGTH.size])
     assert len(record) == LENGTH.size + length
     return dict(unpack(record[LENGTH.size :], prompt, FACTS, routes=routes))
@@ -82,7 +82,7 @@ def test_a_record_is_what_the_json_says_response_for_response(routes: bool) -> N
     double, generator = Double(), np.random.default_rng(5)
     for _ in range(20):
         prompt = generator.integers(0, VOCABULARY, int(generator.integers(1, 9))).tolist()
-        outcomes: list[tuple[int, Response | Failure]] = []
+        outcomes: list[tuple[int, Response | AnswerFailure]] = []
         for number in generator.permutation(12)[: int(generator.integers(1, 9))].tolist():
             found = double._generate(prompt, int(generator.integers(1, 12)))
             choice = found["choices"][0]
@@ -93,12 +93,12 @@ def test_a_record_is_what_the_json_says_response_for_response(routes: bool) -> N
                 choice["weight_versions"] = spans
             response = parse_response(found, len(prompt), FACTS, routes=routes)
             outcomes.append((number, response))
-        outcomes.append((20, Failure(500, "no\nroom")))
+        outcomes.append((20, AnswerFailure(500, "no\nroom")))
         given = unpacked(pack(outcomes), len(prompt), routes)
-        assert given.pop(20) == Failure(500, "no\nroom")
+        assert given.pop(20) == AnswerFailure(500, "no\nroom")
         assert given.keys() == {number for number, _ in outcomes[:-1]}
         assert all(same(given[number], response) for number, response in outcomes[:-1])
-    assert unpacked(pack([(1, Failure(0, "x"))]), 3, routes) == {1: Failure(0, "x")}
+    assert unpacked(pack([(1, AnswerFailure(0, "x"))]), 3, routes) == {1: AnswerFailure(0, "x")}
 
 
 def a_record(**changes: Any) -> bytes:

@@ -151,7 +151,7 @@ def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
 
 
 def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -> None:
-    """`serve` refuses them on CPUs, and starts them on GPUs."""
+    """`serve` refuses such families on CPUs, and serves them on GPUs."""
     sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
     narrow = write_model(tmp_path / "narrow", "qwen3_next", seed=1)

@@ -48,7 +48,7 @@ class Waiting:
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Settings of a service that is told of no weights, so it starts no server."""
+    """Settings of a service that has got no weights, so it starts no server."""
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
     config = parse_config(
         {
@@ -81,8 +81,8 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
 
 @contextmanager
 def killing(starts: int) -> Iterator[list[int]]:
-    """Kill the next so many new processes of the service immediately. Yields the ids of the killed
-    processes."""
+    """Kill this number of new processes of the service, each as soon as it starts. Yields the ids
+    of the killed processes."""
     killed: list[int] = []
     done = threading.Event()
 
@@ -255,3 +255,43 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
     lines = (told + capfd.readouterr().err).splitlines()
     assert lines[0].startswith("starting 1 server, log ")
     assert lines[1:] == 4 * ["an episode has begun"]
+
+
+def begin_phase(client: ServiceClient, folder: Path, **sections: Any) -> bool:
+    """Tell a service of a phase with other values of these sections."""
+    given = settings(folder, **sections)
+    return client.begin_phase(given, parse_config(given["config"]))
+
+
+def test_a_phase_that_needs_other_servers_is_told_why(
+    service: tuple[ServiceClient, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the service stays as it is. This one has told no server to start yet."""
+    client, folder = service
+    vllm = {"servers": 1, "options": {"max_num_seqs": 8}}
+    assert not begin_phase(client, folder, rollout={"engine": "vllm", "vllm": vllm})
+    assert not begin_phase(client, folder)
+    told = [line for line in capfd.readouterr().err.splitlines() if "started again" in line]
+    assert told == [
+        "the servers are started again: the next phase changes rollout.vllm",
+        "the servers are started again: server 0 is out of service",
+    ]
+    tokenizer = str(folder / "toy" / "tokenizer.model")
+    lost = {"tokenizer": tokenizer, "prompts": str(folder / "none.jsonl")}
+    with pytest.raises(RolloutError, match=r"none\.jsonl"):
+        begin_phase(client, folder, data=lost)
+
+
+def test_a_service_that_dies_at_a_border_begins_again_in_the_next_phase(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked once more, and then nothing has changed for it but that its server is away."""
+    before = services_of(psutil.Process().pid)
+    with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
+        (process,) = (each for each in services_of(psutil.Process().pid) if each not in before)
+        process.kill()
+        vllm = {"servers": 1, "restarts": 7}
+        assert not begin_phase(client, tmp_path, rollout={"engine": "vllm", "vllm": vllm})
+    told = capfd.readouterr().err
+    assert "the rollout service was killed by SIGKILL: starting it again" in told
+    assert told.count("the servers are started again: server 0 is out of service") == 1

@@ -126,9 +126,9 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
         # no answer and no token, although requests are in progress
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 31.0, True),
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 20.0, False),
-        # it generates
+        # the server generates
         ({"generation_tokens_total": 10.0, "num_requests_running": 2.0}, 31.0, False),
-        # it has nothing to do
+        # the server has no requests
         ({"generation_tokens_total": 9.0, "num_requests_running": 0.0}, 31.0, False),
     ],
 )
@@ -151,8 +151,8 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
 
 
 def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:
-    """A server without an update names its weights with a word of its own. When the answer comes,
-    newer weights were loaded during the response."""
+    """A server that had no update yet calls its weights `default`. Here it gets updates while it
+    writes the response, so the answer names versions that are newer than the request's."""
     response = InFlightResponse(version=1)
     response.spans, response.version = [(1, 2), (3, 4)], 6
     spans = (("default", 2), ("3", 4), ("6", 7))

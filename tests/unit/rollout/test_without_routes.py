@@ -51,7 +51,7 @@ def test_an_answer_has_everything_but_the_experts(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 500, 100_000])
 def test_a_stream_has_everything_but_the_experts(cut: int) -> None:
-    """In whatever pieces the server sends it."""
+    """The server may cut the stream into any pieces."""
     first = b'data: {"choices": [{"delta": {"content": "x"}}]}'
     stream = first + b"\n\ndata: " + ANSWER + b"\n\ndata: [DONE]\n\n"
     pieces = [stream[start : start + cut] for start in range(0, len(stream), cut)]

@@ -239,7 +239,7 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
         route(random_logits(2)[:10], {}, Replaying(table))
 
 
-# --- Which routers get a hook, and that nobody pays for one who does not want it -----------------
+# --- Which routers get a hook, and that a hook without use costs nothing --------------------------
 
 
 def routers(policy: Policy) -> list[TopKRouter]:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
 MODES = ("off", "r2", "r3")
-SEQUENCES, FIRST = len(LENGTHS), 2  # one micro-batch each; the first mini-batch has as many
+SEQUENCES, FIRST = len(LENGTHS), 2  # one micro-batch each; the first mini-batch has two of them
 TOKENS = [prompt + response for prompt, response in LENGTHS]
 
 

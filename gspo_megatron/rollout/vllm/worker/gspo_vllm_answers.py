@@ -121,7 +121,7 @@ class Response:
     versions: np.ndarray | None = None  # [tokens] int32, weights version of each token
 
 
-class Failure(NamedTuple):
+class AnswerFailure(NamedTuple):
     """The failure of one request among several."""
 
     status: int  # HTTP status; 0: the answer could not be read
@@ -215,10 +215,10 @@ def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
 # The compact format: records, each a length and safetensors
 
 
-def pack(outcomes: Sequence[tuple[int, Response | Failure]]) -> bytes:
+def pack(outcomes: Sequence[tuple[int, Response | AnswerFailure]]) -> bytes:
     """Make a record of requests that have ended: (number in the part, response or failure)."""
     good = [(n, each) for n, each in outcomes if isinstance(each, Response)]
-    bad = [(n, *each) for n, each in outcomes if isinstance(each, Failure)]
+    bad = [(n, *each) for n, each in outcomes if isinstance(each, AnswerFailure)]
     told = {"failures": bad, "spans": [each.spans for _, each in good]}
     tensors = {"told": np.frombuffer(json.dumps(told).encode(), np.uint8)}
     if good:
@@ -248,7 +248,7 @@ def _views(content: bytes) -> dict[str, np.ndarray]:
 
 def unpack(
     content: bytes, prompt_tokens: int, facts: ModelFacts, *, routes: bool
-) -> Iterator[tuple[int, Response | Failure]]:
+) -> Iterator[tuple[int, Response | AnswerFailure]]:
     """Yield the responses and failures of a record; `content` is the record without its length.
 
     Raises one of MALFORMED.
@@ -256,7 +256,7 @@ def unpack(
     tensors = _views(content)
     told = json.loads(tensors["told"].tobytes())
     for number, status, text in told["failures"]:
-        yield int(number), Failure(int(status), str(text))
+        yield int(number), AnswerFailure(int(status), str(text))
     if "numbers" not in tensors:
         return
     ids, logprobs, lengths = tensors["token_ids"], tensors["logprobs"], tensors["lengths"]
@@ -396,7 +396,7 @@ class Answers:
             return
         members = {name: _Member() for name in part.names}
         self._members |= members
-        ended: asyncio.Queue[tuple[int, Response | Failure | None]] = asyncio.Queue()
+        ended: asyncio.Queue[tuple[int, Response | AnswerFailure | None]] = asyncio.Queue()
         work = [
             asyncio.create_task(self._draw(scope, part, number, member, ended))
             for number, member in enumerate(members.values())
@@ -430,25 +430,25 @@ class Answers:
         part: _Part,
         number: int,
         member: _Member,
-        ended: asyncio.Queue[tuple[int, Response | Failure | None]],
+        ended: asyncio.Queue[tuple[int, Response | AnswerFailure | None]],
     ) -> None:
         """Generate one response of a part, and put the outcome into the queue `ended`.
 
         The outcome is None if the response is no longer needed.
         """
-        outcome: Response | Failure | None
+        outcome: Response | AnswerFailure | None
         try:
             status, body = await self._ask(
                 scope, "POST", GENERATE, part.request(number), member.left
             )
             if status >= 400:
-                outcome = Failure(status, body.decode(errors="replace")[:_SHOWN])
+                outcome = AnswerFailure(status, body.decode(errors="replace")[:_SHOWN])
             else:
                 outcome = read_answer(body, len(part.token_ids), part.facts, routes=part.routes)
         except MALFORMED as error:
-            outcome = Failure(0, f"{type(error).__name__}: {error}")
+            outcome = AnswerFailure(0, f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 (vLLM's; treated like status 500)
-            outcome = Failure(500, f"{type(error).__name__}: {error}"[:_SHOWN])
+            outcome = AnswerFailure(500, f"{type(error).__name__}: {error}"[:_SHOWN])
         member.has_ended = not member.left.is_set()
         ended.put_nowait((number, outcome if member.has_ended else None))
 

@@ -1,0 +1,82 @@
+"""Keys that have a better name now. The old name still works, and warns once.
+
+A key is a contract: configuration files outside of the repository use it. So a renamed key keeps
+its old name as an alias, in files, in overrides and in the phases of a run. A checkpoint or run
+folder that an earlier version wrote may also have the old name; reading it does not warn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gspo_megatron.config.beside import tell_once
+from gspo_megatron.errors import problem
+
+RENAMED = {
+    "training.dump_batches": "training.keep_step_inputs",
+    "training.idle_restarts": "training.max_restarts_without_progress",
+    "rollout.vllm.update_seconds": "rollout.vllm.weight_update_timeout_seconds",
+    "rollout.vllm.silence_seconds": "rollout.vllm.stall_timeout_seconds",
+}
+
+
+def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the sections of a configuration with the new names of keys, also in its phases.
+
+    Returns also a line for each key that has both names. The values are copied where they change.
+    """
+    result, problems = _renamed_in(values, "")
+    training = result.get("training")
+    phases = training.get("phases") if isinstance(training, Mapping) else None
+    if isinstance(phases, list):
+        renamed = []
+        for number, phase in enumerate(phases):
+            if isinstance(phase, Mapping):
+                phase, wrong = _renamed_in(phase, f"training.phases[{number}].")
+                problems += wrong
+            renamed.append(phase)
+        result["training"] = {**result["training"], "phases": renamed}
+    return result, problems
+
+
+def _renamed_in(values: Mapping[str, Any], above: str) -> tuple[dict[str, Any], list[str]]:
+    result, problems = dict(values), []
+    for old, new in RENAMED.items():
+        *path, old_name = old.split(".")
+        section = _section(result, path)
+        if section is None or old_name not in section:
+            continue
+        node = result
+        for part in path:  # copies, because the caller's values must not change
+            node[part] = dict(node[part])
+            node = node[part]
+        given, new_name = node.pop(old_name), new.rpartition(".")[2]
+        if new_name in node:
+            problems.append(
+                problem(f"{above}{old}", given, f"its new name {new} is set, too; keep that")
+            )
+        node.setdefault(new_name, given)
+    return result, problems
+
+
+def _section(values: Any, path: Sequence[str]) -> Mapping[str, Any] | None:
+    for part in path:
+        if not isinstance(values, Mapping):
+            return None
+        values = values.get(part)
+    return values if isinstance(values, Mapping) else None
+
+
+def warn_of_old_names(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Print, once in a run, a line for each old name in a user's file or overrides."""
+    phases = _section(values, ["training"]) or {}
+    places = [
+        values,
+        *(phases.get("phases") or [] if isinstance(phases.get("phases"), list) else []),
+    ]
+    given = {override.partition("=")[0].strip() for override in overrides}
+    for old, new in RENAMED.items():
+        *path, name = old.split(".")
+        if old in given or any(name in (_section(place, path) or ()) for place in places):
+            tell_once(f"{old} is now called {new}; the old name still works")
