@@ -173,14 +173,8 @@ def skypilot(number: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        skypilot,
-        pytest.param(pytorchjob, marks=pytest.mark.full),
-        pytest.param(trainjob, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # tests/unit/process/test_nodes.py: what is read from the variables
+@pytest.mark.parametrize("variables", [skypilot, pytorchjob, trainjob])
 def test_the_variables_of_other_schedulers(
     pods: Pods, run: Run, undisturbed: Run, variables: Callable[[int], dict[str, str]]
 ) -> None:
