@@ -62,7 +62,9 @@ class ServiceClient:
         section = config.rollout.vllm
         before, self._settings = self._settings, {**self._settings, **settings}
         self._requests = {}  # those of the phase before are done
-        told = self._call("POST", "/phase", self._settings, seconds=section.update_seconds)
+        told = self._call(
+            "POST", "/phase", self._settings, seconds=section.weight_update_timeout_seconds
+        )
         if "error" in told:
             raise RolloutError(told["error"])
         if told["other"]:
