@@ -24,6 +24,7 @@ def test_versions_are_those_installed_and_none_where_not() -> None:
 
 
 def test_the_world_size_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # another test may have set it
     assert describe_environment()["world_size"] == 1
     monkeypatch.setenv("SLURM_NTASKS", "16")
     assert describe_environment()["world_size"] == 16
