@@ -25,11 +25,14 @@ RANK_SECONDS = 300.0  # for rank 0 to find the commits; a run's folder is shared
 # Keys whose values may be names of the Hub, by what is there.
 _KEYS: dict[hub.Kind, tuple[str, ...]] = {
     "model": ("model.hf_path", "model.lora.checkpoint", "data.tokenizer")
-    + ("objective.distillation.teacher", "objective.distillation.teachers.*.teacher"),
+    + ("objective.distillation.teacher", "objective.distillation.teachers.*.teacher")
+    + ("reward.model.folder", "reward.model.tokenizer")
+    + ("evaluation.suites.*.reward.model.tokenizer",),
     "dataset": ("data.prompts", "data.eval_prompts", "data.examples", "data.eval_examples")
     + ("data.preferences", "data.eval_preferences", "evaluation.suites.*.prompts"),
 }
-_OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.")  # keys of models to load
+# Keys of models to load.
+_OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.", "reward.model.folder")
 
 _Place = tuple[str, Any, Any]  # a key, and the list or dict and the index that hold a value
 
@@ -118,6 +121,8 @@ def model_paths(config: Any) -> Iterator[tuple[str, str]]:
     if distillation is not None:
         teachers = {name: dict(vars(each)) for name, each in distillation.teachers.items()}
         values["objective"] = {"distillation": {**vars(distillation), "teachers": teachers}}
+    if (scorer := getattr(config.known("reward"), "model", None)) is not None:
+        values["reward"] = {"model": dict(vars(scorer))}
     for key, holder, at in _places(values, "model"):
         if key.startswith(_OF_WEIGHTS):
             yield key, holder[at]

@@ -21,8 +21,9 @@ class RewardModelSection(Section):
 
     folder: Text | None = shapes(
         None,
-        "Hugging Face folder of a ...ForSequenceClassification model with one label; the training "
-        "ranks compute its scores between rollout and update; null: none",
+        "Hugging Face folder of a ...ForSequenceClassification model with one label, or "
+        "ORG/NAME[@REVISION] of the Hub; the training ranks compute its scores between rollout and "
+        "update; null: none",
     )
     url: Text | None = harmless(
         None,
@@ -30,8 +31,8 @@ class RewardModelSection(Section):
     )
     tokenizer: Text | None = shapes(
         None,
-        "Hugging Face folder with the model's own tokenizer and chat template; null: that of "
-        "folder",
+        "Hugging Face folder with the model's own tokenizer and chat template, or "
+        "ORG/NAME[@REVISION] of the Hub; null: that of folder",
     )
     chat_template: bool | None = shapes(
         None,

@@ -82,11 +82,13 @@ def test_every_key_of_a_folder_or_a_file_takes_a_name(server: SmallHub) -> None:
     given = values(**more)
     given["model"] |= {"lora": {"rank": 4, "checkpoint": MODEL}}
     given["data"]["eval_prompts"] = f"{ROWS}:test"
+    given["reward"] = {"name": "reward_model", "model": {"folder": MODEL, "tokenizer": MODEL}}
     config = parse_config(given)
     paths = [*(config.data.eval_prompts or ()), *config.evaluation.suites["one"].prompts]
     assert len(set(paths)) == 1 and Path(paths[0]).is_dir()
     named = [path for _, path in config_hub.model_paths(config)]
-    assert named == [config.model.hf_path] * 3
+    assert named == [config.model.hf_path] * 4
+    assert config.reward.model.tokenizer == config.reward.model.folder == named[0]
     config_hub.fetch_weights(config)
     assert Path(named[0], "model.safetensors").read_bytes() == b"weights"
 
