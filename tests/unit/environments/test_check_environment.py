@@ -129,7 +129,7 @@ def test_tests_of_a_program_end_before_the_call_that_runs_them(
     section = RewardSection(name="code", **settings)
     reward = get_reward(section.name, None, section.options, section.workers)
     if fault is None:
-        check_section(reward, section)
+        check_section(reward, section, 8)
     else:
         with pytest.raises(RewardError, match=fault):
-            check_section(reward, section)
+            check_section(reward, section, 8)
