@@ -105,7 +105,7 @@ def settle(descriptor: int) -> None:
 
 
 def folder_lacks(folder: Path) -> str | None:
-    """Return in words why files cannot be written into `folder`; None: they can.
+    """Return in words why files cannot be written into `folder`, or None if they can.
 
     The folder need not exist if it can be made.
     """
@@ -216,7 +216,7 @@ def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:
 
 
 def fault_of_name(name: str) -> str | None:
-    """Return why a listed name cannot be that of a file below a folder; None: it can."""
+    """Return why a listed name cannot be that of a file below a folder, or None if it can."""
     parts = PurePosixPath(name).parts
     try:
         encoded = os.fsencode(name)

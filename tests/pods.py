@@ -217,5 +217,6 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
 
 
 def _expanded(text: str, environ: Mapping[str, str]) -> str:
-    """With the values of $(NAME). A name that is not known would stay as it is: a mistake."""
+    """Replace each $(NAME) by its value. An unknown name raises KeyError here. Kubernetes would
+    leave it as it is."""
     return _REFERENCE.sub(lambda found: environ[found[1]], text)

@@ -54,7 +54,7 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
 
-# Keys of the section data that decide which prompts a place in their order stands for.
+# Keys of the section data that decide which prompt each position in the data means.
 _PROMPT_KEYS = ("prompts", "weights", "shuffle", "selection")
 
 
@@ -90,7 +90,7 @@ class Checkpoints:
         self.rollbacks = start.state.rollbacks if start.state else 0
         self.reward_moments = dict(start.state.reward_moments) if start.state else {}
         self.back: Path | None = None  # the checkpoint to which the run has just gone back
-        self._next_prompts: dict[str, Any] | None = None  # after a rollback: not those before it
+        self._next_prompts: dict[str, Any] | None = None  # the position after a rollback
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
@@ -123,8 +123,8 @@ class Checkpoints:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
-        If a phase with other values begins, the schedule continues at steps × `updates_per_step`,
-        and prompts that differ from those before begin with the first one.
+        If a phase with other values begins, the schedule continues at steps × `updates_per_step`.
+        If that phase has other prompts than before, it begins with the first of them.
         """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
@@ -255,7 +255,7 @@ class Checkpoints:
         return number
 
     def _prompts(self) -> dict[str, Any]:
-        """What the place in the data belongs to. Called on the main rank."""
+        """Return what decides the meaning of a position in the data. Called on the main rank."""
         data = self.config.model_dump(mode="json")["data"]
         values = {key: data[key] for key in _PROMPT_KEYS}
         return values | {"fingerprint": self._fingerprints.get("data.prompts")}
@@ -434,7 +434,7 @@ class Checkpoints:
 
     def _prepare(self) -> tuple[int, dict[str, Any] | None]:
         """Clean the folder and check the free disk space. Called on the main rank before training.
-        Returns the number of rollbacks, and the place in the data if the run continues at the
+        Returns the number of rollbacks, and the position in the data if the run continues at the
         checkpoint that the last of them went back to."""
         finish_rollback(self.folder)
         remove_leftovers(self.folder)
@@ -491,5 +491,5 @@ class Checkpoints:
 
 
 def _is_healthy(position: Position, step: int) -> bool:
-    """Whether a checkpoint is one of the RL steps up to a healthy one."""
+    """Whether a checkpoint is of an RL step that is not later than `step`, a healthy one."""
     return position.phase == RL and position.step <= step and not position.rolled_out

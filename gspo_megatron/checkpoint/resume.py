@@ -45,7 +45,7 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# Beginnings of messages about refused changes that ask for other weights than those of the run.
+# A message about a refused change begins like this if the change asks for other weights.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -59,7 +59,7 @@ class Start:
     notes: list[str] = field(default_factory=list)  # for the user
     # The run goes on with other values from here: another phase of it, or `train --change`.
     begins_phase: bool = False
-    changed: list[str] = field(default_factory=list)  # by `train --change`, a line a key
+    changed: list[str] = field(default_factory=list)  # by `train --change`, one line for each key
 
 
 def run_folder(config: AnyConfig) -> Path:
@@ -119,8 +119,8 @@ def conclude(
     undamaged = ", the newest undamaged checkpoint," if damage else ""
     where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""
     notes.append(f"resuming from {chosen}{undamaged}{where}")
-    # A border's checkpoint has the values of the phase that ends there; one with responses those of
-    # their step.
+    # A border's checkpoint has the values of the phase that ends there. A checkpoint with responses
+    # has the values of the step of these responses.
     saved_in = at_step(config, step + 1 if state.rollouts else max(step, 1))
     branch = read_branch(run_folder(config))
     change = change or (branch is not None and chosen.name == branch.checkpoint)

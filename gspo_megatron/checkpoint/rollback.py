@@ -25,8 +25,8 @@ class Rollbacks:
 
     number: int  # of the last one; a branch counts those of the run that it comes from
     to: str  # the checkpoint to which it went back
-    loader: dict[str, Any]  # the place in the data from which the run continues
-    prompts: dict[str, Any]  # the data of that place
+    loader: dict[str, Any]  # the position in the data from which the run continues
+    prompts: dict[str, Any]  # what decides the meaning of that position
     undone: list[str]  # checkpoints that it takes back
     # of each one: number, from_step, to_step, text
     rollbacks: list[dict[str, Any]] = field(default_factory=list)

@@ -59,9 +59,9 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         type=positive,
         metavar="N",
-        help="the number of ranks to start on this machine (default: as many as the layout needs); "
-        "on each pod or node where Kubernetes or SkyPilot start one command on each; not under "
-        "torchrun or srun, which start the ranks themselves",
+        help="the number of ranks to start on this machine (default: as many as the layout needs). "
+        "If Kubernetes or SkyPilot start the command on several pods or nodes, it is the number on "
+        "each of them. Do not give it under torchrun or srun, which start the ranks themselves",
     )
 
 

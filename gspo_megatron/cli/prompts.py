@@ -129,8 +129,9 @@ def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: 
 def _saved(records: Sequence[dict[str, Any]]) -> str | None:
     """Return how many responses data.selection has saved, by the prompts it chose at random.
 
-    None: it has chosen none. Those prompts show how many groups of uniform draws have a spread.
-    Retired prompts are not among them, so the real share is smaller, or the same."""
+    Returns None if it has chosen no prompts at random. Those prompts show how many groups of
+    uniform draws have a spread. Retired prompts are not among them, so the real share is smaller,
+    or the same."""
     first = next((each["step"] for each in records if each.get("explored")), None)
     if first is None:
         return None

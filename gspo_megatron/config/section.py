@@ -162,7 +162,7 @@ def _keys_of_section(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]
 
 
 def key_above(place: str, keys: Mapping[str, FieldInfo]) -> str | None:
-    """Return the key that equals `place` or contains it; None: there is none.
+    """Return the key that equals `place` or contains it, or None if there is none.
 
     For example, model.megatron contains model.megatron.num_layers.
     """

@@ -37,7 +37,7 @@ class CachedDeltaNet(GatedDeltaNet):
             parameter.data = widened(parameter.data)
 
     def _setup_variant_attrs(self) -> None:
-        """Skip the choice of a kernel: without fla, 0.19 has none and stops here."""
+        """Skip the choice of a kernel: without fla, Megatron-Core 0.19 has none and stops."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = self.gated_delta_rule or delta_rule
 

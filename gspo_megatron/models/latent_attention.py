@@ -43,8 +43,9 @@ class CachedLatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(getattr(self, name), self.config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Use the torch_native backend's spec unchanged. 0.19 decides here which layers to build,
-        and would add a norm to queries without a latent, which no model has."""
+        """Use the torch_native backend's spec unchanged. Here Megatron-Core 0.19 decides which
+        layers to build. It would add a norm to queries without a latent, and no model has one
+        there."""
         if submodules.kv_layernorm is not LatentNorm:
             return super()._resolve_qk_norm_config(submodules)
         return {name: getattr(submodules, name) for name in _RESOLVED}

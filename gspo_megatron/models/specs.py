@@ -58,7 +58,7 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchCoreAttention
 
     def grouped_mlp_modules(self, *_args: Any, **_kwargs: Any) -> Any:
-        # 0.16 needs (module, submodules), 0.19 a callable
+        # Megatron-Core 0.16 needs (module, submodules), and 0.19 needs a callable
         wants_pair = (
             "moe_use_legacy_grouped_gemm"
             in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters
@@ -254,8 +254,8 @@ def _torch_layer(
 
 
 def _set_router(mlp: Any, config: TransformerConfig) -> None:
-    """Give a layer of experts the router that its model has. 0.16 describes the layer by a
-    ModuleSpec, 0.19 by a partial function."""
+    """Give a layer of experts the router that its model has. Megatron-Core 0.16 describes the
+    layer by a ModuleSpec, 0.19 by a partial function."""
     submodules = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords.get("submodules")
     if isinstance(submodules, MoESubmodules) and has_biased_softmax(config):
         submodules.router = BiasedSoftmaxRouter

@@ -187,7 +187,9 @@ class TrackerSet:
             write_atomically(self._run_dir / SENT_FILE, "".join(f"{x}\n" for x in lines).encode())
         except DataError:
             self._run_dir = None
-            _logger.warning("what trackers were sent is no longer kept", exc_info=True)
+            _logger.warning(
+                "the record of what each tracker was sent is no longer written", exc_info=True
+            )
 
 
 def open_trackers(

@@ -59,7 +59,8 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:
         """Record nothing. Routers add their losses to a process-wide record of the first model's
-        size, which must not be created for a fake rank. 0.19 calls `record` of the result."""
+        size, which must not be created for a fake rank. Megatron-Core 0.19 calls `record` of
+        the result."""
         return SimpleNamespace(record=no_record)
 
     record = "save_to_aux_losses_tracker"

@@ -56,8 +56,8 @@ class _SuspectError(Exception):
 class Workers:
     """A pool of `count` workers. Each is started when it is first needed.
 
-    Use a pool from one event loop only. A worker runs `slots` calls at a time of a coroutine
-    function. It runs one call at a time of a plain function, in its main thread.
+    Use a pool from one event loop only. A worker runs up to `slots` calls of a coroutine function
+    at the same time. It runs the calls of a plain function one after another, in its main thread.
     """
 
     def __init__(self, job: Job, count: int, slots: int) -> None:

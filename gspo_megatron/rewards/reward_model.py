@@ -1,7 +1,7 @@
 """The reward `reward_model`: all of the reward is the score of `reward.model`.
 
 The score comes from rollout/reward_model.py (a server) or rl/reward_model.py (the training ranks).
-Beside any other reward, reward.model gives one more part.
+With any other reward function, this score is one more part of the reward.
 """
 
 from __future__ import annotations

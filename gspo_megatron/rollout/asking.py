@@ -34,7 +34,7 @@ class Asker:
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
         """Return the result of a call, and the number of failed calls.
 
-        The result is None if the call failed for good and `reward.on_failure` lets responses go.
+        The result is None if the call failed for good and `reward.on_failure` does not end the run.
         """
         tries = 0
         while True:
@@ -74,7 +74,7 @@ class Asker:
             return json.loads(text)
 
     def advice(self, status: int, text: str) -> str | None:
-        """Return what the user should do if an answer shows a mistake; None: it shows none."""
+        """Return what the user should do if an answer shows a mistake of theirs, or else None."""
         return None
 
 

@@ -71,7 +71,7 @@ def test_other_stages_report_what_cpus_report(
 def test_a_server_loads_the_weights_that_cpus_send(
     host: Host, cpus: Pool, make_config: MakeConfig
 ) -> None:
-    """By the transport nccl, rank 0 of a sharded model sends two versions."""
+    """Rank 0 of a sharded model sends two versions by the transport nccl."""
     config = make_config(parallel__layout="tp=2,ep=2")
     expected = cpus.on(config, stream_weights, timeout=240)
     assert len(expected) == 2 and expected[0] != expected[1]

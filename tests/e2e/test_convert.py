@@ -230,7 +230,7 @@ def assert_whole(result: Path, source: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """The model has two tensors of 211 MB. Memory of the process from before the conversion is not
+    """The model has two tensors of 211 MB. Memory that the process had before the conversion is not
     counted."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1

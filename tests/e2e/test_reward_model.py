@@ -110,7 +110,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path) -> No
 
 
 def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> None:
-    """With the scores of the run, by one checkpoint and by its import."""
+    """transformers computes the scores of the run with it. A conversion of the checkpoint, and an
+    import that is exported again, have the same bits."""
     config = json.loads((base / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
     assert config["id2label"] == {"0": "score"} and config["problem_type"] == "regression"

@@ -1,4 +1,4 @@
-"""Phases of a run with servers: these go on over a border, and generate nothing ahead of it."""
+"""Phases of a run with servers. Servers go on over a border, and generate nothing ahead of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """They have the weights at the border and the lengths of the phase; within a phase they are a
-    step older. A run that is killed at the border takes each prompt once."""
+    """They come from the weights at the border, and have the lengths of the new phase. Within a
+    phase, the weights are a step older. A run that is killed at the border takes each prompt
+    once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
@@ -65,8 +66,11 @@ def reward(sample):
 
 
 def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_python: Path) -> None:
-    """With other lengths, prompts and rewards; other options of vLLM need other servers. A longer
-    length by `--change` has servers again, and one that the model cannot have is refused."""
+    """They go on if lengths, prompts and rewards change. Other options of vLLM need other servers.
+
+    A run with a longer length by `--change` starts servers again. A length that the model cannot
+    have is refused.
+    """
     run = make_run(
         tmp_path,
         vllm_python,

@@ -50,8 +50,8 @@ def works_ahead(run: Run, step: int) -> bool:
 def test_draws_ahead_follow_from_the_records_of_finished_steps(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """By the same code as in process, with figures that are a step older. Killed twice, while the
-    next step's responses are on their way."""
+    """They use the same code as in process, with figures that are a step older. The run is killed
+    twice, while servers generate the next step's responses."""
     run = make_run(
         tmp_path,
         vllm_python,

@@ -254,7 +254,7 @@ class ServerClient:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """Check the server's health; None: it is healthy. Another program could answer this too."""
+        """Return why the server is not healthy, or None. Another program could answer this, too."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
@@ -262,7 +262,8 @@ class ServerClient:
         return None
 
     async def why_not_ready(self, *, seconds: float) -> str | None:
-        """Check the health, and the proof of a server that this run started; None: it is ready.
+        """Check the health, and the proof of a server that this run started. Return what is wrong,
+        or None if the server is ready.
 
         Raises ServerGone if another program answers instead of the server.
         """
@@ -277,7 +278,7 @@ class ServerClient:
         return why
 
     async def why_not_proven(self, *, seconds: float) -> str | None:
-        """Check that the program at the url knows the token of this start; None: it does.
+        """Return why the program at the url does not know the token of this start, or None.
 
         Another program may have taken the server's port. Raises NoAnswer if no answer came, for
         example because the server is busy; the caller may try again.
@@ -438,7 +439,7 @@ def _fail(path: str, status: int, text: str) -> NoReturn:
 
 
 async def _record(content: aiohttp.StreamReader) -> bytes | None:
-    """Read the next record of a part; None: the answer has ended."""
+    """Read the next record of a part. Return None if the answer has ended."""
     try:
         (length,) = LENGTH.unpack(await content.readexactly(LENGTH.size))
         return await content.readexactly(length)

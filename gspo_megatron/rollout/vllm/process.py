@@ -165,7 +165,7 @@ def last_lines_of(log: Path) -> str:
 
 
 def _refused_settings(lines: Sequence[str]) -> str | None:
-    """Return the settings that vLLM refused at its start; None: the log names none."""
+    """Return the settings that vLLM refused at its start, or None if the log names none."""
     if lines and (unknown := _UNKNOWN_OPTION.search(lines[-1])):
         return f"{unknown[1]}; vLLM refuses rollout.vllm.options"
     last = max((n for n, line in enumerate(lines) if _ERROR.search(line)), default=None)

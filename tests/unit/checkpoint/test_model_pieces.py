@@ -79,7 +79,7 @@ def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do(
 def test_vocabulary_ends_where_the_tokenizer_does() -> None:
     parameter = torch.arange(16.0 * 2).view(16, 2)
     found = []
-    for rank in range(4):  # of 64 rows, 45 are true
+    for rank in range(4):  # 45 of the 64 rows are tokens, the others are padding
         shard = ShardedTensor.from_rank_offsets("output_layer.weight", parameter, (0, rank, 4))
         piece = _piece(shard, parameter, vocab_size=45)
         assert piece.global_shape == (45, 2)

@@ -77,7 +77,7 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
 
 
 def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
-    """Of ten random groups two have a spread. Of the selected groups all have."""
+    """Two of the ten random groups have a spread, and all of the selected groups have one."""
     known = json.loads((run / "draws.jsonl").read_text().splitlines()[0])
     records = [known | {"step": 1, "spread": True}] * 7  # before the selection began
     records += [known | {"step": 2, "spread": n < 2, "explored": True} for n in range(10)]

@@ -83,7 +83,8 @@ def _rounded(policy: Policy) -> None:
 
 def _no_concentration(policy: Policy) -> None:
     policy.config.yarn_mscale, policy.config.yarn_mscale_all_dim = 1.0, 1.0
-    for layer in policy.models[0].decoder.layers:  # 0.19 reads it when it builds the layer
+    # Megatron-Core 0.19 reads the two values when it builds a layer
+    for layer in policy.models[0].decoder.layers:
         layer.self_attention._yarn_concentration_factor = 1.0
 
 

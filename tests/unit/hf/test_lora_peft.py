@@ -197,7 +197,7 @@ def test_merged_the_model_computes_the_same_in_transformers(
 def test_experts_in_one_tensor_leave_as_pefts_parameters(
     process: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """Also merged: by the shards of the policy, and by blocks of the base's files."""
+    """They can also be merged: from shards of the policy, and from blocks of the base's files."""
     base = write_model(tmp_path / "base", family, seed=3)
     lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
     policy = policy_of(with_lora(config_of(base), **lora.model_dump()))

@@ -1,5 +1,8 @@
-"""A token whose log-probs differ by 200, compared with the loops of papers.py in float64, where
-exp(200) is finite. In float32 it is infinite."""
+"""The loss of a batch with one token whose log-probs under two policies differ by 200.
+
+It is compared with the loops of papers.py in float64, where exp(200) is finite. In float32 it is
+infinite.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.unit.objectives.papers import expect
 from tests.unit.objectives.test_oracle import BOUNDS
 
 FAR = 200.0
-# Rules that drop a token that has moved far, or whose weight vanishes.
+# Rules that drop a token that has moved far, or give it a weight near 0.
 NEW = ["dppo_tv", "dppo_kl", "ipo", "vespo"]
 
 

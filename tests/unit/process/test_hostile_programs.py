@@ -25,7 +25,7 @@ from tests.unit.process.hostile_programs import LIMITED, OUT_OF_TIME, PRELUDE, R
 from tests.unit.process.ordinary_user import User
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the programs have the numbers of x86-64"
+    platform.machine() != "x86_64", reason="the programs use the system call numbers of x86-64"
 )
 
 # takes programs with their time limits

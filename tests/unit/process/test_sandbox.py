@@ -111,7 +111,7 @@ print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="it has the numbers of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it uses system call numbers of x86-64")
 @pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
 def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
     """The filter protects them, and a keyring of the sandbox's own."""

@@ -115,7 +115,7 @@ def test_reading_and_comparing_have_a_limit() -> None:
     late = results.Result([[]] * 1000, time.monotonic() - 1)
     with pytest.raises(UnreadableError, match="takes too long to compare"):
         late.equals([[]] * 1000)
-    # some seconds of a call that may take `reward.timeout_seconds`
+    # By default, reading may take some seconds. The whole call may take `reward.timeout_seconds`.
     assert inspect.signature(read_result).parameters["seconds"].default <= 10
 
 

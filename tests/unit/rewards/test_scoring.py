@@ -361,7 +361,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     now += 10.0
     asyncio.run(at_the_same_time())
-    assert sum(taken) == 5.0  # the two responses share them
+    assert sum(taken) == 5.0  # each second is in one of the two batches
 
 
 def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_a_family_that_no_server_can_read(tmp_path: Path, source: str) -> None:
-    """Ling has no class for its config.json. Its models could be written as GLM-4.5's, which
-    servers know."""
+    """transformers has no class for the config.json of Ling. Its models could be written as
+    GLM-4.5's, which servers know."""
     model = write_model(tmp_path / "model", "bailing_moe_v2", seed=1, n_group=1, topk_group=1)
     registry = "_MODELS = {'BailingMoeV2ForCausalLM': 1, 'Glm4MoeForCausalLM': 1}"
     given = {"hf_path": str(model)}

@@ -285,7 +285,7 @@ def test_a_phase_that_needs_other_servers_is_told_why(
 def test_a_service_that_dies_at_a_border_begins_again_in_the_next_phase(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is asked once more, and then nothing has changed for it but that its server is away."""
+    """The new service is asked once more. For it, nothing has changed, but its server is gone."""
     before = services_of(psutil.Process().pid)
     with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
         (process,) = (each for each in services_of(psutil.Process().pid) if each not in before)

@@ -39,8 +39,8 @@ def share_port(port: int) -> None:
 def describe_no_machine() -> None:
     """Make `/server_info` report only the server, not the machine.
 
-    It is called once, for the server's settings. To describe the machine it would run pip and a
-    dozen other programs, which takes seconds at each start.
+    We ask for `/server_info` once, to learn the server's settings. To describe the machine, vLLM
+    would run pip and a dozen other programs, which takes seconds at each start.
     """
     with contextlib.suppress(ImportError):  # some versions of vLLM lack the module
         from vllm import collect_env
