@@ -66,10 +66,10 @@ def test_responses_become_samples(tokenizer: Tokenizer) -> None:
     )
     fields = {"task": "reversal"}
     assert samples == [
-        Sample("ab>", "ba", "ba", False, fields, 3, MESSAGES, "p:1", 3),
-        Sample("ab>", "ba", "", False, fields, 1, MESSAGES, "p:1", 3),
-        Sample("abc>", "cba", "", True, {}, 0, num_prompt_tokens=4),
-        Sample("abc>", "cba", "cbab", True, {}, 4, num_prompt_tokens=4),
+        Sample("ab>", "ba", "ba", False, fields, 3, MESSAGES, "p:1", 3, group=7),
+        Sample("ab>", "ba", "", False, fields, 1, MESSAGES, "p:1", 3, group=7),
+        Sample("abc>", "cba", "", True, {}, 0, num_prompt_tokens=4, group=9),
+        Sample("abc>", "cba", "cbab", True, {}, 4, num_prompt_tokens=4, group=9),
     ]
     assert [type(sample.truncated) for sample in samples] == [bool] * 4
     nothing = np.zeros(0, int)
