@@ -186,7 +186,8 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
 def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
     """And nothing is cut where one is: nobody knows its place."""
     path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n'
-    wrong = "phase = 'rlhf': not a phase of training; allowed: pretrain, sft, reward_model, warm_start, rl"
+    allowed = "pretrain, sft, reward_model, warm_start, rl"
+    wrong = f"phase = 'rlhf': not a phase of training; allowed: {allowed}"
     path.write_text(text)
     with JsonLinesWriter(path) as writer:
         with pytest.raises(DataError) as caught:
