@@ -70,8 +70,8 @@ uses_uv() {
         for word in ${value//\\n/ }; do
             case $key in
             *.find-links) uv_options+=(--find-links "$word") ;;
-            *.index-url) uv_options+=(--default-index "$word") ;;
-            *.extra-index-url) [[ $word == file://* && ! -d ${word#file://} ]] || uv_options+=(--index "$word") ;;
+            *.index-*) uv_options+=(--default-index "$word") ;;
+            *.extra-index-*) [[ $word == file://* && ! -d ${word#file://} ]] || uv_options+=(--index "$word") ;;
             esac
         done
     done < <("$python" -m pip config list 2>/dev/null)
