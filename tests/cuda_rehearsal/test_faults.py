@@ -296,8 +296,8 @@ COSTS = {
         "training",
         of(
             "gspo_megatron.batching.micro_batches:forward_backward",
-            "loss_function(micro_batch, output[0], output[1], *beyond)",
-            "loss_function(micro_batch, output[0].double(), output[1].double(), *beyond)",
+            "loss_function(micro_batch, *output[:2], *beyond)",
+            "loss_function(micro_batch, *(each.double() for each in output[:2]), *beyond)",
         ),
     ),
 }
