@@ -202,7 +202,7 @@ def groups_left() -> list[Path]:
         left = sorted(place.folder.glob(f"gspo_{os.getpid()}_*"))
         if not left or time.monotonic() > end:
             return left
-        sandbox_memory.Group(place, 1 << 26).close()
+        sandbox_memory.Cgroup(place, 1 << 26).close()
     return []
 
 
