@@ -1,4 +1,4 @@
-"""Prompts with two instructions that a program can check, in the form of IFEval's rows.
+"""Prompts with three instructions that a program can check, in the form of IFEval's rows.
 
     python examples/smollm2_moe/make_prompts.py -o FOLDER
 
@@ -35,10 +35,11 @@ REQUESTS = (
 )
 FIRST_WORDS = ("Today", "Imagine", "Many", "Sometimes", "Once", "Look")
 KEYWORDS = ("quiet", "old", "warm", "small", "bright", "friend", "morning", "water", "life", "road")
-FEWEST, MOST = 6, 10  # an answer must have fewer words than this number
+FEWEST = (4, 5, 6)  # words of an answer
+RANGE = 4  # so many more are allowed
 
 
-def second_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:
+def last_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:
     """Return the text, IFEval's name and its arguments."""
     kind = generator.choice(("first_word", "keywords", "question"))
     if kind == "first_word":
@@ -55,14 +56,16 @@ def second_instruction(generator: random.Random) -> tuple[str, str, dict[str, An
 
 def row(generator: random.Random, topics: Sequence[str], key: int) -> dict[str, Any]:
     request = generator.choice(REQUESTS).format(generator.choice(topics))
-    words = generator.randint(FEWEST, MOST)
-    text, name, given = second_instruction(generator)
-    few = {"relation": "less than", "num_words": words}
+    fewest = generator.choice(FEWEST)
+    most = fewest + RANGE
+    text, name, given = last_instruction(generator)
+    at_least = {"relation": "at least", "num_words": fewest}
+    less_than = {"relation": "less than", "num_words": most + 1}
     return {
         "key": key,
-        "prompt": f"{request} Answer in fewer than {words} words. {text}",
-        "instruction_id_list": ["length_constraints:number_words", name],
-        "kwargs": [few, given],
+        "prompt": f"{request} Answer in {fewest} to {most} words. {text}",
+        "instruction_id_list": [*["length_constraints:number_words"] * 2, name],
+        "kwargs": [at_least, less_than, given],
     }
 
 

@@ -29,8 +29,13 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.platform.cpu import faster
+
 # The largest size of a tile's mask [sequences, queries, keys].
 MASK_ELEMENTS = 2**22
+# Up to this length, the backward pass of torch's attention on a CPU takes three times as long in
+# BF16 as in FP32.
+SHORT = 256
 
 
 @dataclass
@@ -331,7 +336,10 @@ def attend(
     """
     if sinks is not None and mask is not None:
         return _attend_with_sinks(query, key, value, scale, mask, sinks)
-    return F.scaled_dot_product_attention(
+    narrow = query.dtype
+    if narrow == torch.bfloat16 and query.shape[2] <= SHORT and faster.applies_to(query):
+        query, key, value = query.float(), key.float(), value.float()
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -340,6 +348,7 @@ def attend(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output.to(narrow)
 
 
 def _attend_with_sinks(

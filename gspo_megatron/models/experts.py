@@ -13,6 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from gspo_megatron.platform.cpu import faster
+
+BLOCK_ROWS = 64  # see `has_costly_shapes`
+
 
 class GroupedExperts(MegatronModule):
     """Gated or plain two-layer experts over tokens that the dispatcher has sorted by expert.
@@ -69,6 +73,14 @@ class GroupedExperts(MegatronModule):
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
         """tokens [rows, hidden] sorted by expert, probs [rows] -> ([rows, hidden], no bias)."""
+        if not has_costly_shapes(tokens, tokens_per_expert):
+            return self._compute(tokens, tokens_per_expert, probs), None
+        rows, places, counts = pad_to_blocks(tokens_per_expert)
+        output = self._compute(tokens.index_select(0, rows), counts, probs.index_select(0, rows))
+        return output.index_select(0, places), None
+
+    def _compute(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
+        """Return the output [rows, hidden] of `forward`."""
         gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
         # The alltoall dispatcher needs the counts on the host; copying them from there does not
         # synchronise.
@@ -90,7 +102,7 @@ class GroupedExperts(MegatronModule):
             output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)
         if self.lora is not None:
             output = self.lora.add("2", output, states, tokens_per_expert, ends)
-        return output, None
+        return output
 
     def _activate(self, states: Tensor) -> Tensor:
         """[rows, 2 * ffn or ffn] -> [rows, ffn]"""
@@ -129,6 +141,34 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             result |= self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
         return result
+
+
+def has_costly_shapes(tokens: Tensor, tokens_per_expert: Tensor) -> bool:
+    """Return True if padding the experts' rows saves time.
+
+    On a CPU, oneDNN compiles a kernel for each shape of a product in BF16. That takes longer than
+    the product, and the number of an expert's rows is new in nearly every layer. In decoding an
+    expert has few rows, so that the same numbers come again soon.
+    """
+    many = len(tokens) >= 2 * BLOCK_ROWS * len(tokens_per_expert)
+    return many and tokens.dtype == torch.bfloat16 and faster.applies_to(tokens)
+
+
+def pad_to_blocks(tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad the rows of each expert to a multiple of BLOCK_ROWS. tokens_per_expert: [experts]
+
+    Returns, all int64: for each padded row the row that it copies [padded rows], for each row its
+    padded row [rows], and for each expert the number of its padded rows [experts]. Padding copies
+    row 0. Nothing is read from it, so its gradient is zero.
+    """
+    counts = (tokens_per_expert + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    added = (counts - tokens_per_expert).cumsum(0).roll(1)  # before each expert's rows
+    added[0] = 0
+    places = torch.repeat_interleave(added, tokens_per_expert)
+    places += torch.arange(len(places))
+    rows = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    rows[places] = torch.arange(len(places))
+    return rows, places, counts
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:

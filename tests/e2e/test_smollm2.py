@@ -51,14 +51,15 @@ def test_no_topic_is_in_both_files(data: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "response", "share"),
     [
-        ("End your", "Is it warm?", 1.0),
-        ("End your", "Is it warm? Yes", 0.5),
-        ("End your", "Who would not like a warm cup of it?", 0.5),
+        ("End your", "Is it warm in here?", 1.0),
+        ("End your", "Is it warm?", 2 / 3),
+        ("End your", "Is it warm in here? Yes", 2 / 3),
+        ("End your", "Who would not like to have a warm cup of it?", 2 / 3),
         ("Begin your", '"{word}, many people like it."', 1.0),
-        ("Begin your", "People like it.", 0.5),
-        ("Use the", "It is {word}.", 1.0),
-        ("Use the", "It is {word}er.", 0.5),
-        ("Use the", "There is nothing that I could tell you about it.", 0.0),
+        ("Begin your", "People like it a lot.", 2 / 3),
+        ("Use the", "It is such a {word}.", 1.0),
+        ("Use the", "It is such a {word}er.", 2 / 3),
+        ("Use the", "There is nothing that I could tell you about it.", 1 / 3),
         ("Use the", " \n", 0.0),
     ],
 )
@@ -67,7 +68,8 @@ def test_the_reward_is_the_share_of_instructions(
 ) -> None:
     monkeypatch.chdir(EXAMPLE)
     reward = get_reward("", "instructions:share_followed", {})
-    row = next(row for row in rows_of(data / "train.jsonl") if f" {start} " in row["prompt"])
+    text = f" Answer in 5 to 9 words. {start} "
+    row = next(row for row in rows_of(data / "train.jsonl") if text in row["prompt"])
     prompt = row.pop("prompt")
     word = prompt.rstrip(".").split()[-1]
     assert reward(Sample(prompt, None, response.format(word=word), False, row)) == share

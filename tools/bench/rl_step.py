@@ -1,11 +1,12 @@
 """Tokens per second over the whole RL step, of this package and of TRL's GRPOTrainer.
 
-    python tools/bench/rl_step.py [--rounds 3] [--steps 10] [--sizes small mid long] [--busy]
+    python tools/bench/rl_step.py [--rounds 3] [--steps 10] [--sizes small mid ...] [--busy]
 
 Both sides run the workloads of peers/workload.py on the same cores: a random Qwen3-MoE-shaped
 model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
 responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
-experts. The lengths are planned, the same for both. The sides take turns, round after round, each
+experts. smollm2 has the shape of examples/smollm2_moe, 64 responses of 64 tokens and 2 optimizer
+steps. The lengths are planned, the same for both. The sides take turns, round after round, each
 in its own process. Each round has a ratio, and the share of our step that its matrix products take
 alone on this machine (the limit); the last line has the medians. With --busy another program keeps
 one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
@@ -31,7 +32,9 @@ SIZES = {
     "small": 1.0,
     "mid": 1.0,
     "long": 0.1,
-}  # share of the steps: one of `long` takes many seconds
+    "smollm2": 0.1,
+    "smollm2_bf16": 0.1,
+}  # share of the steps: one of the last three takes many seconds
 
 
 def peer_python(environment: Path) -> Path:
@@ -107,7 +110,8 @@ def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float
         )
         for name, record in (("ours", ours), ("TRL", theirs)):
             parts = "  ".join(f"{key} {value:.3f}" for key, value in record["seconds"].items())
-            print(f"    {name:<5} seconds  {parts}", flush=True)
+            memory = f"{record['peak_memory_gb']:.1f} GB"
+            print(f"    {name:<5} seconds  {parts}   at most {memory}", flush=True)
         limits.append(print_limit(ours))
     return statistics.median(ratios), statistics.median(limits)
 
@@ -116,9 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns of ours and TRL")
     parser.add_argument(
-        "--steps", type=int, default=10, help="RL steps measured in a turn; of long a tenth of it"
+        "--steps",
+        type=int,
+        default=10,
+        help="RL steps measured in a turn; of the larger sizes a tenth of it",
     )
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["small", "mid", "long"])
     parser.add_argument(
         "--environment", type=Path, default=ROOT / ".venv-bench", help="where TRL is installed"
     )

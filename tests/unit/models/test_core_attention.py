@@ -20,6 +20,7 @@ from gspo_megatron.models.core_attention import (
     plan_attention,
     zigzag_order,
 )
+from gspo_megatron.platform.cpu import faster
 from tests.unit.models.test_logprob_head import LargestTensor
 
 DIM = 8
@@ -135,6 +136,29 @@ def test_packed_attention_with_gradients(
     assert output.dtype == dtype
     expected = reference(*states, boundaries)
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("length", [24, core_attention.SHORT, core_attention.SHORT + 3])
+def test_bf16_with_gradients(length: int, is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faster, "IS_ON", is_on)
+    boundaries, layer = [0, length], attention()
+    states = random_states(7, length, 2, 1)
+    narrow = tuple(s.detach().bfloat16().requires_grad_() for s in states)
+    output = layer(*narrow, packed_seq_params=packed_params(boundaries))
+    assert output.dtype == torch.bfloat16
+    if is_on and length <= core_attention.SHORT:
+        wide = layer(*(s.float() for s in narrow), packed_seq_params=packed_params(boundaries))
+        assert torch.equal(output, wide.bfloat16())
+    exact = tuple(s.detach().double().requires_grad_() for s in narrow)
+    expected = reference(*exact, boundaries)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = torch.autograd.grad(output, narrow, upstream)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    for value, by_hand in zip((output, *got), (expected, *wanted), strict=True):
+        # a few roundings to 8 bits, relative to the largest entry
+        difference = (value.double() - by_hand).abs().max() / by_hand.abs().max()
+        assert float(difference) <= 2e-2
 
 
 @pytest.mark.parametrize("mask_elements", [40, core_attention.MASK_ELEMENTS])

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo_megatron.models.experts import GroupedExperts, grouped_linear
+from gspo_megatron.models.experts import GroupedExperts, grouped_linear, pad_to_blocks
 from gspo_megatron.models.norms import TorchNorm
+from gspo_megatron.platform.cpu import faster
 from tests.unit.models.one_rank import tiny_policy
 
 # relative to the largest entry: the rounding of a dot product of 20 to 64 terms
@@ -114,6 +115,48 @@ def test_experts_as_a_loop_over_tokens(
     # bf16 rounds three times before the second product
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
     assert_near(output, torch.stack(expected), tolerance)
+
+
+@pytest.mark.parametrize("counts", [[64, 1, 0, 65, 128], [0, 0, 3], [200]], ids=str)
+def test_padded_rows_of_experts(counts: list[int]) -> None:
+    rows, places, padded = pad_to_blocks(torch.tensor(counts))
+    assert padded.tolist() == [-(-count // 64) * 64 for count in counts]
+    assert rows[places].tolist() == list(range(sum(counts)))  # each row is found again
+    ends = padded.cumsum(0).tolist()
+    expert = [sum(place >= end for end in ends) for place in places.tolist()]
+    assert expert == [e for e, count in enumerate(counts) for _ in range(count)]
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[places] = False
+    assert not rows[others].any()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_padding_changes_neither_outputs_nor_gradients_of_experts(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    megatron = {"num_layers": 1, "add_bias_linear": not lora, "init_method_std": 0.3}
+    model = {"megatron": megatron} | ({"lora": {"rank": 4}} if lora else {})
+    policy = tiny_policy(model=model, training={"precision": "bf16"})
+    experts = policy.models[0].decoder.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.tensor([150, 0, 321, 64, 1, 207, 190, 111])
+    weights = [p for p in experts.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for weight in weights:  # biases and adapters begin with zeros
+            weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    tokens = torch.randn(1044, 64, generator=generator).bfloat16().requires_grad_()
+    probs = torch.rand(1044, generator=generator).requires_grad_()
+    upstream = torch.randn(1044, 64, generator=generator).bfloat16()
+    results = []
+    for is_on in (True, False):
+        monkeypatch.setattr(faster, "IS_ON", is_on)
+        output, _ = experts(tokens, counts, probs)
+        gradients = torch.autograd.grad(output, [tokens, probs, *weights], upstream)
+        results.append([output, *gradients])
+    for padded, plain in zip(*results, strict=True):
+        assert plain.abs().max() > 0
+        # sums of up to 321 terms, rounded to BF16 once, perhaps in another order
+        assert_near(padded, plain.double(), 1e-2)
 
 
 # --- RMSNorm and LayerNorm against their formulas in float64 -------------------------------------

@@ -1,9 +1,8 @@
 """Generated tokens per second of this package over whole RL steps: our side of the benchmark.
 
 The shapes and workloads of workload.py, as for trl_step.py, on the code path of `gspo-megatron
-train`: the package's launcher and its ReinforcementLoop. Each core of the workload has one
-data-parallel rank with one thread: with a second thread the operators of such a small model are
-only slower. Prints one JSON line.
+train`: the package's launcher and its ReinforcementLoop. A small model has two data-parallel ranks
+with one thread each: with a second thread its operators would be slower. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limit import measure_limit
-from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
+from workload import (
+    ROUTER_AUX_LOSS_COEF,
+    SEED,
+    THREADS,
+    WORKLOADS,
+    Workload,
+    peak_memory_gb,
+    shape_of,
+)
 
 from gspo_megatron.process.launcher import launch
 from gspo_megatron.process.ranks import join_launcher
@@ -84,10 +91,10 @@ class PlannedLengths:
 
 
 def configuration(size: str, steps: int, folder: str) -> Any:
-    """The run's Config: GSPO at the paper's clip range, fp32, no evaluation."""
+    """The run's Config: GSPO at the paper's clip range, no evaluation."""
     from gspo_megatron.config import parse_config
 
-    shape, work = SHAPES[size], WORKLOADS[size]
+    shape, work = shape_of(size), WORKLOADS[size]
     return parse_config(
         {
             "model": {
@@ -115,7 +122,7 @@ def configuration(size: str, steps: int, folder: str) -> Any:
             },
             "objective": {"name": "gspo", "mini_batches": work.mini_batches},
             "optimizer": {"learning_rate": 1e-6, "weight_decay": 0.1},
-            "training": {"steps": steps, "seed": SEED, "precision": "fp32"},
+            "training": {"steps": steps, "seed": SEED, "precision": work.precision},
             "logging": {"dir": folder, "samples_per_step": 0},
         }
     )
@@ -123,7 +130,9 @@ def configuration(size: str, steps: int, folder: str) -> Any:
 
 def build_loop(size: str, steps: int, folder: str) -> Any:
     """The package's loop on random prompts."""
-    loop = loop_of(configuration(size, steps, folder), WORKLOADS[size], SHAPES[size]["vocab_size"])
+    loop = loop_of(
+        configuration(size, steps, folder), WORKLOADS[size], shape_of(size)["vocab_size"]
+    )
     if WORKLOADS[size].median is not None:
         source = loop.collector.source
         source.engine = PlannedLengths(source.engine, WORKLOADS[size])
@@ -163,12 +172,13 @@ def measure(size: str, steps: int) -> dict[str, Any]:
     """Median seconds a step and its parts over `steps` steps after the warm-up."""
     import torch
 
-    torch.set_num_threads(1)
     work = WORKLOADS[size]
+    torch.set_num_threads(THREADS // world_size())
     last = work.warmup_steps + steps
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(size, last + 1, folder)
         records = [step(loop, number) for number in range(1, last + 1)][work.warmup_steps :]
+        memory = peak_memory_gb()  # of rank 0
         limit = measure_limit(lambda: step(loop, last + 1), loop.updater)
     for number, record in enumerate(records, work.warmup_steps + 1):
         mean = sum(work.lengths(number)) / work.responses
@@ -186,6 +196,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
             work.rate([record["perf/step_seconds"] for record in records]), 1
         ),
         "seconds": {name: round(value, 4) for name, value in parts.items()},
+        "peak_memory_gb": round(memory, 2),
         "limit": limit,
     }
 
@@ -202,12 +213,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    parser.add_argument("--nproc", type=int, default=THREADS, help="ranks")
     arguments = parser.parse_args()
-    if min(arguments.steps, arguments.nproc) < 1:
-        parser.error("--steps and --nproc must be at least 1")
-    if "RANK" not in os.environ and arguments.nproc > 1:
-        raise SystemExit(launch([sys.executable, *sys.argv], arguments.nproc))
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    ranks = WORKLOADS[arguments.size].ranks
+    if "RANK" not in os.environ and ranks > 1:
+        raise SystemExit(launch([sys.executable, *sys.argv], ranks))
     join_launcher()
     record = measure(arguments.size, arguments.steps)
     if os.environ.get("RANK", "0") == "0":

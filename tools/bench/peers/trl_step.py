@@ -19,7 +19,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from workload import ROUTER_AUX_LOSS_COEF, SEED, SHAPES, THREADS, WORKLOADS, Workload
+from workload import (
+    ROUTER_AUX_LOSS_COEF,
+    SEED,
+    THREADS,
+    WORKLOADS,
+    Workload,
+    peak_memory_gb,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
@@ -99,12 +107,12 @@ def build_tokenizer(vocab_size: int, *, has_end: bool) -> PreTrainedTokenizerFas
 
 
 def build_model(size: str) -> Qwen3MoeForCausalLM:
-    """A randomly initialised fp32 Qwen3-MoE."""
+    """A randomly initialised Qwen3-MoE."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(SEED)
-    shape, work = SHAPES[size], WORKLOADS[size]
+    shape, work = shape_of(size), WORKLOADS[size]
     config = Qwen3MoeConfig(
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
@@ -120,7 +128,9 @@ def build_model(size: str) -> Qwen3MoeForCausalLM:
         attn_implementation="eager" if work.longest <= 128 else "sdpa",
         experts_implementation="grouped_mm",
     )
-    return Qwen3MoeForCausalLM(config)
+    # All of TRL's side is in BF16 then, Adam's moments too. We keep weights and moments in FP32.
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    return Qwen3MoeForCausalLM(config).to(dtype)
 
 
 def even_share_of(work: Workload) -> Callable[..., list[float]]:
@@ -213,7 +223,7 @@ def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -
             if state.global_step % work.mini_batches == 0:
                 clock.end_of_step()
 
-    vocab_size, work = SHAPES[size]["vocab_size"], WORKLOADS[size]
+    vocab_size, work = shape_of(size)["vocab_size"], WORKLOADS[size]
     generator = random.Random(SEED)
     prompts = [
         " ".join(f"w{generator.randrange(vocab_size - 1)}" for _ in range(work.prompt_tokens))
@@ -260,6 +270,7 @@ def run(size: str, steps: int) -> dict[str, Any]:
         "steps": steps,
         "tokens_per_second": round(work.rate(clock.steps(work.warmup_steps)), 1),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "peak_memory_gb": round(peak_memory_gb(), 2),
         "versions": {
             "trl": trl.__version__,
             "transformers": transformers.__version__,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
+import resource
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SEED = 1
 THREADS = 2  # of a side: one process with two, or two ranks with one
@@ -43,6 +44,18 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 # All experts together, 100 MB, are far larger than the caches, as in a real model.
 SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
+# The sizes of examples/smollm2_moe: 374 million parameters, 214 million for each token.
+SHAPES["smollm2"] = {
+    "num_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_query_groups": 3,
+    "head_dim": 64,
+    "moe_intermediate_size": 1536,
+    "num_experts": 4,
+    "top_k": 2,
+    "vocab_size": 49_152,
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,9 @@ class Workload:
     prompt_tokens: int = 8
     mini_batches: int = 4
     warmup_steps: int = 3
+    shape: str = ""  # the key in SHAPES; empty: that of the workload
+    precision: str = "fp32"  # or bf16
+    ranks: int = THREADS  # of our side; each has its share of the threads
 
     @property
     def responses(self) -> int:
@@ -81,8 +97,24 @@ class Workload:
         )
 
 
+# The copies of the weights and gradients in a second rank would need 3 GB.
+_SMOLLM2 = Workload(
+    8, 8, 64, prompt_tokens=32, mini_batches=2, warmup_steps=1, shape="smollm2", ranks=1
+)
 WORKLOADS = {
     "small": Workload(prompts=16, group=8, longest=32),
     "mid": Workload(prompts=16, group=8, longest=32),
     "long": Workload(prompts=8, group=8, longest=512, median=96.0, warmup_steps=0),
+    "smollm2": _SMOLLM2,
+    "smollm2_bf16": replace(_SMOLLM2, precision="bf16"),
 }
+
+
+def shape_of(size: str) -> dict[str, int]:
+    """Return the model's shape in the workload `size`."""
+    return SHAPES[WORKLOADS[size].shape or size]
+
+
+def peak_memory_gb() -> float:
+    """Return the largest resident memory of this process so far, in 10^9 bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
