@@ -35,7 +35,7 @@ class PackedBatch:
     """The part of a micro-batch that one rank holds.
 
     `token_rows` gives, for each local response token, the row of this rank's shard that predicts
-    it. It has the order of `sequence_index`, as have all per-token vectors of the loss.
+    it. All per-token vectors, here and in the loss, have the same order.
     """
 
     input_ids: Tensor  # [rows, tokens / CP] int64
@@ -49,7 +49,7 @@ class PackedBatch:
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
     response_index: Tensor  # [response tokens] int64, index into the flat responses
-    response_lengths: Tensor  # [sequences] int64, of the whole sequence, not this shard
+    response_lengths: Tensor  # [sequences] int64, of whole sequences, not of this shard
     members: tuple[int, ...]  # numbers of these sequences in the rank's batch
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -69,8 +69,8 @@ class PackSpec:
     padded: bool = False  # True: a row for each sequence; False: all sequences in one row
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
-    # The number of a rank's tokens is a multiple of this: TP with sequence parallelism, else 1;
-    # in FP8 times 16 or 32.
+    # A rank's number of tokens is a multiple of this. It is TP with sequence parallelism, else 1.
+    # For FP8 it is multiplied by 16 or 32.
     multiple: int = 1
 
     @property
@@ -102,9 +102,9 @@ def pack(
 
     tokens: sequences by their number, [length] int64 each; response_offsets: where the response of
     each sequence starts in the rank's flat response vectors; shape: a larger shape to pad to, if
-    all micro-batches need the same; branches: the branches of each sequence, end to end; None:
-    each sequence is one branch. Without members the batch is all padding: a data-parallel rank
-    without sequences needs it to take part in the collectives.
+    all micro-batches need the same; branches: the lengths of each sequence's branches, in order;
+    None: each sequence is one branch. If `members` is empty, the batch is all padding: a
+    data-parallel rank without sequences needs such a batch to take part in the collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
@@ -175,7 +175,7 @@ class _Positions:
             self.position_ids[start : start + length] = torch.arange(length)
             self.source[start : start + length] = taken
             passed += length
-            # Each token predicts the next one, so the last prompt token has the first response row.
+            # Each token predicts the next one, so the first row is that of the last prompt token.
             first = start + prompt - 1
             rows = slice(first, first + response)
             self.targets[rows] = joined[taken[prompt:]]
@@ -184,7 +184,8 @@ class _Positions:
             offsets[place] += response
 
     def shard(self, held: Tensor) -> _Positions:
-        """Return the positions `held`, which a context-parallel rank holds, in that order."""
+        """Return the positions that a context-parallel rank holds. held: their indices, in
+        order."""
         return _Positions(**{name: values[held] for name, values in vars(self).items()})
 
     def head_inputs(self, size: tuple[int, int]) -> dict[str, Tensor]:
@@ -202,9 +203,10 @@ class _Positions:
 def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Find the last token of each branch among the tokens of this rank.
 
-    lengths: the tokens of all branches of the members, in order. Returns the rows of the flattened
-    [tokens / CP, rows] and the numbers of their branches. With context parallelism a rank has only
-    some of the last tokens. Padding is never the last token, also not between packed branches.
+    lengths: the number of tokens of each branch of the members, in order. Returns two vectors: the
+    rows of these tokens in the flattened [tokens / CP, rows], and the numbers of their branches.
+    With context parallelism a rank has only some of the last tokens. Padding after a branch does
+    not count as part of it.
     """
     ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
     held = packed.token_index.flatten()
@@ -219,7 +221,8 @@ def _pieces(
     members: Sequence[int],
     branches: Branches | None,
 ) -> list[tuple[int, int, int]]:
-    """Return for each branch: its sequence's index in `members`, prompt tokens, response tokens."""
+    """Return for each branch its sequence's index in `members`, and its numbers of prompt and
+    response tokens."""
     pieces = []
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]

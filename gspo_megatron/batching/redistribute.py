@@ -21,7 +21,8 @@ from gspo_megatron.types import RolloutBatch
 
 @dataclass(frozen=True)
 class StepIndex:
-    """Facts about all sequences of a step that every rank knows, in the order of sample indexes."""
+    """Facts about all sequences of a step, in the order of their sample index. Every rank knows
+    them."""
 
     source: tuple[int, ...]  # the data-parallel rank that sampled the sequence
     prompt_lengths: tuple[int, ...]
@@ -31,7 +32,7 @@ class StepIndex:
     rewards: Tensor  # [num_sequences] float64
     # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
     branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    teachers: tuple[int, ...] | None = None  # which of several it has, -1: none
+    teachers: tuple[int, ...] | None = None  # its teacher, if there are several; -1: none
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -61,8 +62,8 @@ class Sequences:
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather the index of all sequences: 48 bytes a sequence, 24 a branch, and 8 a sequence if
-    there are several teachers.
+    """Gather the index of all sequences. It takes 48 bytes for each sequence, 24 for each branch,
+    and 8 more for each sequence if there are several teachers.
 
     rewards: [num_sequences] float64, for this rank's `batch`.
     """
@@ -143,9 +144,10 @@ def redistribute(
 ) -> Sequences:
     """Send each sequence to the ranks that train on it, and receive the sequences of this rank.
 
-    data_ranks: [num_sequences], the data-parallel rank of each sequence; all context-parallel
-    ranks of that rank get it. group: data-parallel x context-parallel; CP ranks of a data-parallel
-    rank are neighbours. token_advantages: [response tokens of `batch`]; on all ranks, or on none.
+    data_ranks: [num_sequences], the data-parallel rank of each sequence. All context-parallel ranks
+    of that data-parallel rank get the sequence. group: data-parallel x context-parallel; the CP
+    ranks of a data-parallel rank are neighbours in it. token_advantages: [response tokens of
+    `batch`]; on all ranks, or on none.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
@@ -159,7 +161,7 @@ def redistribute(
     arriving = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
-        """Send `flat`, which holds one piece of each local sequence in the order of `batch`.
+        """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
 
         pieces: lengths of these pieces; sizes: lengths of the pieces of all the step's sequences.
         """
@@ -206,7 +208,7 @@ def _all_to_all(
 ) -> Tensor:
     if group.size() == 1:
         return outgoing
-    if outgoing.dtype is torch.int16:  # more than 256 experts; gloo and NCCL lack int16
+    if outgoing.dtype is torch.int16:  # routes of more than 256 experts; gloo and NCCL lack it
         as_bytes = outgoing.contiguous().view(torch.uint8)
         return _all_to_all(as_bytes, send_counts, receive_counts, group).view(torch.int16)
     incoming = outgoing.new_empty((sum(receive_counts), *outgoing.shape[1:]))

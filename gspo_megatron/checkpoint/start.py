@@ -132,7 +132,8 @@ def count_restart(
         return
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
-    # The file does not count the first start. Without a checkpoint, that start made no progress.
+    # The file does not count the first start of the job. If there is no checkpoint, that start made
+    # no progress either.
     count = 1 if position is None else 0
     with contextlib.suppress(OSError, *WRONG_VALUES):
         before = parse_json(path.read_bytes())
@@ -163,8 +164,8 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     folder.rename(kept)
     print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
-    # Without the first, a job that never reaches a checkpoint would restart endlessly; the second
-    # holds the commits that this run has begun with.
+    # Without RESTARTS_FILE, a job that never reaches a checkpoint would restart endlessly. HUB_FILE
+    # holds the commits of the Hub that this run has begun with.
     for name in (RESTARTS_FILE, HUB_FILE):
         if (kept / name).exists():
             (kept / name).rename(folder / name)

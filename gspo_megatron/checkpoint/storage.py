@@ -151,10 +151,11 @@ def write_pieces(
 
 def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] = ()) -> None:
     """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
-    a file is missing, damaged or foreign, or if a tensor is missing, has another shape, or belongs
-    to no rank's pieces and is none of `unread`.
+    a file is missing, damaged or foreign, if a tensor is missing or has another shape, or if the
+    folder holds a tensor that no rank reads and that is not in `unread`.
     """
-    # Not at the top: it loads Megatron-Core, which the offline converter does not need.
+    # This import is not at the top, because it loads Megatron-Core, which the offline converter
+    # does not need.
     from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
     wanted = {piece.key: piece.global_shape for piece in pieces}
@@ -229,7 +230,7 @@ class TorchDistReader(dcp.FileSystemReader):
     def read(self, pieces: Iterable[Piece]) -> None:
         """Fill the pieces. Raises DataError if the index has gaps in their tensors, which DCP
         ignores, or if a file is damaged. The error names the file, but leaves out torch's message,
-        because that advises unsafe unpickling."""
+        because that message advises unsafe unpickling."""
         places = _by_place(pieces)
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         for piece in places.values():

@@ -40,8 +40,8 @@ def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
 
     def run() -> None:
         try:
-            # A new thread uses the host's first GPU. Torch's writer would wait for that GPU, and
-            # every rank would create a context of half a GB on it.
+            # By default, a new thread uses the host's first GPU. Torch's writer would wait for that
+            # GPU, and every rank would create a context of half a GB on it.
             torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
