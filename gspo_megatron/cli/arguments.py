@@ -108,8 +108,8 @@ def number(
 @contextlib.contextmanager
 def loading() -> Generator[None]:
     """Turn the garbage collector off while modules are imported inside the context. It would take a
-    fifth of the seconds that torch and Megatron-Core need. The modules are never freed, so the
-    collector skips them afterwards, too."""
+    fifth of the time in which torch and Megatron-Core are imported. The modules are never freed, so
+    the collector skips them afterwards, too."""
     gc.disable()
     try:
         yield

@@ -84,10 +84,11 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_model_folder(given: str) -> tuple[str, ModelPreset, Tokenizer]:
-    """Return the folder, or the name of the Hub with its commit, with the model's shape and its
-    tokenizer. No tensor is read, and of the Hub none is downloaded.
+    """Return the folder (or the name on the Hub with its commit), the model's shape and the
+    tokenizer. No tensor is read, and none is downloaded from the Hub.
 
-    Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
+    Raises UserError with all problems of config.json and the weights, or with that of the
+    tokenizer.
     """
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.families import preset_of_folder

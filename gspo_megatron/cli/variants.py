@@ -37,7 +37,7 @@ class PlannedRun:
     variant: Variant
     seed: int
     folder: Path
-    overrides: tuple[str, ...]  # of the command line and the variant, and seed and folder
+    overrides: tuple[str, ...]  # of the command line and the variant, then seed and folder
     config: Config
 
     @property

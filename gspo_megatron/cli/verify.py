@@ -81,8 +81,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is compared, a table, and on the last line the worst error. Returns 1 if that is
-    beyond the tolerance."""
+    """Print what is compared, a table, and on the last line the largest error. Returns 1 if that
+    error is above the tolerance."""
     from gspo_megatron.config import Layout, load_config
     from gspo_megatron.config.hub import fetch_weights
     from gspo_megatron.config.phases import at_step
