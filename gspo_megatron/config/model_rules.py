@@ -51,7 +51,8 @@ class Plan:
         return value
 
 
-# A rule yields a key and the problem of its value; after a semicolon, the allowed values.
+# A rule yields a key and what is wrong with its value. The text ends with a semicolon and the
+# allowed values.
 Problems = Iterator[tuple[str, str]]
 Rule = Callable[[Plan], Problems]
 
@@ -186,7 +187,8 @@ def dropout_is_off(plan: Plan) -> Problems:
             yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
 
 
-# Fields of Megatron-Core that split the layers over pipeline stages; without them, evenly.
+# Fields of Megatron-Core that split the layers over pipeline stages. Without them, all stages have
+# equally many layers.
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 WITH_EMBEDDING = "account_for_embedding_in_pipeline_split"
 WITH_LOSS = "account_for_loss_in_pipeline_split"
@@ -229,8 +231,9 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
     """Return the number of layers of each stage except the last, and of the last stage.
 
-    They make the largest stage as small as possible; the last stage also has the loss. Returns None
-    if no such numbers are multiples of vpp.
+    The largest stage is as small as possible. If several splits are equal in this, the last stage
+    gets as few layers as possible, because it also computes the loss. Returns None if no such
+    numbers are multiples of vpp.
     """
     chunks = layout.vpp or 1
     splits = [
@@ -375,9 +378,10 @@ def precision_is_possible(plan: Plan) -> Problems:
 
 
 def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the sides of the weights in FP8 products, and the number of ranks that share each.
+    """Return the dimensions of the weight matrices in FP8 products, and over how many ranks each is
+    split.
 
-    A side is 0 if the model has no such weights.
+    A dimension is 0 if the model has no such weights.
     """
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.has_latent_attention else shape.kv_channels

@@ -156,7 +156,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
-    if first != "evaluation":  # a misspelt first word, or only the last word
+    if first != "evaluation":  # misspelt or missing first word
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return
@@ -564,6 +564,6 @@ def recomputes_old_logprobs(config: Config) -> bool:
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
         and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        and not resolve_objective(section).corrections  # they compare the two
+        and not resolve_objective(section).corrections  # corrections compare the two
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

@@ -95,7 +95,8 @@ class ModelSection(Section):
         return values
 
     def starting_shape(self) -> ModelPreset:
-        """Return the model before other keys change it. ConfigError: its file cannot be read."""
+        """Return the model before other keys change it. Raises ConfigError if its file cannot be
+        read."""
         if self.hf_path is not None:
             return preset_of_folder(self.hf_path)
         if self.preset is None and self.checkpoint_path is not None:
@@ -554,7 +555,7 @@ class Config(RunConfig):
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
 
     def input_files(self) -> dict[str, list[str]]:
-        """The files of any run, and the problems of the suites."""
+        """Return the input files as for any run, and the prompt files of the suites."""
         suites = (self.evaluation.known("suites") or {}).items()
         named = {suite_key(name): suite.known("prompts") or [] for name, suite in suites}
         return {**super().input_files(), **named}
