@@ -128,8 +128,8 @@ _ROW_FILES = ("*.jsonl", "*.parquet")
 
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or of the tokenizer files in a folder, without these of its
-    .jsonl and .parquet files. Raises DataError."""
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder. If the folder has no
+    tokenizer files, its .jsonl and .parquet files are used instead. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     try:

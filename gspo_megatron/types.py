@@ -124,7 +124,8 @@ class RolloutBatch:
     # their log-probs
     teacher_tokens: Tensor | None = None  # int32
     teacher_top_logprobs: Tensor | None = None  # float32
-    teachers: Tensor | None = None  # [num_sequences] int32, which of several teachers; -1: none
+    # [num_sequences] int32, the number of the sequence's teacher, if there are several; -1: none
+    teachers: Tensor | None = None
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Which fields of a row are prompt, answer and id, also in the formats of published datasets."""
+"""Says which fields of a row are prompt, answer and id, also in the formats of published
+datasets."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class FieldMap:
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
     system: str | None = None  # the text of a system message before the prompt
-    window: WindowSection | None = None  # rows with dates outside are left out
+    window: WindowSection | None = None  # rows with dates outside of it are left out
     section: str = "data"  # the configuration section with these settings
 
     def settings(self) -> list[tuple[str, str]]:

@@ -29,12 +29,12 @@ def install() -> None:
     _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
     _build_delta_nets_without_kernels()
-    # If Transformer Engine is missing, 0.16 imports mocks, takes it for installed, and then uses a
-    # mock in isinstance().
+    # If Transformer Engine is missing, Megatron-Core 0.16 imports mocks and takes it for installed.
+    # Then it fails, because it uses a mock in isinstance().
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    # With moe_router_dtype, 0.16 reads a name that it defines only with Transformer Engine. None
-    # means that Transformer Engine is not installed.
+    # With moe_router_dtype, Megatron-Core 0.16 reads a name that it defines only with Transformer
+    # Engine. None means that Transformer Engine is not installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -106,7 +106,7 @@ def _carry_context_into_recompute() -> None:
 
 
 def _in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function bound to the present context variables, whenever it is called."""
+    """Return a function that calls `function` with the context variables of this moment."""
     return functools.partial(contextvars.copy_context().run, function)
 
 
@@ -152,9 +152,9 @@ def _count_tokens_of_experts_exactly() -> None:
 
 
 def _split_empty_extra_state() -> None:
-    """Let grouped linear layers split an empty extra state. Recipes without state (blockwise,
-    MXFP8) have one since Transformer Engine 2.16. sharded_state_dict of 0.16 looks for each
-    expert's part in it, and fails."""
+    """Let grouped linear layers split an empty extra state. Since Transformer Engine 2.16, recipes
+    without state (blockwise, MXFP8) have an empty extra state. sharded_state_dict of Megatron-Core
+    0.16 looks for each expert's part in it, and fails."""
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)
     if not hasattr(grouped, "_split_extra_state"):
         return

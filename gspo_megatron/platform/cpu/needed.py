@@ -1,4 +1,4 @@
-"""What stock Megatron-Core needs to run on a machine without CUDA; nothing here is about speed.
+"""Substitutes that stock Megatron-Core needs to run without CUDA. Nothing here is about speed.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
 dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
