@@ -35,7 +35,7 @@ class MicroBatch:
     """
 
     packed: PackedBatch
-    packed_seq_params: PackedSeqParams | None  # None if each sequence has a row of its own
+    packed_seq_params: PackedSeqParams | None  # None if each branch has a row of its own
     head: Any  # HeadInputs, or ScoreInputs for a preference model
     rollout_logprobs: Tensor | None = None  # from the rollout engine
     old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
@@ -87,7 +87,7 @@ class MicroBatchBuilder:
 
     @property
     def padded(self) -> bool:
-        """Whether each sequence has a row of its own."""
+        """Whether each branch has a row of its own."""
         return self.spec.padded
 
     def build_step(
@@ -194,10 +194,10 @@ def forward_backward(
     """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
 
     `loss_function` returns this rank's part of the mini-batch loss. The mini-batch loss is the sum
-    of all parts; if it is a mean, the parts are already divided. Megatron adds the routers' aux and
-    z losses of each micro-batch and scales them like the loss. These router losses must be averaged
-    over the micro-batches. So the scale is 1 over the number of micro-batches, and each part is
-    multiplied by that number.
+    of all parts; if it is a mean, the parts are already divided by the global count. Megatron adds
+    the routers' aux and z losses of each micro-batch and scales them like the loss. These router
+    losses must be averaged over the micro-batches. So the scale is 1 over the number of
+    micro-batches, and each part is multiplied by that number.
 
     `total_micro_batches` counts the micro-batches of all ranks without the empty ones. Returns the
     outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
@@ -263,7 +263,8 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        # If shapes vary, stages send the shape with the activations. Then this is an upper bound.
+        # If shapes vary, stages send the shape with the activations. Then seq_length is an upper
+        # bound.
         seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
         * policy.config.context_parallel_size,
         micro_batch_size=max(m.packed.input_ids.shape[0] for m in micro_batches),

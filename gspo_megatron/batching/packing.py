@@ -1,9 +1,9 @@
 """Packs or pads sequences into micro-batches and cuts them for context-parallel ranks.
 
 A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
-(Megatron's THD layout). A padded one has a row for each sequence. Every rank of a model replica
-builds the same plan. Then context-parallel rank r takes its zig-zag shard of each sequence: the
-chunks r and 2CP-1-r of 2CP.
+(Megatron's THD layout). A padded micro-batch has a row for each branch. Every rank of a model
+replica builds the same plan. Then context-parallel rank r takes its zig-zag shard of each sequence:
+the chunks r and 2CP-1-r of 2CP.
 
 The model sees each branch of an episode as a separate sequence with positions from 0. The loss
 sees all branches of an episode as one sequence.
@@ -26,7 +26,7 @@ Branches = Sequence[Sequence[tuple[int, int]]]
 class BatchShape:
     """Size of a micro-batch before the cut for context-parallel ranks."""
 
-    rows: int  # 1 if sequences are packed
+    rows: int  # 1 if branches are packed
     tokens: int  # per row
 
 
@@ -40,7 +40,7 @@ class PackedBatch:
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    boundaries: Tensor  # [branches + 1] int32, bounds of the padded branches before the CP cut
+    boundaries: Tensor  # [branches + 1] int32, starts and end of padded branches before the CP cut
     longest: int  # tokens of the longest padded branch
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
     # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
@@ -66,7 +66,7 @@ class PackSpec:
     """Settings that all micro-batches of a rank share."""
 
     pad_id: int
-    padded: bool = False  # True: a row for each sequence; False: all sequences in one row
+    padded: bool = False  # True: a row for each branch; False: all branches in one row
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
     # A rank's number of tokens is a multiple of this. It is TP with sequence parallelism, else 1.
@@ -247,7 +247,8 @@ def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> li
 
 
 def zigzag_shard(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
-    """Return the rows of a packed batch that context-parallel rank `rank` holds, in its order."""
+    """Return the positions of a micro-batch that context-parallel rank `rank` holds, in the order
+    in which it holds them."""
     pieces = []
     for start, end in zip(boundaries, boundaries[1:], strict=False):
         chunk = (end - start) // (2 * size)

@@ -162,7 +162,7 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Increase the number of bins to `count` by halving the heaviest bin again and again.
+    """Increase the number of bins to `count` by repeatedly splitting the heaviest bin in two.
 
     Adds empty bins when every bin holds at most one sequence. No bin gets heavier.
     """

@@ -154,16 +154,16 @@ def redistribute(
     lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
     mine = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
     row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
-    # For each receiving rank, the positions in `mine` of its sequences.
+    # For each receiving rank: the places in `mine` of the sequences that it gets.
     sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
     wanted = (target == me // cp).nonzero()[:, 0]
-    received = wanted[torch.argsort(source[wanted], stable=True)]  # by (sender, number)
+    received = wanted[torch.argsort(source[wanted], stable=True)]  # sorted by (sender, number)
     arriving = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
         """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
 
-        pieces: lengths of these pieces; sizes: lengths of the pieces of all the step's sequences.
+        pieces: the length of each of these pieces; sizes: the same for all sequences of the step.
         """
         rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
         send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
@@ -197,7 +197,8 @@ def redistribute(
 
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows of the chosen pieces in a flat tensor of pieces with these lengths."""
+    """Return the row numbers of the chosen pieces in a flat tensor. lengths: those of all its
+    pieces."""
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)

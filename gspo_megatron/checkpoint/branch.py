@@ -137,7 +137,7 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
 
 
 def _link(source: Path, checkpoints: Path) -> None:
-    """Give a branch a checkpoint of the run that it comes from, under the same name."""
+    """Put the checkpoint `source` of another run into a branch, under the same name."""
     files = read_manifest(source)
     publication = Publication(checkpoints, source.name)
     publication.begin()

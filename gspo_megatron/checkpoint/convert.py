@@ -417,5 +417,5 @@ def checked_tensors(
 
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype to convert to, or None to keep the stored one. The biases of routers keep
-    theirs, because Megatron-Core accumulates them in fp32."""
+    their dtype, because Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype

@@ -21,11 +21,11 @@ from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
-REFERENCE = "reference"  # a checkpoint of the weights that RL starts from
+REFERENCE = "reference"  # name of the checkpoint of the weights that RL starts from
 
 
 def reference_name(step: int) -> str:
-    """Return the folder name of the reference policy that is the policy as it was after `step`."""
+    """Return the folder name of a reference policy, which is a copy of the policy after `step`."""
     return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
 
 

@@ -109,7 +109,7 @@ class Checkpoints:
     # What a run restores
 
     def is_new(self, phase: str) -> bool:
-        """Whether the run begins a stage now, without a checkpoint of it."""
+        """Whether the run begins a stage now, because it has no checkpoint of that stage."""
         return self.start.state is None or self.start.state.phase != phase
 
     def finished_steps(self, phase: str) -> int:
@@ -156,7 +156,7 @@ class Checkpoints:
     def reference_weights(self, *, needed: bool, kept: bool) -> Generator[None]:
         """Inside the context, give the policy the weights of the reference policy, if `needed`.
 
-        At the start of RL, and where a phase renews the reference, the policy itself is the
+        At the start of RL, and when a phase renews the reference, the policy itself is the
         reference. It is saved here if `kept`. At any other time the reference is read from its
         checkpoint, and at the end of the context the policy's own weights are read again. A policy
         whose adapters had no effect at the start of RL needs neither: without its adapters it is

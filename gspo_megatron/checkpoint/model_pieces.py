@@ -44,7 +44,7 @@ class ModelPiece:
     shape: tuple[int, ...]  # of the box, without vocabulary padding; as many axes as global_shape
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    replica: tuple[int, ...]  # Megatron-Core's replica_id; last: data-parallel rank
+    replica: tuple[int, ...]  # Megatron-Core's replica_id; its last number is the DP rank
 
     @property
     def stop(self) -> int:
@@ -71,7 +71,7 @@ class ModelPiece:
 
 def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
     """List the parameters and buffers of this rank's model chunks that belong in a checkpoint. If
-    the policy has adapters, list only the adapters, or with adapters=False only the others."""
+    the policy has adapters, list only the adapters, or with adapters=False everything else."""
     found: list[ModelPiece] = []
     adapters = adapters and policy.lora is not None
     for model in policy.models:
@@ -160,8 +160,8 @@ def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements start to stop of a flattened tensor into at most 2 * axes - 1 boxes (offset,
-    size), in order."""
+    """Yield boxes (offset, size) that together are the elements `start` to `stop` of a flattened
+    tensor, in order. There are at most 2 * axes - 1 of them."""
     if len(shape) < 2 and start < stop:
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
@@ -201,11 +201,12 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
     for model in policy.models:
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for name, entry in entries.items():
-            # A module with one weight per expert also has ..._extra_state1 and so on: left out.
+            # A module with one weight per expert also has ..._extra_state1 and so on, which are
+            # left out.
             if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
                 continue
             module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
-            # linear layers; attention computes in higher precision
+            # only linear layers have scales; attention computes in higher precision
             kinds = {kind.__name__ for kind in type(module).__mro__} & _LINEAR
             if not (kinds and hasattr(module, "fp8_meta")):
                 continue

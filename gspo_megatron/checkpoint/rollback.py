@@ -24,7 +24,7 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    number: int  # of the last one; a branch also counts those of the run that it comes from
+    number: int  # of the last rollback; a branch also counts those of the run that it comes from
     to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues
     prompts: dict[str, Any]  # the settings that decide which prompt that position means

@@ -28,7 +28,8 @@ _TRIES = 100  # to lock a folder that other runs rename meanwhile
 
 
 class RunLock:
-    """A lock on run folders. A run's main rank holds it until `release` or its process ends."""
+    """A lock on run folders. A run's main rank holds it until it calls `release` or its process
+    ends."""
 
     def __init__(self) -> None:
         self._held: list[int] = []  # descriptors of lock files

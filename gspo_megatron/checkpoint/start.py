@@ -126,7 +126,8 @@ def count_restart(
     config: AnyConfig, start: Start, environ: Mapping[str, str] | None = None
 ) -> None:
     """Raise UserError if a Slurm job was restarted too often at the same point of the run. Batch
-    scripts do not repeat a command after a UserError. Called on the main rank, once a start."""
+    scripts do not repeat a command after a UserError. Called on the main rank, once in each start
+    of the run."""
     job = SlurmJob.of(os.environ if environ is None else environ)
     if job is None or job.restarts == 0:
         return
@@ -157,7 +158,7 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return
-    remove_leftovers(folder / CHECKPOINTS)  # each may be as large as a checkpoint
+    remove_leftovers(folder / CHECKPOINTS)  # each leftover may be as large as a checkpoint
     number = 1
     while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1

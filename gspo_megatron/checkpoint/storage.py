@@ -228,7 +228,7 @@ class TorchDistReader(dcp.FileSystemReader):
         self.storage_data = index.storage_data
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        """Fill the pieces. Raises DataError if the index has gaps in their tensors, which DCP
+        """Fill the pieces. Raises DataError if the index does not cover a piece exactly, which DCP
         ignores, or if a file is damaged. The error names the file, but leaves out torch's message,
         because that message advises unsafe unpickling."""
         places = _by_place(pieces)

@@ -1,5 +1,6 @@
 """`gspo-megatron ablate`: trains variants of one configuration, each with several seeds, and writes
-a report that compares them. The runs take place one after another here, or as a Slurm job array."""
+a report that compares them. The runs take place here, one after another, or as a Slurm job
+array."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
 SEEDS = 3
-MAX_SEEDS = 1000  # more is a typing error: every run is planned before the first one starts
+MAX_SEEDS = 1000  # more is a typing error; all runs are planned before the first one starts
 # Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by a signal
 # at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
@@ -146,7 +147,7 @@ def _check(
     ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
 
-    configs = {run.variant.name: run.config for run in runs}  # the seed makes no difference
+    configs = {run.variant.name: run.config for run in runs}  # any seed gives the same check
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]

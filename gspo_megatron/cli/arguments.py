@@ -95,7 +95,7 @@ def number(
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
 ) -> float:
-    """Read a finite argument of `least` or more. Raises argparse's error for anything else."""
+    """Read a finite number of `least` or more. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:

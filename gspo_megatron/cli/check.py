@@ -152,7 +152,7 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """Return the configuration with the preset's shape instead of weights that are missing here.
+    """Return the configuration. If its weights are missing here, the preset's shape replaces them.
     Raises ConfigError if no preset is named."""
     try:
         config.resolved_model()

@@ -1,4 +1,4 @@
-"""What `check` prints: the summary of a sound configuration, and the tables of an estimate."""
+"""The output of `check`: the summary of a sound configuration, and the tables of an estimate."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values["logging"] |= {"plots": False, "trackers": []}
     # Nothing reads these sections, but they may need code that is missing here.
     values |= {"objective": None, "routing": None}
-    if (values.get("reward") or {}).get("name") == "none":  # of a run of distillation
+    if (values.get("reward") or {}).get("name") == "none":  # it was a run of distillation
         values["reward"] = None
     if suites:
         values["evaluation"]["suites"] = suites
@@ -159,7 +159,8 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the section `data` with a tokenizer that exists. Its path may be relative to the
-    folder in which the run was started. If it does not exist from here, take the checkpoint's."""
+    folder in which the run was started. If it does not exist from here, take the tokenizer of the
+    checkpoint."""
     from gspo_megatron.checkpoint.resume import given_checkpoint
     from gspo_megatron.checkpoint.run_state import read_model
 

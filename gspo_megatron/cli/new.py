@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("new_templates")
 PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
-VOCABULARY = 320  # at most: the bytes, and the characters of the prompts
+VOCABULARY = 320  # the largest size: the bytes, and the characters of the prompts
 BATCH_SCRIPT = "slurm/train_gspo.sbatch"
 
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Return, in one line, why nothing can be put at this absolute path, or None if it can."""
+    """Return in one line why no folder can be put at this absolute path, or None if one can."""
     from gspo_megatron.files import folder_lacks
 
     if not os.path.lexists(folder):

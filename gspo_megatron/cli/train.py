@@ -189,7 +189,7 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the words that start a run, without --fresh. Advice for the user adds overrides."""
+    """Return the words that start a run, without --fresh. Advice for the user appends overrides."""
     nproc = getattr(arguments, "nproc", None)
     words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
     return [*words, arguments.config, *arguments.overrides]

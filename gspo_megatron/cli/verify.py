@@ -173,7 +173,7 @@ def _compare_all(
     on_cpu: bool,
 ) -> tuple[float, float]:
     """Compute the task on every layout, and print a table. The first layout is the reference, which
-    is computed without GPUs if `on_cpu`. Returns the worst error, and the reference's loss."""
+    is computed without GPUs if `on_cpu`. Returns the largest error, and the reference's loss."""
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 

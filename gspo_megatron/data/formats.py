@@ -22,8 +22,8 @@ class FieldMap:
     prompt: str = "prompt"
     answer: str | None = "answer"  # None: rows have no answers
     id: str | None = "id"  # "id" is optional in a row; a field with another name is required
-    # Extracts the answer from the value of its field. Raises ValueError if there is none; the text
-    # continues "field 'x' ...".
+    # Extracts the answer from the value of its field. Raises ValueError if there is none; its text
+    # continues a message that begins with "field 'x'".
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
@@ -55,8 +55,8 @@ class FieldMap:
         return FIELD.sub(lambda m: str(values[m[1]]) if m[1] else m[0][1:], self.template)
 
 
-# Matches {name}, a field, and "{{" before a name, an escaped brace. All other braces are text, for
-# example in \\boxed{}.
+# Matches two things: {name}, which is a field, and "{{" before a name, which is an escaped brace.
+# All other braces are text, for example in \\boxed{}.
 FIELD = re.compile(r"\{\{(?=[A-Za-z_])|\{([A-Za-z_][\w.]*)\}")
 
 

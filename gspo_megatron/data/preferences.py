@@ -44,7 +44,7 @@ class Preference:
 
 @dataclass
 class PreferenceCounts:
-    """Numbers of pairs (or ratings) that were left out, and of odd texts."""
+    """The numbers of pairs (or ratings) that were left out, and of texts that need a warning."""
 
     too_long: int = 0
     ties: int = 0
@@ -103,8 +103,8 @@ def load_preferences(
     """Load the preferences of a JSON Lines or Parquet file in its order.
 
     `form` is the configuration; its `max_tokens` must be set. Messages go through the chat
-    template. A text is encoded as a prompt for a rollout, with the end-of-sequence token at its
-    end. With `regression` the rows are rated responses.
+    template. A text is encoded as for a rollout, and the end-of-sequence token is added at its end.
+    With `regression` the rows are rated responses.
 
     A pair is left out and counted if one side has more than `max_tokens` tokens. Ties are left out
     and counted, too: responses with the same tokens, and rows that call neither response better.

@@ -131,12 +131,12 @@ def trace(
 ) -> Traced:
     """Render a conversation and find which characters of the text are data.
 
-    Most templates only copy the data. For them, rendering with all characters of the data replaced
-    shows exactly which output is data. Other templates inspect the data (trim it, search it for
-    "</think>", write it as JSON). For them, the characters that they may look for are not replaced,
-    unless they belong to a quoted control token. If the output still differs, the template reacts
-    to the quotation. Then the result is the output without the quotation's effect, in which the
-    quotation is text.
+    Most templates only copy the data. For such a template, a rendering in which all characters of
+    the data are replaced shows exactly which output is data. Other templates inspect the data (trim
+    it, search it for "</think>", write it as JSON). For those, characters that the template may
+    look for are not replaced, unless they belong to a quoted control token. If the output still
+    differs, the template reacts to the quotation. Then the result is the output without the
+    quotation's effect, in which the quotation is text.
 
     Raises the error of `render` if it refuses the unchanged messages.
     """
@@ -188,8 +188,8 @@ class _Exchange:
     """Maps each character of a conversation to a private-use character, and back.
 
     The map keeps the order of characters, so that sorted data stays sorted. Most data is Latin-1.
-    For it, codecs do the same as `str.translate` many times faster; `translate` would take most of
-    the time of a render.
+    For Latin-1, codecs do the same as `str.translate` many times faster; `translate` would take
+    most of the time of a render.
     """
 
     def __init__(self, letters: set[str]) -> None:
@@ -239,7 +239,8 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """Return what a template may look for in its data.
 
-    These are its words, among them all keys that it reads, and a pattern of its string constants.
+    Returns the words of the template, among them all keys that it reads, and a pattern that matches
+    its string constants.
     """
     from jinja2 import Environment, nodes
 
@@ -266,7 +267,7 @@ def _is_clear(key: object, words: frozenset[str]) -> bool:
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """Yield the texts of a JSON value, with keys that are not in `words`."""
+    """Yield the texts of a JSON value, and those of its keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -38,9 +38,9 @@ class PromptFigures:
     """The figures of one prompt."""
 
     draws: int = 0  # number of groups of responses
-    responses: int = 0  # with a reward
+    responses: int = 0  # number of responses with a reward
     solved: int = 0  # number of these responses that are solved
-    reward: float = 0.0  # sum
+    reward: float = 0.0  # sum over these responses
     length: float = 0.0  # sum over draws of the mean length in tokens
     last_step: int = 0
     last_rate: float = math.nan  # pass rate of the last draw; NaN: none yet
@@ -98,7 +98,7 @@ class PromptSelection:
         self._prompts, self._staleness = prompts, staleness
         self._step = self._draw = step  # a run that went back has more draws than steps
         self._drawn: dict[int, list[int]] = {}  # rows of the last draws and of those ahead
-        self._refills = 0  # of the last draw
+        self._refills = 0  # number of refills of the last draw
         self._waiting = deque(records)  # records that are not in the figures yet
         self._figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
         self._rows: dict[str, list[int]] = defaultdict(list)
@@ -201,8 +201,8 @@ class PromptSelection:
             self._in_a_row[rows] = figures.in_a_row
 
     def _kinds(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which prompts are retired at a step, and which are in the band, [prompts] bool.
-        New prompts and prompts to be revived count as in the band."""
+        """Return which prompts are retired at a step, and which are in the band of pass rates,
+        [prompts] bool each. New prompts and prompts to be revived count as in the band."""
         section, size = self.section, len(self._prompts)
         solved = np.zeros(size, bool)
         if section.retire_after is not None:
@@ -220,9 +220,9 @@ class PromptSelection:
         """Choose the prompts of one request (0: the first of its step).
 
         Prompts are taken in this order until there are enough: first a share at random, without
-        retired prompts; then the prompts of the band, beginning with the prompt that was not drawn
-        for longest; then the other prompts at random; then the retired prompts. The rows in
-        `avoided` follow only if these are too few. If all rows are too few, rows are taken twice.
+        retired prompts; then the prompts of the band, beginning with those that were drawn longest
+        ago; then the other prompts at random; then the retired prompts. The rows in `avoided`
+        follow only if these are too few. If all rows are too few, rows are taken twice.
         """
         words = [self._seed % 2**32, self._seed // 2**32, draw, request]
         # RandomState: its streams are the same in all versions of NumPy.
