@@ -114,9 +114,9 @@ def _is_there(text: str) -> bool:
 def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None) -> HubName:
     """Return the name with a commit as its revision.
 
-    `commits`: those of a run that is resumed, which come first. Next come the commits that a parent
-    process has found, then the Hub, and if the Hub cannot be reached, the cache. `where` begins the
-    error's line.
+    The commit is looked for in this order: `commits`, those of a run that is resumed; commits that
+    a parent process has found; the Hub; and if the Hub cannot be reached, the cache. `where` begins
+    the error's line.
 
     Raises DataError.
     """
@@ -160,7 +160,7 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def known_commits() -> dict[str, str]:
-    """Return the commits that this process and those above it have found, by `HubName.asked`."""
+    """Return the commits that this process and its parents have found, by `HubName.asked`."""
     with contextlib.suppress(ValueError):
         found = json.loads(os.environ.get(COMMITS) or "{}")
         if isinstance(found, dict):
@@ -247,7 +247,7 @@ def _size(file: Path) -> int | None:
 
 
 def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
-    """Whether a file is in the cache with its size; some endpoints tell no sizes."""
+    """Whether a file is in the cache with the size that the Hub tells. Some endpoints tell none."""
     there, told = _size(_snapshot(name) / file), sizes.get(file, -1)
     return there is not None and told in (there, None)
 
@@ -303,8 +303,8 @@ def _whole(name: HubName, weights: bool) -> Path | None:
 
 
 def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
-    """Return the folder of a model that another program has put into the cache, if its files show
-    without the Hub that it is whole."""
+    """Return the folder of a model that another program has put into the cache, if all needed files
+    are in it. This does not ask the Hub."""
     folder = _snapshot(name)
     if name.kind == "dataset" or not folder.is_dir():
         return None

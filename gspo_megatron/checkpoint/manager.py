@@ -195,7 +195,7 @@ class Checkpoints:
         return alarm
 
     def lose(self, step: int, text: str) -> Alarm:
-        """Return the alarm of a step whose update has lost the weights."""
+        """Return the alarm for a step whose update has made the weights unusable."""
         return on_main(lambda: self.watch.lose(step, text))
 
     def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:

@@ -57,8 +57,8 @@ class Start:
     state: RunState | None = None
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)  # for the user
-    # Whether some keys have other values from here on, because a phase begins or by `train
-    # --change`.
+    # Whether some keys have other values from here on, by `train --change` or because a phase
+    # begins.
     begins_phase: bool = False
     changed: list[str] = field(default_factory=list)  # by `train --change`, one line for each key
 

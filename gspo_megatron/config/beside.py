@@ -29,9 +29,8 @@ _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 
 
 def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") -> dict[str, Any]:
-    """Return the sections of a configuration file. A path that exists only beside the file is
-    replaced by the path of that place. above: the key that the sections are part of, for
-    messages."""
+    """Return the sections of a configuration file. Paths that exist only beside the file get the
+    file's folder in front. above: the key that the sections are part of, for messages."""
     found = dict(values)
     for section, given in values.items():
         if isinstance(given, Mapping):

@@ -64,7 +64,7 @@ class DistillationSection(Section):
 
     @property
     def folders(self) -> dict[int, str]:
-        """The folders of teachers that the training ranks compute, by their numbers in `named`."""
+        """The folders of teachers that run on the training ranks, by their numbers in `named`."""
         every = enumerate(self.named.values())
         return {number: each.teacher for number, each in every if each.teacher is not None}
 

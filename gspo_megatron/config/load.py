@@ -122,7 +122,7 @@ def _problems_of_phases(config: Any) -> list[str]:
 def _with_folder(config: C, name: str) -> C:
     """Return the configuration with the default run folder, if it names none."""
     section: Any = config.known("logging")
-    if section is None or vars(section).get("dir", "") is not None:  # set, or with a wrong value
+    if section is None or vars(section).get("dir", "") is not None:  # set, or its value is wrong
         return config
     logging = section.model_copy(update={"dir": f"runs/{name}"})
     return config.model_copy(update={"logging": logging})
@@ -382,7 +382,8 @@ def load_any_config(
 
 
 def stage_of(values: Mapping[str, Any]) -> str:
-    """Return a key of STAGES: the stage whose input the values name, or else whose keys they have.
+    """Return the stage of a configuration, a key of STAGES. It is the stage whose input the values
+    name. If they name no input, their keys decide.
 
     Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")

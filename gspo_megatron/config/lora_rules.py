@@ -13,8 +13,8 @@ _MERGED = "allowed: merged"
 
 
 def adapters_are_served(plan: Plan) -> Problems:
-    """Check that vLLM applies the adapters as the trainer does. vLLM leaves out many parts of
-    adapters that it does not support, without a message."""
+    """Check that vLLM applies the adapters as the trainer does. vLLM silently ignores many adapters
+    that it does not support."""
     config = plan.config
     model, rollout, servers = config.model, config.rollout, config.rollout.vllm
     if rollout.engine != "vllm" or not servers.takes_adapters:

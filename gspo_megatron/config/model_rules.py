@@ -167,7 +167,7 @@ def router_is_sound(plan: Plan) -> Problems:
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     wrong = "a softmax over one expert has no gradient"
     if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
-        if topk == 1:  # its weight is 1
+        if topk == 1:  # the weight of the expert is always 1
             yield key, f"{wrong}; allowed: 2 or more"
         # models/router.py computes the softmax over all experts first, without groups
         wrong = "the softmax router with a bias has no other way; allowed"
@@ -341,7 +341,8 @@ _PRECISION = "training.precision"
 
 
 def precision_is_possible(plan: Plan) -> Problems:
-    """Check all that needs no device; models.precision checks the device."""
+    """Check everything about the precision that needs no device. models.precision checks the
+    device."""
     precision, backend = plan.config.training.precision, plan.config.model.backend
     if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
         wrong = "the package transformer_engine is not installed; allowed: torch_native or auto"

@@ -1,4 +1,5 @@
-"""The section `objective`: the named objectives, their parts and numbers, and checks of the mix.
+"""The section `objective`: the named objectives, their parts and numbers, and checks that these fit
+together.
 
 The functions of the parts are in gspo_megatron/objectives/; this file needs no torch. To add an
 objective, add an entry to RECIPES. To add a rule, add an entry to RULES and its function to

@@ -84,7 +84,7 @@ def tokens_multiple(precision: str) -> int:
 def device_lacks(
     precision: str, capability: tuple[int, int], cuda: tuple[int, int] | None
 ) -> str | None:
-    """Return in words what a GPU lacks for a precision; None: nothing.
+    """Return in words what a GPU lacks for a precision, or None if it lacks nothing.
 
     capability: the GPU's compute capability; cuda: the version that torch was built for, None
     without CUDA.
@@ -99,7 +99,7 @@ def device_lacks(
 
 
 def engine_lacks() -> str | None:
-    """Return in words what the installed Transformer Engine lacks for FP8; None: nothing."""
+    """Return in words what the installed Transformer Engine lacks for FP8, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "needs Transformer Engine: pip install 'gspo-megatron[gpu]'"
     try:

@@ -120,7 +120,7 @@ _RENAMED_PRESET = ("model.preset", "tiny", None)
 def _compare(
     key: str, resume: str, old: Any, new: Any, same: bool | None, decay: str
 ) -> tuple[str, str]:
-    """Return the attribute of Changes to which a key belongs, and its line."""
+    """Return the name of the list in Changes that a changed key belongs to, and the key's line."""
     was, renamed = f"was {format_value(old)}", f"{key}: {format_value(old)} -> {format_value(new)}"
     if resume in ("contents", "shown"):
         if same:

@@ -138,8 +138,8 @@ _SUITE_FIGURES = (
 def _best_metric_is_measured(plan: Plan) -> Problems:
     """Check that an evaluation has the metric of checkpoint.best_metric.
 
-    Other metrics are known only when a step runs, because the user's rewards may have parts and
-    the user's objectives metrics of their own.
+    All other metrics are known only when a step runs: the user's rewards may have parts, and the
+    user's objectives may have metrics of their own.
     """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
@@ -168,7 +168,8 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:
-    """Check that the run folder is not inside a folder of weights, because a run cleans it."""
+    """Check that the run folder is not inside a folder of weights, because a run cleans its
+    folder."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):

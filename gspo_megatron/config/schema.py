@@ -341,7 +341,7 @@ class OptimizerSection(Section):
 
 
 class RunSection(Section):
-    """What a run of any stage needs to know."""
+    """The keys of the section `training` that all stages have."""
 
     seed: Seed = shapes(1, "seed of initial weights, data order and sampling")
     precision: Precision = shapes(
@@ -484,7 +484,7 @@ class LoggingSection(RecordSection):
 
 
 class RunConfig(Section):
-    """A model on a layout: what a run of any stage has."""
+    """The part of the configuration that all stages have: a model on a layout."""
 
     # The keys of the data section for training inputs and for evaluation inputs.
     inputs: ClassVar[tuple[str, str]]

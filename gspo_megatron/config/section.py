@@ -83,7 +83,7 @@ RESUME = {
     "contents": "with the same contents",
     # it is a path whose contents may change too: they are evaluated, not learned
     "shown": "yes",
-    # unless a learning-rate decay ends there
+    # it may change, unless a learning-rate decay ends at this step
     "steps": "without decay",
     # it names a function: the name may not change; changed code is allowed with a warning
     "code": "no; its code may",

@@ -83,7 +83,7 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    # Keeps PyYAML's own scalar types in addition. A string that YAML 1.1 or 1.2 would read as
+    # This class also keeps PyYAML's own scalar types. A string that YAML 1.1 or 1.2 would read as
     # another type is quoted, so that every YAML reader gets a string.
     def ignore_aliases(self, data: Any) -> bool:
         return True  # a list used twice is written twice, without `&id001`

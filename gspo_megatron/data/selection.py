@@ -76,9 +76,10 @@ def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
 class PromptSelection:
     """Chooses the prompts of a step by pass rates. It takes the place of `PromptLoader`.
 
-    A choice depends only on seed, number of the draw, and the figures over all steps up to `step -
-    1 - staleness`. These steps are always finished when the draw may begin. So a draw that is made
-    ahead of its step has the same prompts, whenever it is made. All ranks get the same prompts.
+    A choice depends only on the seed, the number of the draw, and the figures over all steps up to
+    `step - 1 - staleness`. These steps are always finished when the draw may begin. So a draw that
+    is made ahead of its step has the same prompts, whenever it is made. All ranks get the same
+    prompts.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
     Megatron-Core then allocates on the meta device. Yields a record of collectives and memory.
     torch.distributed must not be initialised.
     """
-    # registers the backend `fake`
+    # this import registers the backend `fake`
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "this process is a rank of a real world already"
@@ -182,7 +182,7 @@ class Collective:
 
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-# these return only a Work
+# these collectives return only a Work object
 _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_")
 
 

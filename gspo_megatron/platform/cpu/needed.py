@@ -23,8 +23,9 @@ CPU = torch.device("cpu")
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
 FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
-# Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
-# without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
+# Megatron-Core uses the kernels of these packages whenever it can import them. The packages may be
+# installed on a machine without a GPU, or with a GPU that is hidden for a dry run. There the
+# kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
-PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
+PIECE_BYTES = 2**20  # that each rank writes in a turn for each rank that reads
 MOST_BYTES = 32 * 2**20  # the largest window
 _PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
 _FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
