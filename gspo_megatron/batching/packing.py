@@ -102,8 +102,8 @@ def pack(
 
     tokens: sequences by their number, [length] int64 each; response_offsets: where the response of
     each sequence starts in the rank's flat response vectors; shape: a larger shape to pad to, if
-    all micro-batches need the same; branches: the lengths of each sequence's branches, in order;
-    None: each sequence is one branch. If `members` is empty, the batch is all padding: a
+    all micro-batches need the same shape; branches: the lengths of each sequence's branches, in
+    order; None: each sequence is one branch. If `members` is empty, the batch is all padding: a
     data-parallel rank without sequences needs such a batch to take part in the collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)

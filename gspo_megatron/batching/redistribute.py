@@ -197,8 +197,8 @@ def redistribute(
 
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
-    """Return the row numbers of the chosen pieces in a flat tensor. lengths: those of all its
-    pieces."""
+    """Return the row numbers of the chosen pieces in a flat tensor. lengths: the length of each
+    piece of it."""
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)

@@ -159,8 +159,8 @@ class Checkpoints:
         At the start of RL, and when a phase renews the reference, the policy itself is the
         reference. It is saved here if `kept`. At any other time the reference is read from its
         checkpoint, and at the end of the context the policy's own weights are read again. A policy
-        whose adapters had no effect at the start of RL needs neither: without its adapters it is
-        the reference."""
+        whose adapters had no effect at the start of RL needs no saved reference: without its
+        adapters it is the reference."""
         lora = self.policy.lora
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
@@ -439,8 +439,8 @@ class Checkpoints:
 
     def _prepare(self) -> tuple[int, dict[str, Any] | None]:
         """Clean the folder and check the free disk space. Called on the main rank before training.
-        Returns the number of rollbacks, and the position in the data if the run continues at the
-        checkpoint that the last of them went back to."""
+        Returns the number of rollbacks. Also returns the position in the data if the run continues
+        at the checkpoint to which the last rollback went back, else None."""
         finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)

@@ -1,8 +1,9 @@
 """Writes and reads pieces of global tensors in a folder of Megatron-Core's torch_dist format.
 
 torch.distributed.checkpoint (DCP) provides the format and the planning, and stock
-`megatron.core.dist_checkpointing.load` reads these folders. This module differs from stock in two
-points: no part of a tensor may be missing or written twice, and no helper processes are started.
+`megatron.core.dist_checkpointing.load` reads these folders. This module differs from Megatron-Core
+in two points: no part of a tensor may be missing or written twice, and no helper processes are
+started.
 
 DCP's index, `.metadata`, is a pickle, and reading a pickle can run any code. Here the pickle may
 name only the plain records of an index. The index is then checked against the files.

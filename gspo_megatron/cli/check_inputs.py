@@ -322,7 +322,7 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
 
 def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     """Raise DataError if the folder of a reward model is damaged or holds no reward model, or if
-    its tokenizer is missing, damaged, or that of another model. key: the key of the section
+    its tokenizer is missing or damaged, or belongs to another model. key: the key of the section
     `reward`."""
     from gspo_megatron.config.scorer import preset_of_scorer
     from gspo_megatron.data.chat import check_template

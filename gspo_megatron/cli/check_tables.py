@@ -130,7 +130,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 
 def vocab_size_of(checked: Checked) -> int | None:
-    """Return the configured size of the vocabulary, or else the tokenizer's if that was read."""
+    """Return the configured size of the vocabulary. If none is configured, return the size of the
+    tokenizer, or None if that was not read."""
     size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
     return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 

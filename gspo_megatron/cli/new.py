@@ -87,7 +87,7 @@ def read_model_folder(given: str) -> tuple[str, ModelPreset, Tokenizer]:
     """Return the folder (or the name on the Hub with its commit), the model's shape and the
     tokenizer. No tensor is read, and none is downloaded from the Hub.
 
-    Raises UserError with all problems of config.json and the weights, or with that of the
+    Raises UserError with all problems of config.json and the weights, or with the problem of the
     tokenizer.
     """
     from gspo_megatron.data.tokenizers import load_tokenizer

@@ -104,8 +104,8 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """Return the family that names the tensors: that of the weights' config.json, else one that
-        has models of this shape. Raises ConfigError."""
+        """Return the family that names the tensors. It is the family of the weights' config.json,
+        or without that file a family that has models of this shape. Raises ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
@@ -390,7 +390,7 @@ class TrainingSection(RunSection, CollapseKeys):
 
 
 class WindowSection(Section):
-    """Which rows of a suite are problems: those with a date in a window."""
+    """The rows of a suite that are problems: rows with a date in a window."""
 
     field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")

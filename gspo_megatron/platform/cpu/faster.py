@@ -123,8 +123,8 @@ def _unless_sorted(native: Any) -> Any:
 
 
 def _unless_alone(native: Any) -> Any:
-    """Skip the all-to-all in a group of one rank. Stock runs an autograd function for it three
-    times a layer, and each takes 10 to 20 microseconds a pass."""
+    """Skip the all-to-all in a group of one rank. Stock Megatron-Core runs an autograd function for
+    it three times in each layer, and each takes 10 to 20 microseconds a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -135,8 +135,8 @@ def _unless_alone(native: Any) -> Any:
 
 def _turned_at_once(native: Any) -> Any:
     """Replace the rotary embedding of packed sequences. In every layer, for queries and for keys,
-    stock slices the angles of each sequence again. Here the tables of angles are made once for a
-    micro-batch, and stored as an attribute of `cu_seqlens`."""
+    stock Megatron-Core slices the angles of each sequence again. Here the tables of angles are made
+    once for a micro-batch, and stored as an attribute of `cu_seqlens`."""
 
     @functools.wraps(native)
     def turn(

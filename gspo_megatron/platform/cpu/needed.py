@@ -174,7 +174,8 @@ def _adapt_megatron() -> None:
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # stock returns CPU tensors unchanged, but all_to_all_single needs a list of ints
+        # stock Megatron-Core returns CPU tensors unchanged, but all_to_all_single needs a list of
+        # ints
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
             return Splits(tensor.tolist())
         return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)
