@@ -49,9 +49,9 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address at which the other hosts of the job reach this machine.
 
     master: the first host of the job. On many systems a host's own name resolves to 127.0.1.1 on
-    the host itself, which other hosts cannot reach. Then, and if the name has several addresses in
-    several networks, the result is the address towards another host. Raises UserError if no address
-    is known, or if `master` cannot be resolved.
+    the host itself, which other hosts cannot reach. In this case, and if the name has addresses in
+    several networks, the result is the address on the way to another host. Raises UserError if no
+    address is known, or if `master` cannot be resolved.
     """
     known = addresses_of(master)
     if not known:

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-_LONGEST_VALUE = 200  # characters; a path should be whole
+_LONGEST_VALUE = 200  # characters; long enough for a path
 
 
 class UserError(ValueError):

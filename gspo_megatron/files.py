@@ -128,8 +128,8 @@ _ROW_FILES = ("*.jsonl", "*.parquet")
 
 
 def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or of the tokenizer files in a folder, without these of its
-    .jsonl and .parquet files. Raises DataError."""
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder. If the folder has no
+    tokenizer files, its .jsonl and .parquet files are used instead. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     try:
@@ -146,15 +146,15 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes in a sample, and samples of a file of weights
+_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes of a sample, and number of samples of a file of weights
 
 
 def fingerprint_of_weights(folder: str | Path) -> str:
     """Return the SHA-256 of a model's folder. Raises DataError.
 
-    It covers whole small files; of a safetensors file, only its size and samples from all parts.
-    Reading a whole large model would take minutes, and two separately trained models differ
-    everywhere.
+    It covers small files as a whole. Of a safetensors file it covers only the size, and samples
+    from all parts. Reading a whole large model would take minutes, and two separately trained
+    models differ everywhere.
     """
     folder, digest = Path(folder), hashlib.sha256()
     try:
@@ -216,7 +216,8 @@ def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:
 
 
 def fault_of_name(name: str) -> str | None:
-    """Return why a listed name cannot be that of a file below a folder, or None if it can."""
+    """Return why a name from a list cannot be the name of a file below a folder, or None if it
+    can."""
     parts = PurePosixPath(name).parts
     try:
         encoded = os.fsencode(name)

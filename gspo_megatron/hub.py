@@ -1,9 +1,10 @@
 """Models and datasets of the Hugging Face Hub, by name, as folders of this machine.
 
-A name is ORG/NAME[@REVISION], of a dataset ORG/NAME[:[CONFIG/]SPLIT][@REVISION]. A file or folder
-of that name on this machine comes first. Only what a run reads is downloaded: settings, tokenizer
-and safetensors of a model, the files of one split of a dataset. Code and pickles are never fetched.
-The files lie in the cache of huggingface_hub; one process of a node downloads and the others wait.
+The name of a model is ORG/NAME[@REVISION], and of a dataset ORG/NAME[:[CONFIG/]SPLIT][@REVISION]. A
+file or folder of that name on this machine comes first. Only what a run reads is downloaded:
+settings, tokenizer and safetensors of a model, the files of one split of a dataset. Code and
+pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a node
+downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from gspo_megatron.hub_splits import splits_of
 
 Kind = Literal["model", "dataset"]
 
-COMMITS = "GSPO_HUB_COMMITS"  # names of branches and tags -> commits, for the processes below
+COMMITS = "GSPO_HUB_COMMITS"  # environment variable: names and their commits, for child processes
 WAIT_SECONDS = 600.0  # without a new byte, before a waiting process gives up
 
 _NAME = re.compile(
@@ -54,7 +55,7 @@ _FOLDERS = ("checkpoints", "data", "datasets", "examples", "models", "runs")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LIGHT = (*SIDE_FILES, WEIGHT_INDEX, _ADAPTER_FILES[0])
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# In what the clients tell of a connection that ended too early.
+# Parts of the clients' messages about a connection that ended too early.
 _CUT = ("consistency check", "incomplete", "complete message body")
 _LONGEST_CARD = 1 << 20  # characters
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -91,7 +92,7 @@ class HubName:
 
 
 def parse_name(text: str, kind: Kind) -> HubName | None:
-    """Return the name of the Hub that a value is; None: it is a path of this machine."""
+    """Return a value as a name of the Hub, or None if it is a path of this machine."""
     match = _NAME.fullmatch(text)
     if match is None or "--" in match["repo"] or ".." in text or _is_there(text):
         return None
@@ -113,8 +114,9 @@ def _is_there(text: str) -> bool:
 def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None) -> HubName:
     """Return the name with a commit as its revision.
 
-    `commits`: those of a run that is resumed. Next come those that a process above has found, then
-    the Hub, and without the Hub the newest one in the cache. `where` begins the error's line.
+    The commit is looked for in this order: `commits`, those of a run that is resumed; commits that
+    a parent process has found; the Hub; and if the Hub cannot be reached, the cache. `where` begins
+    the error's line.
 
     Raises DataError.
     """
@@ -137,8 +139,8 @@ def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None
 def folder_of(
     text: str | Path, where: str = "", *, kind: Kind = "model", weights: bool = False
 ) -> Path:
-    """Return a path as it is, and the fetched folder of a name of the Hub. `where` begins the
-    error's line, before the name. Raises DataError."""
+    """Return a path as it is. For a name of the Hub, fetch its files and return their folder.
+    `where` begins the error's line, before the name. Raises DataError."""
     named = parse_name(str(text), kind)
     if named is None:
         return Path(text)
@@ -158,7 +160,7 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def known_commits() -> dict[str, str]:
-    """Return the commits that this process and those above it have found, by `HubName.asked`."""
+    """Return the commits that this process and its parents have found, by `HubName.asked`."""
     with contextlib.suppress(ValueError):
         found = json.loads(os.environ.get(COMMITS) or "{}")
         if isinstance(found, dict):
@@ -167,10 +169,10 @@ def known_commits() -> dict[str, str]:
 
 
 def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
-    """Return the folder of a resolved name, downloaded as far as it is needed.
+    """Return the folder of a resolved name. Downloads the needed files that are missing.
 
-    Of a model: settings, tokenizer and the index of its weights, with `weights` its safetensors
-    too. Of a dataset: a folder with the files of the split. `where` begins the error's line.
+    For a model these are settings, tokenizer and the index of its weights, and with `weights` its
+    safetensors. For a dataset these are the files of the split. `where` begins the error's line.
 
     Raises DataError.
     """
@@ -200,7 +202,7 @@ def lacks_weights(path: str) -> list[int]:
         return []
     try:
         needed = _needed(name, listing["files"], weights=True)
-    except DataError:  # it is told when they are fetched
+    except DataError:  # reported when they are fetched
         return [0]
     sizes = listing["files"]
     return [sizes[each] or 0 for each in needed if not _is_here(name, each, sizes)]
@@ -245,7 +247,7 @@ def _size(file: Path) -> int | None:
 
 
 def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
-    """Whether a file is in the cache with its size; some endpoints tell no sizes."""
+    """Whether a file is in the cache with the size that the Hub tells. Some endpoints tell none."""
     there, told = _size(_snapshot(name) / file), sizes.get(file, -1)
     return there is not None and told in (there, None)
 
@@ -280,7 +282,7 @@ def _cached_commit(name: HubName) -> str | None:
 
 
 def _whole(name: HubName, weights: bool) -> Path | None:
-    """Return the folder if all that is needed is in it with the size that the Hub has told."""
+    """Return the folder if all needed files are in it with the sizes that the Hub has told."""
     listing = _read_listing(name)
     if name.kind == "dataset":
         folder = _split_folder(name)
@@ -291,7 +293,7 @@ def _whole(name: HubName, weights: bool) -> Path | None:
         is_whole = files and all(_is_here(name, each, listing["files"]) for each in files)
         return folder if is_whole else None
     folder = _snapshot(name)
-    if listing is None:  # downloaded by another program, perhaps in part: asked for if possible
+    if listing is None:  # another program has downloaded it, perhaps in part: ask the Hub
         return None
     with contextlib.suppress(DataError):
         files = _needed(name, listing["files"], weights)
@@ -301,8 +303,8 @@ def _whole(name: HubName, weights: bool) -> Path | None:
 
 
 def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
-    """Return the folder of a model that another program has put into the cache, if it can be
-    judged without the Hub that it is whole."""
+    """Return the folder of a model that another program has put into the cache, if all needed files
+    are in it. This does not ask the Hub."""
     folder = _snapshot(name)
     if name.kind == "dataset" or not folder.is_dir():
         return None
@@ -316,7 +318,7 @@ def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
 
 
 def _needed(name: HubName, files: Mapping[str, int | None], weights: bool) -> list[str]:
-    """Return the files of a model to have. Raises DataError if it lacks safetensors."""
+    """Return the files of a model that are needed. Raises DataError if it lacks safetensors."""
     found = [each for each in _LIGHT if each in files]
     if not found:
         raise DataError(
@@ -413,7 +415,7 @@ def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int | None]) -> N
         _tell(f"{name}: downloading {len(missing)} files, {total / 1e6:,.1f} MB, to {_cache()}")
     for number, each in enumerate(missing, start=1):
         for cut in {snapshot / each, (snapshot / each).resolve()}:
-            cut.unlink(missing_ok=True)  # cut short, or nothing
+            cut.unlink(missing_ok=True)  # a file that was cut short, if any
         hf_hub_download(name.repo, each, repo_type=name.kind, revision=name.commit)
         if not _is_here(name, each, sizes):
             raise DataError(
@@ -493,7 +495,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether no Hub has answered: then what is in the cache may serve."""
+    """Whether no Hub has answered, so that the cache may be used instead."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -504,7 +506,7 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _refuse(where: str, name: HubName, error: Exception) -> NoReturn:
-    """Raise the DataError of one line that a failure of the Hub becomes."""
+    """Raise a DataError of one line about a failure of the Hub."""
     raise DataError(f"{where}: {reason_of(error, name)}") from None
 
 
@@ -571,7 +573,7 @@ def _tell(text: str) -> None:
 # Names beside paths
 
 
-_fetched: dict[str, HubName] = {}  # path -> the name that this process took it from
+_fetched: dict[str, HubName] = {}  # path -> the name by which this process fetched it
 
 
 def register(path: Path, name: HubName) -> None:
@@ -585,6 +587,7 @@ def name_of(path: str | None) -> HubName | None:
 
 
 def written(path: str) -> str:
-    """Return a path as files and other machines have it: a name of the Hub with its commit."""
+    """Return a path as it is written to files: as the name of the Hub with its commit, if it has
+    one."""
     name = _fetched.get(path)
     return path if name is None else str(name)

@@ -22,11 +22,11 @@ _WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_COVERS = ("data", "")  # folders that are no configuration
+_COVERS = ("data", "")  # names of folders that are not configurations
 
 
 def splits_of(wanted: str | None, files: Sequence[str], card: str | None) -> list[str]:
-    """Return the files of the split [CONFIG/]SPLIT, in order; None: of the split train.
+    """Return the files of the split [CONFIG/]SPLIT, in order. wanted: None for the split train.
 
     card: the text of the dataset's README.md, whose header may name files of splits.
 
@@ -86,7 +86,7 @@ def _of_card(card: str | None, files: Sequence[str]) -> dict[tuple[str, str], li
 
 
 def _text(given: Any, other: str) -> str:
-    """Return a text of the header; it was written by somebody else, and may hold anything."""
+    """Return a value of the header if it is text, else `other`. The header may hold anything."""
     return given if isinstance(given, str) else other
 
 

@@ -40,8 +40,9 @@ def load_function(
     module_name, colon, function_name = import_path.partition(":")
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
         raise error_class(f"{key}: write it as package.module:{kind}")
-    # Console scripts do not search these folders. They are at the end, so that they cannot hide an
-    # installed package, and stay there, because the module may import its neighbours later.
+    # Console scripts do not search these folders. The folders come last, so that they cannot hide
+    # an installed package. They stay in the path, because the module may import its neighbours
+    # later.
     sys.path += [folder for folder in module_folders() if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
@@ -129,7 +130,8 @@ def own_copy(value: _T) -> _T:
 
 
 def own_record(record: _Record) -> _Record:
-    """Return such a copy of a Prompt or Sample. The token ids are immutable and not copied."""
+    """Return a deep copy of a Prompt or Sample that the user's code may change. The token ids are
+    immutable and not copied."""
     names = {field.name for field in dataclasses.fields(record)} - {"token_ids"}
     changes: dict[str, Any] = {name: own_copy(getattr(record, name)) for name in names}
     return dataclasses.replace(record, **changes)

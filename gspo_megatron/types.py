@@ -62,14 +62,15 @@ class Sample:
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
     num_prompt_tokens: int = 0  # tokens of the whole prompt, with those of the chat template
     transcript: str = ""  # for an episode: all its turns, and the text between them
-    group: int = 0  # the prompt's number in the step: its responses have the same
+    group: int = 0  # the prompt's number in the step; all responses to it have the same
 
 
 class Reasoned(float):
     """A reward with an explanation, which a reward function may return instead of a number.
 
     Evaluations write the reason beside the response. The mean of each figure over a step's
-    responses becomes the metric reward/NAME; the attribute `figures` of the function names them.
+    responses becomes the metric reward/NAME; `figures`, an attribute of the function, names the
+    figures.
     """
 
     reason: str
@@ -90,7 +91,7 @@ class Reasoned(float):
 class TurnRewards:
     """A reward for each turn of a response; a reward function may return it instead of a number.
 
-    The turns follow each other without gaps. With one turn for each token, tokens have rewards.
+    The turns follow each other without gaps. If each token is a turn, each token has a reward.
     """
 
     rewards: Sequence[float] | np.ndarray  # [turns]
@@ -124,7 +125,8 @@ class RolloutBatch:
     # their log-probs
     teacher_tokens: Tensor | None = None  # int32
     teacher_top_logprobs: Tensor | None = None  # float32
-    teachers: Tensor | None = None  # [num_sequences] int32, which of several teachers; -1: none
+    # [num_sequences] int32, the number of the sequence's teacher, if there are several; -1: none
+    teachers: Tensor | None = None
 
 
 @dataclass
@@ -140,9 +142,9 @@ class LossInputs:
     mask: Tensor  # [tokens] float32, 1 on response tokens that count
     sequence_index: Tensor  # [tokens] int64, the number of the sequence in the micro-batch
     advantages: Tensor  # [num_sequences] float32
-    sequence_lengths: Tensor  # [num_sequences] float32, masked tokens over all shards
+    sequence_lengths: Tensor  # [num_sequences] float32, tokens with mask 1 over all shards
     global_num_sequences: int  # in the optimizer mini-batch, over all ranks and micro-batches
-    global_num_tokens: int  # masked response tokens in the optimizer mini-batch, likewise
+    global_num_tokens: int  # tokens with mask 1 in the optimizer mini-batch, likewise
     sum_over_shards: Callable[[Tensor], Tensor]  # [num_sequences] summed over a sequence's ranks
     is_primary_shard: bool  # True on exactly one of the ranks that share these sequences
     entropy: Tensor | None = None  # [tokens] float32
@@ -165,4 +167,4 @@ class LossOutputs:
 
     loss: Tensor  # scalar
     means: dict[str, Tensor]  # name -> [2]: numerator, denominator
-    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [masked tokens]
+    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [tokens that count]

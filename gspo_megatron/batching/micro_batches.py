@@ -35,29 +35,31 @@ class MicroBatch:
     """
 
     packed: PackedBatch
-    packed_seq_params: PackedSeqParams | None  # None if each sequence has a row of its own
-    head: Any  # HeadInputs; of a preference model ScoreInputs
+    packed_seq_params: PackedSeqParams | None  # None if each branch has a row of its own
+    head: Any  # HeadInputs, or ScoreInputs for a preference model
     rollout_logprobs: Tensor | None = None  # from the rollout engine
     old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # from the teacher, in distillation
-    # the teacher's most probable tokens, and their log-probs with that of all others together
+    # The k most probable tokens of the teacher, and their log-probs. The last bucket is the
+    # log-prob of all other tokens together.
     teacher_tokens: Tensor | None = None  # [response tokens, k] int64
     teacher_buckets: Tensor | None = None  # [response tokens, k + 1]
-    # [response tokens] int64: which of several teachers; -1: none
+    # [response tokens] int64: the number of the teacher, if there are several; -1: no teacher
     teacher_numbers: Tensor | None = None
     token_advantages: Tensor | None = None
     mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
-    # [sequences]: tokens to learn from in the whole sequence, not this rank's shard; None: all
+    # [sequences]: number of tokens to learn from in the whole sequence, not only in this rank's
+    # shard; None: all tokens
     masked_lengths: Tensor | None = None
     rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] for each branch
     recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later one
-    routes: Routes | None = None  # chooses the experts in the next forward pass; None: the routers
+    routes: Routes | None = None  # chooses the experts of the next forward pass; None: routers do
 
 
-# micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If the head has
-# candidates, the function gets the head's further output as a fourth argument. A preference model
-# gives scores [sequences] in place of log-probs and entropies.
+# micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If `head` has
+# candidates, the function gets their log-probs as a fourth argument. For a preference model, it
+# gets scores [sequences] in place of log-probs and entropies.
 LossFunction = Callable[..., tuple[Tensor, Any]]
 
 
@@ -85,7 +87,7 @@ class MicroBatchBuilder:
 
     @property
     def padded(self) -> bool:
-        """Whether each sequence has a row of its own."""
+        """Whether each branch has a row of its own."""
         return self.spec.padded
 
     def build_step(
@@ -135,7 +137,7 @@ class MicroBatchBuilder:
         """Return one shape that fits every micro-batch of every rank.
 
         Megatron-Core's allgather dispatcher needs equal shapes. Returns None if the shapes may
-        differ. lengths: for each sequence, the tokens of its branches.
+        differ. lengths: for each sequence, the number of tokens of each branch.
         """
         if self.shapes_vary:
             return None
@@ -191,10 +193,11 @@ def forward_backward(
 ) -> list[Any]:
     """Accumulate the gradients of the sum of `loss_function` over all ranks and micro-batches.
 
-    `loss_function` returns this rank's summand of the mini-batch loss (any mean is already in it).
-    Megatron adds the routers' aux and z losses of each micro-batch and scales them like the loss.
-    They should be averaged over the micro-batches. So the scale is 1 over the number of
-    micro-batches, and the summand is multiplied by that number.
+    `loss_function` returns this rank's part of the mini-batch loss. The mini-batch loss is the sum
+    of all parts; if it is a mean, the parts are already divided by the global count. Megatron adds
+    the routers' aux and z losses of each micro-batch and scales them like the loss. These router
+    losses must be averaged over the micro-batches. So the scale is 1 over the number of
+    micro-batches, and each part is multiplied by that number.
 
     `total_micro_batches` counts the micro-batches of all ranks without the empty ones. Returns the
     outputs of each micro-batch on the last pipeline stage, an empty list elsewhere.
@@ -209,7 +212,7 @@ def forward_backward(
         return value * total_micro_batches, no_tokens, outputs
 
     def scale(value: Tensor) -> Tensor:
-        return native(value) / max(total_micro_batches, 1)  # 0: nothing to learn from
+        return native(value) / max(total_micro_batches, 1)  # 0 if there is nothing to learn from
 
     with changed([(config, "grad_scale_func", scale)]):
         return _run(policy, micro_batches, loss, forward_only=False)
@@ -220,18 +223,18 @@ def response_logprobs(
 ) -> list[tuple[Tensor, Tensor]]:
     """Compute the log-probs and entropies of the response tokens without gradients.
 
-    Returns a pair for each micro-batch, [rows] each, on the last pipeline stage; an empty list
-    elsewhere.
+    Returns one pair of tensors, [rows] each, for each micro-batch on the last pipeline stage.
+    Returns an empty list on the other stages.
     """
     return [(output[0], output[1]) for output in head_outputs(policy, micro_batches)]
 
 
 @torch.no_grad()
 def head_outputs(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Compute what the head returns without gradients.
+    """Run the forward pass without gradients and return the outputs of the head.
 
-    Returns [2 or more, rows] for each micro-batch on the last pipeline stage; an empty list
-    elsewhere.
+    Returns one tensor [2 or more, rows] for each micro-batch on the last pipeline stage. Returns an
+    empty list on the other stages.
     """
 
     def collect(_: MicroBatch, output: Tensor, non_loss_data: bool = True) -> Any:
@@ -260,7 +263,8 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        # With varying shapes, stages send the shape with the activations; this is an upper bound.
+        # If shapes vary, stages send the shape with the activations. Then seq_length is an upper
+        # bound.
         seq_length=max(m.packed.input_ids.shape[1] for m in micro_batches)
         * policy.config.context_parallel_size,
         micro_batch_size=max(m.packed.input_ids.shape[0] for m in micro_batches),
@@ -272,8 +276,8 @@ def _run(
 def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     """Run the forward pass of one model chunk.
 
-    Returns the hidden states for the next chunk. The last chunk returns [2, rows]: log-probs and
-    entropies; that of a preference model [1, sequences]: scores.
+    Returns the hidden states for the next chunk. The last chunk returns log-probs and entropies,
+    [2, rows]. The last chunk of a preference model returns scores, [1, sequences].
     """
     packed = micro_batch.packed
     with routed(micro_batch.routes):
@@ -288,7 +292,8 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return the mask to pass to the model; the routers leave padding out of their losses.
+    """Return the padding mask to pass to the model. With it, routers leave padding out of their
+    losses.
 
     On the stage that embeds tokens, GPTModel itself cuts the mask for sequence parallelism. The
     other stages need a mask that is already cut.

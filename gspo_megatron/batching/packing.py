@@ -1,9 +1,9 @@
 """Packs or pads sequences into micro-batches and cuts them for context-parallel ranks.
 
 A packed micro-batch is one row of tokens [1, tokens] with the boundaries of its sequences
-(Megatron's THD layout). A padded one has a row for each sequence. Every rank of a model replica
-builds the same plan. Then context-parallel rank r takes its zig-zag shard of each sequence: the
-chunks r and 2CP-1-r of 2CP.
+(Megatron's THD layout). A padded micro-batch has a row for each branch. Every rank of a model
+replica builds the same plan. Then context-parallel rank r takes its zig-zag shard of each sequence:
+the chunks r and 2CP-1-r of 2CP.
 
 The model sees each branch of an episode as a separate sequence with positions from 0. The loss
 sees all branches of an episode as one sequence.
@@ -26,7 +26,7 @@ Branches = Sequence[Sequence[tuple[int, int]]]
 class BatchShape:
     """Size of a micro-batch before the cut for context-parallel ranks."""
 
-    rows: int  # 1 if sequences are packed
+    rows: int  # 1 if branches are packed
     tokens: int  # per row
 
 
@@ -35,12 +35,12 @@ class PackedBatch:
     """The part of a micro-batch that one rank holds.
 
     `token_rows` gives, for each local response token, the row of this rank's shard that predicts
-    it. It has the order of `sequence_index`, as have all per-token vectors of the loss.
+    it. All per-token vectors, here and in the loss, have the same order.
     """
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    boundaries: Tensor  # [branches + 1] int32, bounds of the padded branches before the CP cut
+    boundaries: Tensor  # [branches + 1] int32, starts and end of padded branches before the CP cut
     longest: int  # tokens of the longest padded branch
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
     # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
@@ -49,7 +49,7 @@ class PackedBatch:
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
     response_index: Tensor  # [response tokens] int64, index into the flat responses
-    response_lengths: Tensor  # [sequences] int64, of the whole sequence, not this shard
+    response_lengths: Tensor  # [sequences] int64, of whole sequences, not of this shard
     members: tuple[int, ...]  # numbers of these sequences in the rank's batch
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -66,11 +66,11 @@ class PackSpec:
     """Settings that all micro-batches of a rank share."""
 
     pad_id: int
-    padded: bool = False  # True: a row for each sequence; False: all sequences in one row
+    padded: bool = False  # True: a row for each branch; False: all branches in one row
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
-    # The number of a rank's tokens is a multiple of this: TP with sequence parallelism, else 1;
-    # in FP8 times 16 or 32.
+    # A rank's number of tokens is a multiple of this. It is TP with sequence parallelism, else 1.
+    # For FP8 it is multiplied by 16 or 32.
     multiple: int = 1
 
     @property
@@ -102,9 +102,9 @@ def pack(
 
     tokens: sequences by their number, [length] int64 each; response_offsets: where the response of
     each sequence starts in the rank's flat response vectors; shape: a larger shape to pad to, if
-    all micro-batches need the same; branches: the branches of each sequence, end to end; None:
-    each sequence is one branch. Without members the batch is all padding: a data-parallel rank
-    without sequences needs it to take part in the collectives.
+    all micro-batches need the same shape; branches: the lengths of each sequence's branches, in
+    order; None: each sequence is one branch. If `members` is empty, the batch is all padding: a
+    data-parallel rank without sequences needs such a batch to take part in the collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
@@ -175,7 +175,7 @@ class _Positions:
             self.position_ids[start : start + length] = torch.arange(length)
             self.source[start : start + length] = taken
             passed += length
-            # Each token predicts the next one, so the last prompt token has the first response row.
+            # Each token predicts the next one, so the first row is that of the last prompt token.
             first = start + prompt - 1
             rows = slice(first, first + response)
             self.targets[rows] = joined[taken[prompt:]]
@@ -184,7 +184,8 @@ class _Positions:
             offsets[place] += response
 
     def shard(self, held: Tensor) -> _Positions:
-        """Return the positions `held`, which a context-parallel rank holds, in that order."""
+        """Return the positions that a context-parallel rank holds. held: their indices, in
+        order."""
         return _Positions(**{name: values[held] for name, values in vars(self).items()})
 
     def head_inputs(self, size: tuple[int, int]) -> dict[str, Tensor]:
@@ -202,9 +203,10 @@ class _Positions:
 def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Find the last token of each branch among the tokens of this rank.
 
-    lengths: the tokens of all branches of the members, in order. Returns the rows of the flattened
-    [tokens / CP, rows] and the numbers of their branches. With context parallelism a rank has only
-    some of the last tokens. Padding is never the last token, also not between packed branches.
+    lengths: the number of tokens of each branch of the members, in order. Returns two vectors: the
+    rows of these tokens in the flattened [tokens / CP, rows], and the numbers of their branches.
+    With context parallelism a rank has only some of the last tokens. Padding after a branch does
+    not count as part of it.
     """
     ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
     held = packed.token_index.flatten()
@@ -219,7 +221,8 @@ def _pieces(
     members: Sequence[int],
     branches: Branches | None,
 ) -> list[tuple[int, int, int]]:
-    """Return for each branch: its sequence's index in `members`, prompt tokens, response tokens."""
+    """Return for each branch its sequence's index in `members`, and its numbers of prompt and
+    response tokens."""
     pieces = []
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]
@@ -244,7 +247,8 @@ def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> li
 
 
 def zigzag_shard(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
-    """Return the rows of a packed batch that context-parallel rank `rank` holds, in its order."""
+    """Return the positions of a micro-batch that context-parallel rank `rank` holds, in the order
+    in which it holds them."""
     pieces = []
     for start, end in zip(boundaries, boundaries[1:], strict=False):
         chunk = (end - start) // (2 * size)

@@ -55,11 +55,12 @@ def plan_step(
     same number of tokens, and each rank packs its sequences into micro-batches of up to
     `token_budget` tokens.
 
-    lengths: tokens of each sequence with its prompt; masked_lengths: response tokens to learn
-    from, of each sequence; micro_batch_multiple: divides the number of micro-batches (see
-    batching.micro_batches); padded: a micro-batch has a row for each branch, padded to the longest
-    row, and the budget counts the padding; branches: tokens of each branch of each sequence
-    (branches of a sequence stay together); None: each sequence is one branch.
+    lengths: for each sequence, the number of its tokens, prompt included; masked_lengths: for each
+    sequence, the number of response tokens to learn from; micro_batch_multiple: a number that must
+    divide the number of micro-batches (see batching.micro_batches); padded: a micro-batch has a row
+    for each branch, padded to the longest row, and the budget counts the padding; branches: for
+    each sequence, the number of tokens of each branch (branches of a sequence stay together); None:
+    each sequence is one branch.
     """
     count = len(lengths)
     rows = [[length] for length in lengths] if branches is None else branches
@@ -108,8 +109,8 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     arguments.
     """
     bins: list[list[int]] = []
-    # A tree of maxima. Its leaves are the free room of each bin, also of bins not opened yet. It
-    # finds the first bin with enough room in logarithmic time.
+    # `room` is a tree of maxima. It finds the first bin with enough room in logarithmic time. Each
+    # leaf is the free room of one bin. Bins that are not opened yet have leaves, too.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [budget] * (2 * leaves)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -129,7 +130,7 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Split sequences into padded micro-batches, similar lengths together.
+    """Split sequences into padded micro-batches. Sequences of similar length come together.
 
     rows: for each sequence, the lengths of its rows. The number of rows times the longest row
     stays within the token budget; a sequence beyond the budget gets a micro-batch of its own.
@@ -161,7 +162,7 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def level(lengths: Sequence[int], bins: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Increase the number of bins to `count` by halving the heaviest bin again and again.
+    """Increase the number of bins to `count` by repeatedly splitting the heaviest bin in two.
 
     Adds empty bins when every bin holds at most one sequence. No bin gets heavier.
     """

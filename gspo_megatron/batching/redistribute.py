@@ -21,7 +21,8 @@ from gspo_megatron.types import RolloutBatch
 
 @dataclass(frozen=True)
 class StepIndex:
-    """Facts about all sequences of a step that every rank knows, in the order of sample indexes."""
+    """Facts about all sequences of a step, in the order of their sample index. Every rank knows
+    them."""
 
     source: tuple[int, ...]  # the data-parallel rank that sampled the sequence
     prompt_lengths: tuple[int, ...]
@@ -31,7 +32,7 @@ class StepIndex:
     rewards: Tensor  # [num_sequences] float64
     # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
     branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    teachers: tuple[int, ...] | None = None  # which of several it has, -1: none
+    teachers: tuple[int, ...] | None = None  # its teacher, if there are several; -1: none
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -61,8 +62,8 @@ class Sequences:
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather the index of all sequences: 48 bytes a sequence, 24 a branch, and 8 a sequence if
-    there are several teachers.
+    """Gather the index of all sequences. It takes 48 bytes for each sequence, 24 for each branch,
+    and 8 more for each sequence if there are several teachers.
 
     rewards: [num_sequences] float64, for this rank's `batch`.
     """
@@ -143,25 +144,26 @@ def redistribute(
 ) -> Sequences:
     """Send each sequence to the ranks that train on it, and receive the sequences of this rank.
 
-    data_ranks: [num_sequences], the data-parallel rank of each sequence; all context-parallel
-    ranks of that rank get it. group: data-parallel x context-parallel; CP ranks of a data-parallel
-    rank are neighbours. token_advantages: [response tokens of `batch`]; on all ranks, or on none.
+    data_ranks: [num_sequences], the data-parallel rank of each sequence. All context-parallel ranks
+    of that data-parallel rank get the sequence. group: data-parallel x context-parallel; the CP
+    ranks of a data-parallel rank are neighbours in it. token_advantages: [response tokens of
+    `batch`]; on all ranks, or on none.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
     lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
     mine = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
     row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
-    # For each receiving rank, the positions in `mine` of its sequences.
+    # For each receiving rank: the places in `mine` of the sequences that it gets.
     sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
     wanted = (target == me // cp).nonzero()[:, 0]
-    received = wanted[torch.argsort(source[wanted], stable=True)]  # by (sender, number)
+    received = wanted[torch.argsort(source[wanted], stable=True)]  # sorted by (sender, number)
     arriving = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
-        """Send `flat`, which holds one piece of each local sequence in the order of `batch`.
+        """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
 
-        pieces: lengths of these pieces; sizes: lengths of the pieces of all the step's sequences.
+        pieces: the length of each of these pieces; sizes: the same for all sequences of the step.
         """
         rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
         send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
@@ -195,7 +197,8 @@ def redistribute(
 
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows of the chosen pieces in a flat tensor of pieces with these lengths."""
+    """Return the row numbers of the chosen pieces in a flat tensor. lengths: the length of each
+    piece of it."""
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
@@ -206,7 +209,7 @@ def _all_to_all(
 ) -> Tensor:
     if group.size() == 1:
         return outgoing
-    if outgoing.dtype is torch.int16:  # more than 256 experts; gloo and NCCL lack int16
+    if outgoing.dtype is torch.int16:  # routes of more than 256 experts; gloo and NCCL lack it
         as_bytes = outgoing.contiguous().view(torch.uint8)
         return _all_to_all(as_bytes, send_counts, receive_counts, group).view(torch.int16)
     incoming = outgoing.new_empty((sum(receive_counts), *outgoing.shape[1:]))

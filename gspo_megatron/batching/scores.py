@@ -31,10 +31,11 @@ def score_micro_batch(
     branches: Sequence[Sequence[int]],
     shape: BatchShape | None = None,
 ) -> MicroBatch:
-    """Build a micro-batch of which the score head scores every branch.
+    """Build a micro-batch in which the score head scores every branch.
 
-    tokens: for each member, all its branches end to end; branches: for each number, the tokens of
-    its branches. A preference is such a member: its branches, the responses, stay together."""
+    tokens: for each member, all its branches end to end; branches: by sequence number, the number
+    of tokens of each branch. A preference is one member. Its branches are the responses, which stay
+    together."""
     nothing = [0] * len(members)
     parts = {n: [(length, 0) for length in branches[n]] for n in members}
     built = builder.build(
@@ -52,10 +53,11 @@ def score_micro_batch(
 
 
 def all_scores(local: Tensor, micro_batch: MicroBatch, count: int) -> Tensor:
-    """Scores of all `count` branches of a micro-batch, [count], from those of this rank's shard.
+    """Return the scores of all `count` branches of a micro-batch, [count]. local: the scores of the
+    branches whose last token is in this rank's shard.
 
-    The gradient of each goes to the rank that has its last token. All context-parallel ranks
-    compute the same loss of them, and the gradients of the ranks are summed."""
+    The gradient of a score goes back only to the rank that has the last token of the branch. All
+    context-parallel ranks compute the same loss from the scores, and their gradients are summed."""
     placed = local.new_zeros(count).index_copy(0, micro_batch.packed.sequence_index, local)
     return _SumOverShards.apply(placed, parallel_state.get_context_parallel_group())
 
@@ -82,12 +84,12 @@ def sequence_scores(
     token_budget: int,
     padded: bool = False,
 ) -> Tensor:
-    """Score sequences without gradients. Returns [num_sequences] float32 on the device, on every
-    rank of the model replica.
+    """Score sequences without gradients. Every rank of the model replica gets the scores,
+    [num_sequences] float32 on the device.
 
-    tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, end to end: each rank
-    may have others, also none. All ranks call it together. token_budget: tokens of a micro-batch on
-    one rank."""
+    tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, end to end. Other
+    data-parallel ranks may have other sequences, or none. All ranks call it together. token_budget:
+    the largest number of tokens of a micro-batch on one rank."""
     device = torch.device(torch.cuda.current_device())
     builder = MicroBatchBuilder(policy, 0, 1.0, padded=padded)
     budget = token_budget * builder.spec.context_parallel_size
@@ -99,7 +101,7 @@ def sequence_scores(
     shapes = [builder.spec.smallest_shape([lengths[n] for n in own]) for own in bins]
     shapes.append(builder.spec.smallest_shape([]))
     largest = [len(bins), max(s.rows for s in shapes), max(s.tokens for s in shapes)]
-    most = _maximum(largest, device)  # experts of all ranks take part in every micro-batch
+    most = _maximum(largest, device)  # experts of all ranks take part in each micro-batch
     count = -(-max(most[0], 1) // multiple) * multiple
     shape = None if builder.shapes_vary else BatchShape(most[1], most[2])
     bins = level(list(lengths), bins, count)
@@ -121,7 +123,7 @@ def sequence_scores(
 
 
 def _maximum(values: Sequence[int], device: torch.device) -> list[int]:
-    """The maxima over the data-parallel ranks."""
+    """Return the maximum of each value over the data-parallel ranks."""
     group = parallel_state.get_data_parallel_group()
     found = torch.tensor(values, device=device)
     if group.size() > 1:

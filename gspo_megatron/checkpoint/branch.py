@@ -1,7 +1,7 @@
 """Makes a branch: a new run folder that begins with a checkpoint of another run.
 
-The files of the checkpoint are linked, or copied to another disk. The checkpoint gets its name
-last, so a branch that was killed before is made again by the same command.
+The checkpoint's files become hard links, or copies if the branch is on another disk. The checkpoint
+gets its name last. If the command is killed before that, the same command makes the branch again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ BRANCH_CONFIG = "branch.yaml"  # in the folder of a branch: the configuration th
 
 
 def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
-    """Make a branch of a run at a step, or find it if it is there, and return its configuration
-    file. Its values are those of the checkpoint, changed by `overrides`.
+    """Make a branch of a run at a step, or use the branch if it exists already. Returns the
+    branch's configuration file. Its values are those of the checkpoint, changed by `overrides`.
 
     Without an override of logging.dir the folder is RUN-from-STEP. Raises UserError if the run has
     no such checkpoint, if the folder holds something else, or if the overrides change more than a
@@ -137,7 +137,7 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
 
 
 def _link(source: Path, checkpoints: Path) -> None:
-    """Give a branch a checkpoint of the run that it comes from, under the same name."""
+    """Put the checkpoint `source` of another run into a branch, under the same name."""
     files = read_manifest(source)
     publication = Publication(checkpoints, source.name)
     publication.begin()

@@ -88,11 +88,11 @@ from gspo_megatron.hf.writer import (
 )
 
 Merge = Callable[[str, Sequence[slice], Tensor], Tensor]
-_FILE_BYTES = 4 << 30  # per file of a checkpoint: one is synced while others are written
-_BLOCK_BYTES = 16 << 20  # per block that is written: memory of larger ones would not be reused
-_READ_BYTES = 4 << 20  # read from a file at a time
+_FILE_BYTES = 4 << 30  # per file of a checkpoint: one file is synced while others are written
+_BLOCK_BYTES = 16 << 20  # per block that is written; memory of larger blocks would not be reused
+_READ_BYTES = 4 << 20  # bytes read from a file at a time
 # The last bytes that were read stay in the page cache, because their blocks may not be converted
-# yet. Bytes before them are dropped from it.
+# yet. All bytes before them are dropped from the page cache.
 _BEHIND_BYTES = 256 << 20
 
 
@@ -105,9 +105,10 @@ def hf_to_megatron(
 ) -> None:
     """Convert a Hugging Face folder to a new checkpoint folder, which any layout loads.
 
-    dtype: of all tensors except the biases of routers (default: each keeps its own).
+    dtype: the new dtype of all tensors except the biases of routers. By default each tensor keeps
+    its dtype.
 
-    Raises DataError with all that is wrong with the source, before anything is written. Also raises
+    Raises DataError with all problems of the source, before anything is written. Also raises
     DataError if the destination cannot be written.
     """
     folder = HfFolder(source, ignore_custom_code=ignore_custom_code)
@@ -258,7 +259,7 @@ def export_checkpoint(
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
-    records = None  # several processes have compared the checksums already
+    records = None  # if there are several processes, they have compared the checksums already
     if shard.world_size == 1:
         files = read_manifest(checkpoint.folder)
         records = {Path(name).name: files[name] for name in files if holds_tensors(name)}
@@ -310,7 +311,7 @@ def _export(
     progress: bool,
     merge: Merge,
 ) -> None:
-    """Read each stored block that the Hugging Face tensors `names` need once, and write its parts.
+    """Read once each stored block that the Hugging Face tensors `names` need, and write its parts.
     records: see `_in_file_order`."""
     reader = TorchDistReader(folder, index)
     work: dict[str, list[_Block]] = defaultdict(list)  # by file
@@ -359,9 +360,10 @@ def _in_file_order(
 ) -> Iterator[_Block]:
     """Yield the blocks of each file in the order in which they are stored.
 
-    `records`: the expected size and checksum of each file. If given, all files are read here, and
-    each block is yielded when its bytes have been read. The checkpoint is then checked, and read
-    only once from the disk. Raises DataError if a file differs from its record."""
+    `records`: the expected size and checksum of each file. If given, this function reads all files
+    to check them, and yields each block when its bytes have been read. The caller then reads the
+    block from the page cache, so the disk is read only once. Raises DataError if a file differs
+    from its record."""
     for name in sorted(work):
         blocks = sorted(work[name], key=lambda block: block.offset)
         if records is None:
@@ -415,5 +417,5 @@ def checked_tensors(
 
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype to convert to, or None to keep the stored one. The biases of routers keep
-    theirs, because Megatron-Core accumulates them in fp32."""
+    their dtype, because Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype

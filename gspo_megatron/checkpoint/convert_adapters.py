@@ -72,7 +72,8 @@ class Adapters:
     def merging(self, files: WeightMap) -> Merge:
         """Return a function that adds the adapter to a block of a tensor of the base.
 
-        files: the map of the base's files, which may hold all experts of a layer in one tensor.
+        files: the weight map of the base's files. They may hold all experts of a layer in one
+        tensor.
         """
         pairs, scale = pairs_of(self.tensors), self.section.scale
         joint = {
@@ -161,7 +162,7 @@ def _maps(
 
 
 def _named_base(given: str, what: str) -> Path:
-    """Return the folder of a base, which may be a name of the Hub. Raises DataError."""
+    """Return the folder of a base. `given` may be a name on the Hub. Raises DataError."""
     try:
         return folder_of(given, f"the base of {what}:", weights=True)
     except DataError as error:
@@ -176,7 +177,7 @@ def merged_to_hf(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Add the adapters to their base and write the result as a new Hugging Face folder. base: the
-    path of the base, if it has moved; dtype: of the tensors (default: each keeps that of the base).
+    path of the base, if it has moved; dtype: the dtype of the tensors (default: that of the base).
 
     Raises DataError if `base` is not the model that the adapters were trained on.
     """
@@ -201,7 +202,7 @@ def merged_to_hf(
         )
         return
     checkpoint = adapters.checkpoint
-    folder, weights = checked_folder(  # its code was ignored when the adapters were trained
+    folder, weights = checked_folder(  # the training of the adapters ignored its code, too
         place, checkpoint.shape, checkpoint.vocab_size, ignore_custom_code=True
     )
     specs = {
@@ -261,7 +262,7 @@ def peft_to_megatron(
 ) -> None:
     """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of their
     base, if it is not where the PEFT folder says; ignore_custom_code: for that folder, as in
-    `HfFolder`. Raises DataError with all that is wrong, before anything is written."""
+    `HfFolder`. Raises DataError with all problems, before anything is written."""
     folder = PeftFolder(source)
     place = base or _named_base(folder.base, str(source))
     if not (place / "config.json").is_file():

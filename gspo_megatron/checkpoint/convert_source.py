@@ -39,12 +39,13 @@ class Source:
 
 
 def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
-    """Open the checkpoint `path`. In the folder of a run or of checkpoints, this is the newest one
-    whose files all have the right sizes.
+    """Open the checkpoint `path`. If `path` is the folder of a run or of checkpoints, open the
+    newest checkpoint in it whose files all have the right sizes.
 
-    The main process chooses it, because a run may publish another one at any time. All processes
-    compare checksums. A process that works alone compares those of the files of tensors later,
-    while it reads them (`convert._in_file_order`). Raises DataError with all that is wrong.
+    Only the main process chooses it, because a run may publish another one at any time. The
+    processes share the comparison of checksums. A process that works alone compares the checksums
+    of tensor files later, while it reads them (`convert._in_file_order`). Raises DataError with all
+    problems.
     """
     with shard.barrier():
         found = find_checkpoint(path) if shard.is_main else None
@@ -98,7 +99,8 @@ def refuse_damage(
 
 
 def _changed(checkpoint: Path, tokenizer: str) -> str | None:
-    """Return what is wrong if the run's tokenizer is missing or has changed since, else None."""
+    """Return what is wrong if the run's tokenizer is missing or has changed since the run, else
+    None."""
     if not Path(tokenizer).exists():
         return "the run's tokenizer is not there (any more)"
     known = None

@@ -39,8 +39,8 @@ class WorkerShard:
 
     @contextlib.contextmanager
     def barrier(self) -> Generator[None]:
-        """Raise an error in all processes if one raises DataError or OSError inside. It is a
-        collective."""
+        """Raise an error in all processes if one of them raises DataError or OSError inside the
+        context. It is a collective."""
         problem = None
         try:
             yield
@@ -98,7 +98,7 @@ def in_threads(
 ) -> None:
     """Call work(item, done) for all items, a few at a time. `done` moves a progress bar up to
     `total`. Iterating `items` may raise. After the first error, or Ctrl-C, `done` raises in all
-    threads."""
+    threads to end them."""
     lock, stopped = threading.Lock(), threading.Event()
     count, size, threads = 0, max(1, total // _MILLION), thread_count()
 

@@ -21,11 +21,11 @@ from gspo_megatron.files import sync, sync_folders
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
-REFERENCE = "reference"  # of the weights that RL starts from
+REFERENCE = "reference"  # name of the checkpoint of the weights that RL starts from
 
 
 def reference_name(step: int) -> str:
-    """The name of the reference policy that was the policy itself after a step."""
+    """Return the folder name of a reference policy, which is a copy of the policy after `step`."""
     return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
 
 
@@ -38,7 +38,7 @@ _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 @dataclass(frozen=True)
 class Position:
     """How far a run is: finished steps of a stage, and whether the responses of the next step are
-    generated."""
+    already generated."""
 
     phase: str
     step: int
@@ -102,7 +102,8 @@ class Publication:
         write_file(self.folder / MANIFEST, dump_manifest(files))
         sync_folders(self.folder)
         path = self.parent / self.name
-        # An earlier checkpoint of this name is damaged: the run was resumed from an older one.
+        # If there is a checkpoint of this name, it is damaged: the run was resumed from an older
+        # one.
         before = hide(path) if path.exists() else None
         self.folder.rename(path)
         sync(self.parent)
@@ -157,8 +158,8 @@ def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
     """Return the checkpoints to remove. `metrics` has all checkpoints, with None for one without a
-    metric. It keeps the `last` newest (None: all), the `best` with the highest metric, and those
-    whose step is a multiple of `every` (0: none)."""
+    metric. All are removed except the `last` newest (None: all stay), the `best` with the highest
+    metric, and those whose step is a multiple of `every` (0: none)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:
         return []
@@ -173,10 +174,10 @@ def surplus(
 
 
 def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) -> list[Position]:
-    """Return the checkpoints that a rollback needs, at most two: the newest up to `healthy_step`,
-    which is healthy for sure, and the oldest after it up to `healthy`, which looks so. The second
-    takes the place of the first some steps later. If only the first were kept, none would ever
-    follow it."""
+    """Return the checkpoints that a rollback needs, at most two. The first is the newest one up to
+    step `healthy_step`: it is healthy for sure. The second is the oldest one after that step and up
+    to step `healthy`: it looks healthy. Some steps later, the second is healthy for sure and takes
+    the place of the first. If only the first were kept, it would never have a successor."""
     whole = [p for p in found if p.phase == PHASES[-1] and not p.rolled_out]
     whole.sort(key=lambda position: position.step)
     sure = [p for p in whole if p.step <= healthy_step]
@@ -185,7 +186,7 @@ def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) ->
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
+    """Return the number of free bytes on the disk of a folder. The folder need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

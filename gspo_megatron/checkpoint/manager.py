@@ -85,12 +85,12 @@ class Checkpoints:
         self.folder = run_folder(config) / CHECKPOINTS
         self._newest = start.state.position if start.state else None  # saved, or being saved
         self.warned = list(start.state.warned) if start.state else []
-        # Ranks may differ in the last digit of a metric: the main one decides.
+        # Ranks may differ in the last digit of a metric, so the main rank decides.
         self.watch = CollapseWatch(start.state.watch if start.state else None)
         self.rollbacks = start.state.rollbacks if start.state else 0
         self.reward_moments = dict(start.state.reward_moments) if start.state else {}
         self.back: Path | None = None  # the checkpoint to which the run has just gone back
-        self._next_prompts: dict[str, Any] | None = None  # the position after a rollback
+        self._next_prompts: dict[str, Any] | None = None  # position in the data after a rollback
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
@@ -109,7 +109,7 @@ class Checkpoints:
     # What a run restores
 
     def is_new(self, phase: str) -> bool:
-        """Whether the run begins a stage now, without a checkpoint of it."""
+        """Whether the run begins a stage now, because it has no checkpoint of that stage."""
         return self.start.state is None or self.start.state.phase != phase
 
     def finished_steps(self, phase: str) -> int:
@@ -123,8 +123,9 @@ class Checkpoints:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
-        If a phase with other values begins, the schedule continues at steps × `updates_per_step`.
-        If that phase has other prompts than before, it begins with the first of them.
+        If a phase with other values begins, the schedule continues at finished steps ×
+        `updates_per_step`. If that phase has other prompts than before, it begins with the first of
+        them.
         """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
@@ -141,11 +142,11 @@ class Checkpoints:
         return state.step
 
     def _has_other_prompts(self, state: RunState) -> bool:
-        """Whether the prompts, or their order, are not those with which the checkpoint was made."""
+        """Whether the prompts or their order have changed since the checkpoint was made."""
         assert self.start.checkpoint is not None
         path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
         before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
-        # an earlier version may lack a key
+        # a checkpoint of an earlier version may lack a key
         if any(before[key] != data[key] for key in _PROMPT_KEYS if key in before):
             return True
         now = fingerprints(self.config)
@@ -153,12 +154,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reference_weights(self, *, needed: bool, kept: bool) -> Generator[None]:
-        """Give the policy, inside the context, the weights of the reference policy, if `needed`.
+        """Inside the context, give the policy the weights of the reference policy, if `needed`.
 
-        At the start of RL, and where a phase renews the reference, the policy itself is the
-        reference. It is saved here if `kept`. Otherwise the reference is read, and at the end the
-        policy reads its own weights again. A policy whose adapters began without effect needs
-        neither: without its adapters it has the weights of the start anyway."""
+        At the start of RL, and when a phase renews the reference, the policy itself is the
+        reference. It is saved here if `kept`. At any other time the reference is read from its
+        checkpoint, and at the end of the context the policy's own weights are read again. A policy
+        whose adapters had no effect at the start of RL needs no saved reference: without its
+        adapters it is the reference."""
         lora = self.policy.lora
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
@@ -179,8 +181,9 @@ class Checkpoints:
     # A run that goes back
 
     def judge(self, step: int, metrics: dict[str, float]) -> Alarm | None:
-        """Return the alarm if the policy collapses at this step, and add what the watch knows to
-        the step's metrics. If the run only warns, the other ranks get None."""
+        """Return the alarm if the policy collapses at this step, and add the metrics about
+        collapses to the step's metrics. If training.on_collapse is warn, only the main rank gets
+        the alarm."""
         if getattr(self.config.training, "on_collapse", "warn") != "warn":
             alarm = on_main(lambda: self.watch.add(step, metrics))
         else:
@@ -192,11 +195,11 @@ class Checkpoints:
         return alarm
 
     def lose(self, step: int, text: str) -> Alarm:
-        """Return the alarm of a step whose update has lost the weights."""
+        """Return the alarm for a step whose update has made the weights unusable."""
         return on_main(lambda: self.watch.lose(step, text))
 
     def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
-        """Save a new run that may have to go back to its first step."""
+        """Save a new run before its first step, if a rollback may have to go back to this point."""
         if getattr(self.config.training, "on_collapse", "warn") == "rollback":
             self._save(self._state(RL, 0, trainer, loader), trainer, None, must=True)
 
@@ -220,9 +223,9 @@ class Checkpoints:
     def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
         """Take back all steps since the newest undamaged checkpoint that was healthy for sure.
 
-        Afterwards `back` is that checkpoint. The run continues from it as a resumed one does, with
-        the prompts that it would have used next. Returns the number of its steps. If there is no
-        such checkpoint, changes nothing and returns None."""
+        Afterwards `back` is that checkpoint. The run continues from it as a resumed run does, but
+        with the prompts that come next after `step`. Returns the number of finished steps at that
+        checkpoint. If there is no such checkpoint, changes nothing and returns None."""
         self._raise(self.writer.finish())
         found = on_main(lambda: positions(self.folder))
         found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
@@ -255,7 +258,8 @@ class Checkpoints:
         return number
 
     def _prompts(self) -> dict[str, Any]:
-        """Return what decides the meaning of a position in the data. Called on the main rank."""
+        """Return the settings that decide which prompt a position in the data means. Called on the
+        main rank."""
         data = self.config.model_dump(mode="json")["data"]
         values = {key: data[key] for key in _PROMPT_KEYS}
         return values | {"fingerprint": self._fingerprints.get("data.prompts")}
@@ -273,8 +277,8 @@ class Checkpoints:
         is_last: bool,
         is_border: bool = False,
     ) -> None:
-        """Save the run if this step is due: by the interval, at the stage's end, at a phase's last
-        step (`is_border`), on a stop signal.
+        """Save the run if a save is due after this step: by the interval, at the stage's end, at a
+        phase's last step (`is_border`), or after a stop signal.
 
         Raises StopRun on all ranks after a stop signal. Raises UserError if the save at the stage's
         end, at a border or after a stop signal fails. Any other failed save is a warning, and the
@@ -369,7 +373,8 @@ class Checkpoints:
         ) from error
 
     def next_start(self) -> Start:
-        """The start of the phase that follows the border that was just saved."""
+        """Return the start of the next phase, from the checkpoint that was just saved at its
+        border."""
         assert self._newest is not None
         checkpoint = self.folder / self._newest.name
         state = on_main(lambda: RunState.read(checkpoint))
@@ -434,8 +439,8 @@ class Checkpoints:
 
     def _prepare(self) -> tuple[int, dict[str, Any] | None]:
         """Clean the folder and check the free disk space. Called on the main rank before training.
-        Returns the number of rollbacks, and the position in the data if the run continues at the
-        checkpoint that the last of them went back to."""
+        Returns the number of rollbacks. Also returns the position in the data if the run continues
+        at the checkpoint to which the last rollback went back, else None."""
         finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
@@ -451,8 +456,9 @@ class Checkpoints:
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the configuration does not keep. Called on the main rank.
-        Checkpoints later than `newest` are damaged and stay, because the run will replace them.
-        Healthy ones stay too, because a collapse is seen some steps after it began."""
+        Checkpoints later than `newest` are damaged and stay, because the run will replace them. The
+        checkpoints that a rollback may need stay too, because a collapse is seen only some steps
+        after it has begun."""
         section = self.section
         found: dict[Position, float | None] = {}
         for position in positions(self.folder):
@@ -491,5 +497,5 @@ class Checkpoints:
 
 
 def _is_healthy(position: Position, step: int) -> bool:
-    """Whether a checkpoint is of an RL step that is not later than `step`, a healthy one."""
+    """Whether a checkpoint belongs to an RL step up to `step`, the last healthy one."""
     return position.phase == RL and position.step <= step and not position.rolled_out

@@ -20,7 +20,7 @@ FORMAT = "gspo-megatron checkpoint"
 VERSION = 1
 
 _BLOCK = 1 << 22  # bytes read at a time
-_LINES_SHOWN = 8  # of one checkpoint's damage
+_LINES_SHOWN = 8  # lines of one checkpoint's damage
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ def files_below(folder: Path) -> list[str]:
 
 
 def dump_manifest(files: Mapping[str, FileRecord]) -> bytes:
-    """The contents of manifest.json."""
+    """Return the contents of manifest.json."""
     table = {name: asdict(record) for name, record in sorted(files.items())}
     whole = {"format": FORMAT, "version": VERSION, "files": table}
     return (json.dumps(whole, indent=1) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> Files:
-    """Return the files that a checkpoint's manifest lists. Raises DataError, whose message leaves
-    out the folder's path."""
+    """Return the files that a checkpoint's manifest lists. Raises DataError; its message leaves out
+    the folder's path."""
     try:
         content = parse_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -96,8 +96,8 @@ def find_damage(
 ) -> list[str]:
     """List what is wrong with a checkpoint, one line per file. The list is empty if nothing is.
 
-    share: (rank, size): check only every size-th file, so that ranks read a checkpoint together;
-    contents: compare checksums, not only sizes; only: whether to check the file of this name.
+    share: (rank, size): check only every size-th file, so that ranks share the work; contents:
+    compare checksums, not only sizes; only: whether to check the file of this name.
     """
     rank, size = share
     try:
@@ -127,7 +127,7 @@ def first_whole(
 
 
 def damage_notes(name: str, damage: Sequence[str]) -> list[str]:
-    """Messages about a damaged checkpoint that is skipped."""
+    """Return the messages about a damaged checkpoint that is skipped."""
     shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
     if len(damage) > _LINES_SHOWN:
         shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")

@@ -1,4 +1,5 @@
-"""Every tensor of the model on this rank, as boxes of layout-independent global tensors.
+"""Lists the tensors of the model on this rank as boxes (rectangular parts) of global tensors. The
+global tensors do not depend on the layout.
 
 Megatron-Core's sharded_state_dict says where each tensor belongs. This module adds the boxes of any
 range of a flat parameter, for the distributed optimizer, and the scales of FP8 matrix products.
@@ -35,7 +36,7 @@ _LINEAR = {"Linear", "LayerNormLinear", "GroupedLinear"}
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """Consecutive elements of a parameter or buffer that are a box of the global tensor."""
+    """Consecutive elements of a parameter or buffer that form a box of the global tensor."""
 
     key: str
     tensor: Tensor  # the parameter or buffer
@@ -43,7 +44,7 @@ class ModelPiece:
     shape: tuple[int, ...]  # of the box, without vocabulary padding; as many axes as global_shape
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    replica: tuple[int, ...]  # the last number counts data-parallel ranks
+    replica: tuple[int, ...]  # Megatron-Core's replica_id; its last number is the DP rank
 
     @property
     def stop(self) -> int:
@@ -51,7 +52,7 @@ class ModelPiece:
 
     @property
     def is_original(self) -> bool:
-        """False on all but one of the tensor- and pipeline-parallel ranks that hold a copy."""
+        """True on exactly one of the tensor- and pipeline-parallel ranks that hold a copy."""
         return not any(self.replica[:-1])
 
     def whole(self) -> Piece:
@@ -70,7 +71,7 @@ class ModelPiece:
 
 def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
     """List the parameters and buffers of this rank's model chunks that belong in a checkpoint. If
-    the policy has adapters, these are the adapters alone, or with adapters=False all others."""
+    the policy has adapters, list only the adapters, or with adapters=False everything else."""
     found: list[ModelPiece] = []
     adapters = adapters and policy.lora is not None
     for model in policy.models:
@@ -104,7 +105,7 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
     shape = [1] * part.prepend_axis_num + list(data.shape)
     global_shape = list(part.global_shape)
     if is_vocabulary(part.key):
-        # the padding depends on TP, but the stored shape must not
+        # the vocabulary's padding depends on TP, but the stored shape must not
         global_shape[0] = vocab_size
         shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
     offset = list(part.global_offset)
@@ -159,8 +160,8 @@ def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 def boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements start to stop of a flattened tensor into at most 2 * axes - 1 boxes (offset,
-    size), in order."""
+    """Yield boxes (offset, size) that together are the elements `start` to `stop` of a flattened
+    tensor, in order. There are at most 2 * axes - 1 of them."""
     if len(shape) < 2 and start < stop:
         yield (start,) * len(shape), (stop - start,) * len(shape)
         return
@@ -189,9 +190,9 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
     """List the scales and histories of all matrix products of this rank; empty if none are kept.
     Allocates them for modules that have not computed yet.
 
-    All ranks of a pipeline stage hold the same. `originals_only`: of equal copies, list only that
-    of the first rank. Transformer Engine's own form, a pickle per module, is not used: its newer
-    versions refuse to read it.
+    All ranks of a pipeline stage hold the same values. `originals_only`: list them only on the
+    first of the ranks that hold a copy. Transformer Engine's own form, a pickle per module, is not
+    used, because newer versions of Transformer Engine refuse to read it.
     """
     if not keeps_scales(policy):
         return []
@@ -200,17 +201,18 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
     for model in policy.models:
         entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         for name, entry in entries.items():
-            # A module with one weight per expert also has ..._extra_state1 and so on: left out.
+            # A module with one weight per expert also has ..._extra_state1 and so on, which are
+            # left out.
             if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
                 continue
             module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
-            # linear layers; attention computes in higher precision
+            # only linear layers have scales; attention computes in higher precision
             kinds = {kind.__name__ for kind in type(module).__mro__} & _LINEAR
             if not (kinds and hasattr(module, "fp8_meta")):
                 continue
             if originals_only and any(entry.replica_id):
                 continue
-            if "scaling_bwd" not in module.fp8_meta:  # as the module's first forward pass would
+            if "scaling_bwd" not in module.fp8_meta:  # allocate, as its first forward pass would
                 module.fp8_meta["recipe"] = recipe
                 module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
                 module.init_fp8_meta_tensors(recipe)

@@ -64,8 +64,8 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_trainer_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Continue the schedule at the position in `state`. Its shape comes from the configuration: a
-    changed peak, floor or length takes effect from here on."""
+    """Continue the schedule at the position in `state`. The schedule's shape comes from the
+    configuration: a changed peak, floor or length takes effect from here on."""
     scheduler = trainer.scheduler
     scheduler.num_steps = 0
     scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -120,7 +120,8 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 on_device = group.get("capturable") or group.get("fused")
                 for parameter in group["params"]:
-                    # without "step" torch's Adam raises KeyError: it takes the state for complete
+                    # torch's Adam takes the state for complete, so without "step" it raises
+                    # KeyError
                     device = parameter.device if on_device else "cpu"
                     step = torch.zeros((), dtype=torch.float32, device=device)
                     part.optimizer.state[parameter].setdefault("step", step)

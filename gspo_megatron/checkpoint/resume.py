@@ -45,7 +45,7 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# A message about a refused change begins like this if the change asks for other weights.
+# A message about a refused change begins with one of these if the change asks for other weights.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -57,7 +57,8 @@ class Start:
     state: RunState | None = None
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)  # for the user
-    # The run goes on with other values from here: another phase of it, or `train --change`.
+    # Whether some keys have other values from here on, by `train --change` or because a phase
+    # begins.
     begins_phase: bool = False
     changed: list[str] = field(default_factory=list)  # by `train --change`, one line for each key
 
@@ -92,10 +93,10 @@ def conclude(
     *,
     change: bool = False,
 ) -> Start:
-    """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage` is that of
-    newer checkpoints. `command`: the words with which the user started the run, for advice that can
-    be copied. `change`: the run may continue with other values of the keys that a phase may change,
-    as a branch may do at its beginning.
+    """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage`: the
+    damage of newer checkpoints. `command`: the words with which the user started the run, for
+    advice that can be copied. `change`: the run may continue with other values of the keys that a
+    phase may change, as a branch may do at its beginning.
 
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
@@ -119,8 +120,8 @@ def conclude(
     undamaged = ", the newest undamaged checkpoint," if damage else ""
     where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""
     notes.append(f"resuming from {chosen}{undamaged}{where}")
-    # A border's checkpoint has the values of the phase that ends there. A checkpoint with responses
-    # has the values of the step of these responses.
+    # A checkpoint at the border of two phases has the values of the phase that ends there. A
+    # checkpoint with the responses of the next step has the values of that step.
     saved_in = at_step(config, step + 1 if state.rollouts else max(step, 1))
     branch = read_branch(run_folder(config))
     change = change or (branch is not None and chosen.name == branch.checkpoint)
@@ -263,7 +264,7 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
         raise ConfigError([f"{line}; allowed: a checkpoint of a language model"])
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
     known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
-    # A preference model may begin with a language model: its head is new then.
+    # A preference model may start from the weights of a language model. Its head is new then.
     not_compared = ("max_sequence_length", "scores")
     names = [name for name in there["shape"] if name in wanted and name not in not_compared]
     different = [name for name in names if name != "megatron" and wanted[name] != known[name]]

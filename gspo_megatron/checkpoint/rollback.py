@@ -1,4 +1,5 @@
-"""The record of a run's rollbacks, beside its checkpoints.
+"""The record of a run's rollbacks, a file beside its checkpoints. In a rollback, a run whose policy
+has collapsed goes back to an earlier checkpoint.
 
 A rollback happens at one moment: when the record gets its new contents, by a rename. If a run is
 killed before that moment, it resumes from its newest checkpoint and comes to the same rollback
@@ -23,16 +24,17 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    number: int  # of the last one; a branch counts those of the run that it comes from
-    to: str  # the checkpoint to which it went back
+    number: int  # of the last rollback; a branch also counts those of the run that it comes from
+    to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues
-    prompts: dict[str, Any]  # what decides the meaning of that position
-    undone: list[str]  # checkpoints that it takes back
-    # of each one: number, from_step, to_step, text
+    prompts: dict[str, Any]  # the settings that decide which prompt that position means
+    undone: list[str]  # checkpoints that the last rollback takes back
+    # for each rollback: number, from_step, to_step, text
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, checkpoints: Path) -> None:
-        """Write the record at one moment, which a loss of power does not split. Raises OSError."""
+        """Write the record atomically: after a loss of power, either the old or the new one is
+        there. Raises OSError."""
         partial = checkpoints / f".partial-{ROLLBACKS_FILE}"  # removed at the next start, if left
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)

@@ -15,20 +15,21 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-# Variables that a scheduler sets to one value in all starts of a job, what they name, and the
-# variable that counts these starts, if there is one.
+# Environment variables that a scheduler sets to the same value in all starts of a job. For each:
+# what it names, and the variable that counts the starts of the job, if there is one.
 _JOBS = {
     "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
-    "GSPO_JOB": ("job", None),  # of deploy/kubernetes
+    "GSPO_JOB": ("job", None),  # set in deploy/kubernetes
     "SKYPILOT_TASK_ID": ("SkyPilot task", None),
 }
 _RESTART = "restart"
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
-_TRIES = 100  # if other runs rename the folder meanwhile
+_TRIES = 100  # to lock a folder that other runs rename meanwhile
 
 
 class RunLock:
-    """A lock on run folders. A run's main rank holds it until `release` or its process ends."""
+    """A lock on run folders. A run's main rank holds it until it calls `release` or its process
+    ends."""
 
     def __init__(self) -> None:
         self._held: list[int] = []  # descriptors of lock files
@@ -39,8 +40,8 @@ class RunLock:
 
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
-        for minutes. The same job, when it is started again, may therefore enter without the lock;
-        another step of the Slurm job that holds it may not.
+        for minutes. So if the scheduler starts the same job again, the new start may use the folder
+        without the lock. Another step of the Slurm job that holds the lock may not.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -137,9 +138,9 @@ def _this_process() -> dict[str, str]:
 
 
 def _is_later_start(process: Mapping[str, str], holder: Mapping[str, str]) -> bool:
-    """Return whether a process is of a later start of the job that has the lock: then the scheduler
-    has ended the earlier start. Where it does not count them, any start of the job is a later
-    one."""
+    """Return whether a process belongs to a later start of the job that holds the lock. If so, the
+    scheduler has ended the earlier start. If the scheduler does not count starts, any other process
+    of the job belongs to a later one."""
     for job, restart in _JOBS.values():
         if job in holder and holder[job] == process.get(job):
             now, before = (each.get(_RESTART, "0") for each in (process, holder))

@@ -45,12 +45,12 @@ class RunState:
     versions: dict[str, str]  # by package
     metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
     warned: list[str] = field(default_factory=list)  # warnings that were given; each is given once
-    # Describes the next step's responses, if the run was saved with them: rl.step_inputs
+    # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None
     # Metrics of the step that are not logged yet, because something after its update has failed.
     unevaluated: dict[str, float] | None = None
     watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
-    # of the scores of a reward model, with reward.model.normalize = running: RunningMoments
+    # RunningMoments of a reward model's scores, with reward.model.normalize = running
     reward_moments: dict[str, float] = field(default_factory=dict)
     rollbacks: int = 0  # how often the run had gone back to an earlier checkpoint
 
@@ -59,7 +59,7 @@ class RunState:
         return Position(self.phase, self.step, self.rollouts is not None)
 
     def dump(self) -> bytes:
-        """The contents of run.json."""
+        """Return the contents of run.json."""
         return (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
 
     @classmethod
@@ -111,7 +111,7 @@ def _module_file(module: str) -> Path | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this program and of the packages that compute its results."""
+    """Return the versions of this program and of the packages that compute its results."""
     found = {"gspo-megatron": gspo_megatron.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -162,7 +162,7 @@ def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None
 
 
 def read_model(checkpoint: Path) -> dict[str, Any]:
-    """The model.json of a checkpoint. Raises DataError."""
+    """Return the contents of a checkpoint's model.json. Raises DataError."""
     path = checkpoint / MODEL_FILE
     content = _read(path)
     try:

@@ -126,13 +126,15 @@ def count_restart(
     config: AnyConfig, start: Start, environ: Mapping[str, str] | None = None
 ) -> None:
     """Raise UserError if a Slurm job was restarted too often at the same point of the run. Batch
-    scripts do not repeat a command after a UserError. Called on the main rank, once a start."""
+    scripts do not repeat a command after a UserError. Called on the main rank, once in each start
+    of the run."""
     job = SlurmJob.of(os.environ if environ is None else environ)
     if job is None or job.restarts == 0:
         return
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
-    # The file does not count the first start. Without a checkpoint, that start made no progress.
+    # The file does not count the first start of the job. If there is no checkpoint, that start made
+    # no progress either.
     count = 1 if position is None else 0
     with contextlib.suppress(OSError, *WRONG_VALUES):
         before = parse_json(path.read_bytes())
@@ -156,15 +158,15 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return
-    remove_leftovers(folder / CHECKPOINTS)  # each may be as large as a checkpoint
+    remove_leftovers(folder / CHECKPOINTS)  # each leftover may be as large as a checkpoint
     number = 1
     while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(kept)
     print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
-    # Without the first, a job that never reaches a checkpoint would restart endlessly; the second
-    # holds the commits that this run has begun with.
+    # Without RESTARTS_FILE, a job that never reaches a checkpoint would restart endlessly. HUB_FILE
+    # holds the commits of the Hub that this run has begun with.
     for name in (RESTARTS_FILE, HUB_FILE):
         if (kept / name).exists():
             (kept / name).rename(folder / name)

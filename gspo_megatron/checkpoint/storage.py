@@ -1,8 +1,9 @@
 """Writes and reads pieces of global tensors in a folder of Megatron-Core's torch_dist format.
 
 torch.distributed.checkpoint (DCP) provides the format and the planning, and stock
-`megatron.core.dist_checkpointing.load` reads these folders. This module differs from stock in two
-points: no part of a tensor may be missing or written twice, and no helper processes are started.
+`megatron.core.dist_checkpointing.load` reads these folders. This module differs from Megatron-Core
+in two points: no part of a tensor may be missing or written twice, and no helper processes are
+started.
 
 DCP's index, `.metadata`, is a pickle, and reading a pickle can run any code. Here the pickle may
 name only the plain records of an index. The index is then checked against the files.
@@ -151,10 +152,11 @@ def write_pieces(
 
 def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] = ()) -> None:
     """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
-    a file is missing, damaged or foreign, or if a tensor is missing, has another shape, or belongs
-    to no rank's pieces and is none of `unread`.
+    a file is missing, damaged or foreign, if a tensor is missing or has another shape, or if the
+    folder holds a tensor that no rank reads and that is not in `unread`.
     """
-    # Not at the top: it loads Megatron-Core, which the offline converter does not need.
+    # This import is not at the top, because it loads Megatron-Core, which the offline converter
+    # does not need.
     from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
     wanted = {piece.key: piece.global_shape for piece in pieces}
@@ -227,9 +229,9 @@ class TorchDistReader(dcp.FileSystemReader):
         self.storage_data = index.storage_data
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        """Fill the pieces. Raises DataError if the index has gaps in their tensors, which DCP
+        """Fill the pieces. Raises DataError if the index does not cover a piece exactly, which DCP
         ignores, or if a file is damaged. The error names the file, but leaves out torch's message,
-        because that advises unsafe unpickling."""
+        because that message advises unsafe unpickling."""
         places = _by_place(pieces)
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
         for piece in places.values():

@@ -40,8 +40,8 @@ def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
 
     def run() -> None:
         try:
-            # A new thread uses the host's first GPU. Torch's writer would wait for that GPU, and
-            # every rank would create a context of half a GB on it.
+            # By default, a new thread uses the host's first GPU. Torch's writer would wait for that
+            # GPU, and every rank would create a context of half a GB on it.
             torch.cuda.set_device(device)
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again in the main thread)
@@ -63,9 +63,9 @@ def save_tensors(
     An asynchronous save returns when all tensors are copied to host memory. The weights may change
     from then on. The ranks communicate over a separate process group (`writers`).
 
-    Call `result` before the next save starts and before torch.distributed is shut down. It returns
-    when this rank's bytes are on the disk. If any rank cannot write a file, it raises DataError on
-    all ranks.
+    Call `result` of the returned future before the next save starts and before torch.distributed is
+    shut down. `result` returns when this rank's bytes are on the disk. If any rank cannot write a
+    file, `result` raises DataError on all ranks.
     """
     policy.finish_parameter_gather()
     model = model_pieces(policy)
@@ -159,7 +159,7 @@ def writers() -> dist.ProcessGroup:
     """Return the gloo process group of all ranks for saving. Only one save at a time uses it.
 
     Collectives of a save in the background must not mix with those of training, and the plans that
-    they exchange should not be put on devices. The first call in a process is a collective.
+    ranks exchange should not be copied to devices. The first call in a process is a collective.
     """
     global _group
     world = dist.group.WORLD

@@ -68,7 +68,8 @@ class CheckpointWriter:
             problem = error
 
         def complete() -> Files:
-            """Return the checksums of this rank's files, so that no other rank reads the files."""
+            """Return the checksums of the files that this rank wrote, so that no other rank must
+            read them."""
             tensors.result()
             written = _all_written(folder)
             if problem is not None:
@@ -181,8 +182,8 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _expected_bytes(policy: Policy) -> int:
-    """Return the size in bytes of the first checkpoint with an optimizer, on the main rank. Each
-    copy on a tensor-parallel rank is counted."""
+    """Return the size in bytes of the first checkpoint with an optimizer, on the main rank.
+    Parameters of which all tensor-parallel ranks hold a copy are counted on each of these ranks."""
     dense = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_world_size()
     total = 0.0

@@ -1,5 +1,6 @@
 """`gspo-megatron ablate`: trains variants of one configuration, each with several seeds, and writes
-a report that compares them. The runs take place one after another here, or as a Slurm job array."""
+a report that compares them. The runs take place here, one after another, or as a Slurm job
+array."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
 SEEDS = 3
-MAX_SEEDS = 1000  # more is a typing error: every run is planned before the first one starts
+MAX_SEEDS = 1000  # more is a typing error; all runs are planned before the first one starts
 # Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by a signal
 # at which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_say = partial(print, flush=True)  # so that it comes before the output of the next run
+_say = partial(print, flush=True)  # so that the text comes before the output of the next run
 _ACCOUNTING_NAMES = ("--account", "--partition", "--qos", "--chdir", "-A", "-p", "-q", "-D")
 _ACCOUNTING = re.compile(r"--(account|partition|qos|chdir)(=.*)?|-[ApqD].*")
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
@@ -94,7 +95,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the ablation. Returns 1 if a run failed, and 128 + n after signal n. After a signal, the
-    same command continues it."""
+    same command continues the ablation."""
     from gspo_megatron.config import load_config
 
     if ranks.world_size_of_rank(os.environ) is not None:
@@ -146,7 +147,7 @@ def _check(
     ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
 
-    configs = {run.variant.name: run.config for run in runs}  # the seed makes no difference
+    configs = {run.variant.name: run.config for run in runs}  # any seed gives the same check
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]
@@ -159,7 +160,7 @@ def _check(
 
 def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return the runs that are not finished. Raises UserError if a finished run has another
-    configuration, because the report would compare it as if it had this one."""
+    configuration, because the report would take it for a run of this configuration."""
     from gspo_megatron.observe.ablation import is_finished
 
     todo, foreign = [], []
@@ -258,9 +259,10 @@ def submit(
 ) -> tuple[str, str, Path]:
     """Submit the runs as an array, with the user's `options`, and the report as a job after it.
 
-    This writes the arguments of `train` for each run and of `ablate` for the report, one a line,
-    into a new folder. Returns the numbers of both jobs and that folder. Raises UserError if sbatch
-    is missing or refuses, and if the number of tasks of a run is not clear.
+    For each run, a file in a new folder gets the arguments of `train`, one a line. One more file
+    gets the arguments of `ablate` for the report. Returns the numbers of both jobs and the folder.
+    Raises UserError if sbatch is missing or refuses, and if the number of tasks of a run is not
+    clear.
     """
     try:
         words = shlex.split(options)
@@ -279,7 +281,8 @@ def submit(
                 "--variants, or give --ntasks=N if their layouts leave dp open"
             )
         tasks = [f"--ntasks={sizes[0]}"]
-    # Each array has a new folder, because tasks of an earlier array may still have to read theirs.
+    # Each array has a new folder, because tasks of an earlier array may still have to read their
+    # files.
     folders = (out / _SLURM_FOLDER / str(number) for number in itertools.count(1))
     folder = next(path for path in folders if not path.exists())
     folder.mkdir(parents=True)

@@ -95,7 +95,7 @@ def number(
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
 ) -> float:
-    """Read a finite argument of `least` or more. Raises argparse's error for anything else."""
+    """Read a finite number of `least` or more. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -108,8 +108,8 @@ def number(
 @contextlib.contextmanager
 def loading() -> Generator[None]:
     """Turn the garbage collector off while modules are imported inside the context. It would take a
-    fifth of the seconds that torch and Megatron-Core need. The modules are never freed, so the
-    collector skips them afterwards, too."""
+    fifth of the time in which torch and Megatron-Core are imported. The modules are never freed, so
+    the collector skips them afterwards, too."""
     gc.disable()
     try:
         yield

@@ -80,7 +80,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the run will be. Raises ConfigError with everything that is wrong."""
+    """Print what the run will be. Raises ConfigError with all problems."""
     if arguments.keys is not None:
         return _print_keys(arguments.keys, arguments.stage)
     if arguments.config is None:
@@ -152,7 +152,7 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """Return the configuration with the preset's shape instead of weights that are missing here.
+    """Return the configuration. If its weights are missing here, the preset's shape replaces them.
     Raises ConfigError if no preset is named."""
     try:
         config.resolved_model()
@@ -174,7 +174,7 @@ def _estimate(
     from gspo_megatron.config.phases import phase_configs, phases_of
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
-    if phases_of(config):  # each may have other prompts
+    if phases_of(config):  # each phase may have other prompts
         longest = None
     phases = [
         (phase, estimate_layout(phase, world_size, vocab_size, longest))
@@ -238,8 +238,8 @@ def _search(
 def _dry_run() -> Generator[None]:
     """Hide the GPUs: a dry run needs none, and must not take memory of a GPU that is in use.
 
-    Every rank that is built becomes garbage. Meanwhile the garbage collector skips the loaded
-    modules, which are most of the objects that it would scan.
+    The models that a dry run builds become garbage. While it runs, the garbage collector skips the
+    loaded modules, because they are most of the objects that it would scan.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

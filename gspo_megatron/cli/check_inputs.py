@@ -31,7 +31,7 @@ class Checked:
     """A sound configuration."""
 
     config: AnyConfig  # with the number of its steps, if that is known
-    inputs: AnyInputs | None = None  # the contents of its files; None without files
+    inputs: AnyInputs | None = None  # the contents of its files; None if no files are read
     start: Start | None = None  # what the run resumes from; None if that was not checked
 
 
@@ -39,8 +39,8 @@ class Checked:
 def all_told(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
-    """Load a configuration inside this context. If it holds values that are not allowed, `check`
-    checks the rest of it, and the ConfigError has all problems.
+    """Report all problems of a configuration that is loaded inside this context. If it holds values
+    that are not allowed, `check` checks the rest of it. The ConfigError then has all problems.
 
     world_size: by default as many ranks as the layout needs. check: by default `check_run`.
     options: further arguments of `check`.
@@ -72,11 +72,11 @@ def check_run(
 ) -> Checked:
     """Check a run: call `check_all`, and check the packages that the run imports, the run folder
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
-    its export. With `with_weights` those of the Hub are downloaded, at the end; without it, weights
-    that are not downloaded yet are not checked.
+    its export. With `with_weights`, weights of the Hub are downloaded after the checks that need no
+    weights. Without it, weights that are not downloaded yet are not checked.
 
-    Raises ConfigError with the problems of all parts, after the problems `told`: the values that
-    are not allowed."""
+    Raises ConfigError with the problems of all parts, after the problems `told`, which are values
+    that are not allowed."""
     options: Any = {"fresh": fresh, "change": change, "command": command}
     problems: list[str] = [*told]
     with gathered_in(problems):
@@ -103,14 +103,16 @@ def check_all(
     command: Sequence[str] = (),
     told: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Check a loaded configuration of any stage with everything it names. Returns it with the
-    number of its steps, and the contents of its files (None without files, or if it names none).
+    """Check a loaded configuration of any stage, and everything that it names. Returns the
+    configuration with its number of steps, and the contents of its files (None if no files are read
+    or named).
 
-    Without files the run is for another machine, and what is installed here is not checked either.
-    `command`: the words with which the user starts the run, for advice that can be copied.
+    `with_files`: False if the run is for another machine. Then neither files nor installed packages
+    are checked. `command`: the words with which the user starts the run, for advice that can be
+    copied.
 
-    Raises ConfigError with the problems of all parts, after the problems `told`. It then also has
-    the problems of the run folder that can be found without the files.
+    Raises ConfigError with the problems of all parts, after the problems `told`. The error also has
+    those problems of the run folder that can be found without the contents of the files.
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.phases import phase_configs
@@ -236,7 +238,8 @@ def _check_start(
     change: bool = False,
     command: Sequence[str] = (),
 ) -> Start | None:
-    """Return what the run resumes from. Without inputs, check only what does not need them."""
+    """Return what the run resumes from. Without inputs, check only the parts that do not need
+    them."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
     from gspo_megatron.config.hub import model_paths
@@ -298,8 +301,8 @@ _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
 def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the folder of `objective.distillation` with this number cannot teach the
-    policy: because it is damaged, or has another shape or another tokenizer."""
+    """Raise DataError if a teacher of `objective.distillation`, the folder with this number, cannot
+    teach the policy because it is damaged, or has another shape or another tokenizer."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
@@ -318,8 +321,9 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
 
 
 def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
-    """Raise DataError if the folder of a reward model is damaged or no such model, or if its
-    tokenizer is missing, damaged, or that of another model. key: that of the section `reward`."""
+    """Raise DataError if the folder of a reward model is damaged or holds no reward model, or if
+    its tokenizer is missing or damaged, or belongs to another model. key: the key of the section
+    `reward`."""
     from gspo_megatron.config.scorer import preset_of_scorer
     from gspo_megatron.data.chat import check_template
     from gspo_megatron.families.model_shape import shape_of

@@ -21,7 +21,7 @@ found = importlib.util.find_spec(sys.argv[1])
 sys.exit(0 if found is not None and found.origin else 3)
 """
 _MISSING = 3
-_SECONDS = 60.0  # for an interpreter on a file system over the network
+_SECONDS = 60.0  # to start an interpreter that is on a network file system
 
 
 def check_packages(config: AnyConfig) -> None:

@@ -1,4 +1,4 @@
-"""What `check` prints: the summary of a sound configuration, and the tables of an estimate."""
+"""The output of `check`: the summary of a sound configuration, and the tables of an estimate."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _of_collapse(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _of_phases(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """Each phase with its steps and what it changes; nothing without phases."""
+    """Yield each phase with its steps and the values that it changes, or nothing without phases."""
     first, before = 1, None
     for place, phase in enumerate(phase_configs(config) if phases_of(config) else (), 1):
         last = phase_end(config, first)
@@ -105,7 +105,8 @@ def _of_phases(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], seconds: list[float]) -> None:
-    """A table of the phases of a run; seconds: of the training part of a step."""
+    """Print a table of the phases of a run. seconds: for each phase, the training time of a
+    step."""
     names = (">phase", ">from step", ">sequences", ">response tokens", ">GB", ">s/step")
     table, first = new_table(None, *names), 1
     for place, ((config, estimate), cost) in enumerate(zip(phases, seconds, strict=True), 1):
@@ -120,7 +121,8 @@ def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], seconds: lis
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:
-    """Return the tokens of the longest prompt or example; None if unknown, or for pre-training."""
+    """Return the number of tokens of the longest prompt or example. Returns None if it is not
+    known, and for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
     known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
@@ -128,7 +130,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 
 def vocab_size_of(checked: Checked) -> int | None:
-    """Return the configured size of the vocabulary, or else the tokenizer's if that was read."""
+    """Return the configured size of the vocabulary. If none is configured, return the size of the
+    tokenizer, or None if that was not read."""
     size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
     return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 
@@ -160,8 +163,9 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
     return rows
 
 
-# The least learning rates for adapters, in RL and in the other stages. Lower ones are for training
-# all weights. Adapters need about ten times as much: docs/lora.md.
+# The lowest learning rates of adapters without a warning, in RL and in the other stages. Lower
+# rates are meant for the training of all weights. Adapters need about ten times as much:
+# docs/lora.md.
 _LEAST_RATE, _LEAST_RATE_OF_STAGES = 5e-6, 5e-5
 
 
@@ -255,9 +259,9 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
-    """Count all parameters, and those that take part in one token, without the rows that pad the
-    vocabulary. The numbers come from the tensors of the model's family, or from a formula for other
-    plain models. Returns None if neither applies."""
+    """Count all parameters, and those that are active for one token. Rows that pad the vocabulary
+    are not counted. The numbers come from the tensors of the model's family, or from a formula for
+    other plain models. Returns None if neither applies."""
     with contextlib.suppress(ConfigError):
         tensors = weight_map(family_of_shape(shape), shape, vocab_size).recipes
         sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
@@ -314,7 +318,8 @@ def _gb(num_bytes: float, decimals: int = 2) -> str:
 
 
 def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
-    """Print the memory of the representative ranks by component, the traffic and the bubble."""
+    """Print the memory of one rank of each pipeline stage by component, the traffic and the
+    bubble."""
     worst, out = estimate.worst, console()
     decimals = 2 if worst.total >= 1e9 else 5  # with 2, most numbers of a tiny model would be 0.00
     at_once = max(1, (out.width - _LABEL_WIDTH) // _STAGE_WIDTH)
@@ -339,7 +344,8 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
 
 
 def show_cost(estimate: LayoutEstimate, vocab_size: int) -> dict[str, object]:
-    """Print the estimated time of the run, and return it as name=value pairs; {}: not known."""
+    """Print the estimated time of the run, and return it as name=value pairs. Returns {} if the
+    time is not known."""
     from gspo_megatron.estimate.cost import run_cost
 
     counts = count_parameters(estimate.config.resolved_model(), vocab_size)

@@ -140,8 +140,9 @@ def run_export(arguments: argparse.Namespace) -> int:
         with shard_of_rank() as shard:
             _export(arguments, shard)
             if shard.world_size > 1:
-                # Destroying a gloo group ends about one such process in ten with "terminate called
-                # without an active exception" (torch 2.13), after all its work is done.
+                # About one such process in ten aborts with "terminate called without an active
+                # exception" (torch 2.13) when it destroys its gloo group, after all its work is
+                # done.
                 shard.gather(None)  # every process has written its files
                 if shard.is_main:
                     _push(arguments)
@@ -171,7 +172,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    """Write the card and push the folder, if that is asked for. Raises DataError."""
+    """Write the model card and push the folder, if --push is given. Raises DataError."""
     if arguments.push is None:
         return
     from gspo_megatron.checkpoint.convert_source import find_checkpoint

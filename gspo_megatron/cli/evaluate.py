@@ -58,8 +58,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, and print a table of the suites. Raises UserError with everything that is wrong
-    with the source, the suites and their files."""
+    """Evaluate, and print a table of the suites. Raises UserError with all problems of the source,
+    the suites and their files."""
     is_server = re.match(r"https?://", arguments.source) is not None
     unread = ("nproc",) if is_server else ("model", "requests")
     for name in unread:
@@ -123,7 +123,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values["logging"] |= {"plots": False, "trackers": []}
     # Nothing reads these sections, but they may need code that is missing here.
     values |= {"objective": None, "routing": None}
-    if (values.get("reward") or {}).get("name") == "none":  # of a distillation
+    if (values.get("reward") or {}).get("name") == "none":  # it was a run of distillation
         values["reward"] = None
     if suites:
         values["evaluation"]["suites"] = suites
@@ -146,7 +146,7 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
             "no config.resolved.yaml, config.yaml or config.json"
         )
     phases = sorted(folder.glob(f"{PHASE_CONFIG}*.yaml"))
-    values = _read(phases[-1] if phases else path)  # of the phase that the run has come to
+    values = _read(phases[-1] if phases else path)  # of the latest phase that the run has reached
     model = dict(values.get("model") or {})
     if (model.get("lora") or {}).get("rank"):  # its checkpoints hold adapters
         values["model"] = {**model, "lora": {**model["lora"], "checkpoint": str(folder)}}
@@ -159,7 +159,8 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the section `data` with a tokenizer that exists. Its path may be relative to the
-    folder in which the run was started. If it does not exist from here, take the checkpoint's."""
+    folder in which the run was started. If it does not exist from here, take the tokenizer of the
+    checkpoint."""
     from gspo_megatron.checkpoint.resume import given_checkpoint
     from gspo_megatron.checkpoint.run_state import read_model
 
@@ -195,7 +196,7 @@ def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
         found[name] = {key: value for key, value in given.items() if f"{name}.{key}" in known}
     data = values.get("data") or {}
     if stage == "sft" and data.get("messages_field") is not None:
-        found["data"]["chat_template"] = True  # conversations are learned through it
+        found["data"]["chat_template"] = True  # SFT on conversations uses it
     return found
 
 

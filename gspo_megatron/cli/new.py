@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("new_templates")
 PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
-VOCABULARY = 320  # at most: the bytes, and the characters of the prompts
+VOCABULARY = 320  # the largest size: the bytes, and the characters of the prompts
 BATCH_SCRIPT = "slurm/train_gspo.sbatch"
 
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Return, in one line, why nothing can be put at this absolute path, or None if it can."""
+    """Return in one line why no folder can be put at this absolute path, or None if one can."""
     from gspo_megatron.files import folder_lacks
 
     if not os.path.lexists(folder):
@@ -84,10 +84,11 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_model_folder(given: str) -> tuple[str, ModelPreset, Tokenizer]:
-    """Return the folder, or the name of the Hub with its commit, with the model's shape and its
-    tokenizer. No tensor is read, and of the Hub none is downloaded.
+    """Return the folder (or the name on the Hub with its commit), the model's shape and the
+    tokenizer. No tensor is read, and none is downloaded from the Hub.
 
-    Raises UserError with all that is wrong with config.json and weights, or with the tokenizer.
+    Raises UserError with all problems of config.json and the weights, or with the problem of the
+    tokenizer.
     """
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.families import preset_of_folder

@@ -42,8 +42,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the episodes. Raises UserError with everything that is wrong with the configuration and
-    its files."""
+    """Print the episodes. Raises UserError with all problems of the configuration and its files."""
     from gspo_megatron.config import load_config
     from gspo_megatron.config.hub import fetch_weights
 

@@ -1,5 +1,5 @@
-"""`gspo-megatron prompts`: show how a run's policy does on each of its prompts, and write a file of
-the prompts that are still useful."""
+"""`gspo-megatron prompts`: shows how a run's policy does on each of its prompts, and writes a file
+of the prompts that are still useful."""
 
 from __future__ import annotations
 
@@ -127,11 +127,12 @@ def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: 
 
 
 def _saved(records: Sequence[dict[str, Any]]) -> str | None:
-    """Return how many responses data.selection has saved, by the prompts it chose at random.
+    """Return a text that says how many responses data.selection has saved.
 
-    Returns None if it has chosen no prompts at random. Those prompts show how many groups of
-    uniform draws have a spread. Retired prompts are not among them, so the real share is smaller,
-    or the same."""
+    Returns None if data.selection has chosen no prompts at random. The prompts chosen at random
+    show in which share of the groups rewards would differ if all prompts were drawn uniformly.
+    Retired prompts are not among them, so the real share of uniform draws is the same or
+    smaller."""
     first = next((each["step"] for each in records if each.get("explored")), None)
     if first is None:
         return None

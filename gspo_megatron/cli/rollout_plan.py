@@ -26,7 +26,7 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [read(word) for word in text.split(",")]
 
 
-# Each option's metavar, type and help. All but the last are required.
+# Each option's metavar, type and help. All except the last are required.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "servers": ("N,N", _list_of(positive), "numbers of servers to compare"),
     "train_seconds": (
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     bounds = {each.max_staleness for each in settings}
     draws = max(plan.steps_of(bound)[0] + bound for bound in bounds)
-    most, first = max(map(plan.steps_of, bounds))  # with the largest bounds, a few steps more
+    most, first = max(map(plan.steps_of, bounds))  # large bounds need a few steps more
     steps = f"{plan.STEPS}{f' to {most}' * (most > plan.STEPS)}"
     warm_up = f"{plan.WARM_UP}{f' to {first}' * (first > plan.WARM_UP)}"
     lengths = plan.log_normal_lengths(

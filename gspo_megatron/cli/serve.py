@@ -158,8 +158,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """Return config.json: it says what to serve, and the type of the weights. By default vLLM would
-    compute in half precision with weights in fp32."""
+    """Return the contents of config.json. They give the kind of model and the dtype of its weights.
+    By default, vLLM would compute in half precision even with weights in fp32."""
     file = folder / "config.json"
     try:
         return dict(parse_json(file.read_bytes()))

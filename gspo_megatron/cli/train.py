@@ -76,8 +76,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     """Train as a rank if the environment says so. Otherwise train as the only rank, or launch all
     ranks here.
 
-    Returns the exit code. Raises UserError with everything that is wrong with the configuration,
-    its files or the run to resume, before any process group or other process exists.
+    Returns the exit code. Raises UserError with all problems of the configuration, its files or the
+    run to resume, before any process group or other process exists.
     """
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
@@ -92,7 +92,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         if arguments.only_make:
             return 0
     command, told_here = command_of(name, arguments), contextlib.nullcontext()
-    if rank_of is None:  # ranks leave the rest to the process that started them
+    if rank_of is None:  # ranks leave these checks to the process that started them
         nproc = arguments.nproc and arguments.nproc * (node.count if node else 1)
         told_here = all_told(nproc, fresh=fresh, change=change, command=command)
     with told_here:
@@ -124,7 +124,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
         command += arguments.overrides + (["--fresh"] if fresh else [])
         command += ["--change"] if change else []
-        # A run that saves checkpoints ends after its step at a signal, and saves itself.
+        # After a signal, a run that saves checkpoints finishes its step, saves itself and ends.
         if node is not None and node.count > 1:
             wait_for_master(node)
         saves = config.checkpoint.interval > 0
@@ -145,7 +145,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _branch(arguments: argparse.Namespace, rank_of: int | None, node: Node | None) -> str:
-    """Make or find the branch that is asked for, and return its configuration file."""
+    """Make the branch that --from-step asks for, or find it, and return its configuration file."""
     from gspo_megatron.checkpoint.branch import begin_branch
 
     if arguments.fresh:
@@ -189,7 +189,7 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the words that start a run, without --fresh. Advice for the user adds overrides."""
+    """Return the words that start a run, without --fresh. Advice for the user appends overrides."""
     nproc = getattr(arguments, "nproc", None)
     words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
     return [*words, arguments.config, *arguments.overrides]
@@ -207,7 +207,7 @@ def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
         return False
     if isinstance(config, Config):
         folder = run_folder(config)
-        if config.logging.plots and not (folder / "report.html").exists():  # killed just before
+        if config.logging.plots and not (folder / "report.html").exists():
             from gspo_megatron.observe.report import finish_run
 
             finish_run(folder)

@@ -37,7 +37,7 @@ class PlannedRun:
     variant: Variant
     seed: int
     folder: Path
-    overrides: tuple[str, ...]  # of the command line and the variant, and seed and folder
+    overrides: tuple[str, ...]  # of the command line and the variant, then seed and folder
     config: Config
 
     @property
@@ -66,7 +66,7 @@ def default_variants(config: Config) -> list[Variant]:
     variants = []
     for name in names:
         chosen = [override("objective.name", name)]
-        if own != name and not {own, name} <= of_sequences:  # these two share a kind of clip range
+        if own != name and not {own, name} <= of_sequences:  # these two clip whole sequences
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
         for replay in REPLAYS:
             overrides = [*chosen, override("routing.replay", replay)]

@@ -81,8 +81,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is compared, a table, and on the last line the worst error. Returns 1 if that is
-    beyond the tolerance."""
+    """Print what is compared, a table, and on the last line the largest error. Returns 1 if that
+    error is above the tolerance."""
     from gspo_megatron.config import Layout, load_config
     from gspo_megatron.config.hub import fetch_weights
     from gspo_megatron.config.phases import at_step
@@ -173,7 +173,7 @@ def _compare_all(
     on_cpu: bool,
 ) -> tuple[float, float]:
     """Compute the task on every layout, and print a table. The first layout is the reference, which
-    is computed without GPUs if `on_cpu`. Returns the worst error, and the reference's loss."""
+    is computed without GPUs if `on_cpu`. Returns the largest error, and the reference's loss."""
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 

@@ -1,8 +1,8 @@
 """Finds paths of a configuration that exist beside its file, not in the current folder.
 
-A relative path means the current folder, as in a shell. If it does not exist there, the folder of
-the configuration file is searched too, so that `check task/config.yaml` works from anywhere. A
-message tells, once, what was found there.
+A relative path is relative to the current folder, as in a shell. If it does not exist there, it is
+looked for in the folder of the configuration file, so that `check task/config.yaml` works from
+anywhere. A message tells, once, what was found there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 
 
 def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") -> dict[str, Any]:
-    """Return the sections of a configuration file; paths that exist only beside it lead there.
-    above: the key that the sections are part of, for messages."""
+    """Return the sections of a configuration file. Paths that exist only beside the file get the
+    file's folder in front. above: the key that the sections are part of, for messages."""
     found = dict(values)
     for section, given in values.items():
         if isinstance(given, Mapping):
@@ -64,7 +64,7 @@ def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") ->
 
 
 def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `distillation` with the paths of its teachers found in the same way."""
+    """Return the section `distillation` with the paths of its teachers replaced in the same way."""
     found = dict(inner)
     if "teacher" in inner:
         found["teacher"] = _of_key(f"{above}teacher", inner["teacher"], file)
@@ -79,7 +79,7 @@ def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[s
 
 
 def _model_beside(reward: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `reward` with the paths of its reward model found in the same way."""
+    """Return the section `reward` with the paths of its reward model replaced in the same way."""
     if not isinstance(model := reward.get("model"), Mapping):
         return dict(reward)
     paths = {
@@ -91,7 +91,8 @@ def _model_beside(reward: Mapping[str, Any], file: Path, above: str) -> dict[str
 
 
 def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
-    """Return suites by name with such paths; a suite may also be the path of another file."""
+    """Return suites by name, with their paths replaced as in `with_paths_beside`. A suite may also
+    be the path of another file."""
     found: dict[Any, Any] = {}
     for name, suite in suites.items():
         found[name] = suite
@@ -112,7 +113,8 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
 
 
 def nul_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each path with a NUL, because the system's error does not name the key."""
+    """Return a line for each path that holds a NUL character. The system's own error would not name
+    the key."""
     found: list[tuple[str, Any]] = []
     for section, keys in {**_PATHS, **_OUTPUTS}.items():
         given = values.get(section)
@@ -170,7 +172,7 @@ def _has_module(folder: Path, name: str) -> bool:
 
 def _is_there(path: Path) -> bool:
     try:
-        names = [path.name + ending for ending in _ENDINGS if path.name]  # none of "."
+        names = [path.name + ending for ending in _ENDINGS if path.name]  # "." has none
         return path.exists() or any(path.with_name(name).exists() for name in names)
     except (OSError, ValueError):  # an impossible name; the reader of the file reports it
         return False

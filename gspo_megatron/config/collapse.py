@@ -8,7 +8,8 @@ from pydantic import Field
 
 from gspo_megatron.config.section import Section, harmless
 
-# The seeds of samples hold both numbers in 32 bits: see `ReinforcementLoop._draw_number`.
+# The seed of a sample holds the step and the number of rollbacks in 32 bits: see
+# `ReinforcementLoop._draw_number`.
 STEP_BITS = 24
 Rollbacks = Annotated[int, Field(ge=0, lt=1 << (32 - STEP_BITS))]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gspo_megatron.config.section import HubPath, Section, SuiteName, Text, harmless, shapes
 
 FORMS = ("reverse_kl", "forward_kl_topk", "reverse_kl_topk")
-TOP_K = 20  # the most that a vLLM server gives without --max-logprobs
+TOP_K = 20  # the largest number that a vLLM server gives without --max-logprobs
 MOST_CANDIDATES = 1024  # the largest top_k: 8 KB a token
 
 _FOLDER = (
@@ -64,7 +64,7 @@ class DistillationSection(Section):
 
     @property
     def folders(self) -> dict[int, str]:
-        """The folders of teachers that the training ranks compute, by their numbers in `named`."""
+        """The folders of teachers that run on the training ranks, by their numbers in `named`."""
         every = enumerate(self.named.values())
         return {number: each.teacher for number, each in every if each.teacher is not None}
 
@@ -81,7 +81,8 @@ class DistillationSection(Section):
 
     @property
     def candidates(self) -> int:
-        """How many most probable tokens of the teacher the form reads at each position."""
+        """The number of most probable tokens of the teacher that the form reads at each
+        position."""
         return 0 if self.form == "reverse_kl" else self.top_k
 
     def key_of(self, number: int, key: str) -> str:

@@ -1,8 +1,9 @@
-"""Names of the Hub in a configuration become folders of this machine.
+"""Replaces names of the Hub in a configuration by folders of this machine.
 
-The loaded configuration holds the folders. Written, it holds the names with their commits again, as
-ORG/NAME@COMMIT, so that the run means the same on any machine and on any day. hub.json of the run
-folder holds the commit of each branch, for a run that is resumed and for the ranks of all nodes.
+A loaded configuration holds the folders. A written configuration holds the names again, with their
+commits, as ORG/NAME@COMMIT, so that it means the same on any machine and on any day. The file
+hub.json in the run folder holds the commit of each name that is given without one. So a resumed
+run, and the ranks of all nodes, use the same commits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from gspo_megatron.errors import DataError, problem
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
-RANK_SECONDS = 300.0  # for rank 0 to find the commits; a run's folder is shared by its nodes
+RANK_SECONDS = 300.0  # for rank 0 to write hub.json, which all nodes of a run can read
 
-# Keys whose values may be names of the Hub, by what is there.
+# Keys whose values may be names of the Hub, by the kind of repository.
 _KEYS: dict[hub.Kind, tuple[str, ...]] = {
     "model": ("model.hf_path", "model.lora.checkpoint", "data.tokenizer")
     + ("objective.distillation.teacher", "objective.distillation.teachers.*.teacher")
@@ -31,17 +32,17 @@ _KEYS: dict[hub.Kind, tuple[str, ...]] = {
     "dataset": ("data.prompts", "data.eval_prompts", "data.examples", "data.eval_examples")
     + ("data.preferences", "data.eval_preferences", "evaluation.suites.*.prompts"),
 }
-# Keys of models to load.
+# Beginnings of the keys that name models whose weights a run loads.
 _OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.", "reward.model.folder")
 
-_Place = tuple[str, Any, Any]  # a key, and the list or dict and the index that hold a value
+_Place = tuple[str, Any, Any]  # a key, the list or dict that holds the value, and its index there
 
 
 def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
     """Replace names of the Hub in the values of a configuration by the folders of this machine.
 
-    Only settings, tokenizers and data are downloaded; see `fetch_weights`. name: of the default run
-    folder. Returns the values, and the problems.
+    Settings, tokenizers and data are downloaded here; `fetch_weights` downloads weights. name: the
+    name of the default run folder. Returns the values, and the problems.
     """
     given = [
         (place, named)
@@ -79,7 +80,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
 
 
 def _places(values: Any, kind: hub.Kind) -> Iterator[_Place]:
-    """Yield the places of texts in the keys that take names of the Hub."""
+    """Yield the place of each text in the keys that may hold names of the Hub."""
     for key in _KEYS[kind]:
         yield from _below(values, key.split("."), "")
 
@@ -135,7 +136,7 @@ def hold_commits(config: Any) -> None:
 
 
 def read_commits(folder: Path) -> dict[str, str]:
-    """Return the commits that the run in a folder has held, by `HubName.asked`."""
+    """Return the commits in the hub.json of a run folder, by `HubName.asked`."""
     try:
         found = parse_json((folder / HUB_FILE).read_bytes())
         return {str(key): value for key, value in found.items() if isinstance(value, str)}
@@ -144,7 +145,7 @@ def read_commits(folder: Path) -> dict[str, str]:
 
 
 def write_commits(folder: Path) -> None:
-    """Hold the commits that this process knows in a run folder. Raises DataError."""
+    """Add the commits that this process knows to the hub.json of a run folder. Raises DataError."""
     before = read_commits(folder)
     now = {**hub.known_commits(), **before}
     if not now or now == before:

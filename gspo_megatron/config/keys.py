@@ -1,4 +1,4 @@
-"""All keys in words: for `gspo-megatron check --keys`, and for docs/configuration.md."""
+"""Describes all keys in words, for `gspo-megatron check --keys` and for docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Key:
     type: str
     default: str
     meaning: str
-    legal: str  # beyond the type; may be empty
+    legal: str  # limits beyond the type; may be empty
     resume: str  # whether it may change when a run is resumed
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Key:
 
 
 def list_keys(stage: str) -> Iterator[Key]:
-    """All keys of the configuration of rl, sft or pretrain, by section."""
+    """Yield all keys of a stage's configuration, section by section. stage: a key of STAGES."""
     for section, schema in sections_of(STAGES[stage]).items():
         described = schema.model_json_schema()
         yield from _list_section(section, described, described.get("$defs", {}))
@@ -67,7 +67,7 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
     """Return a line for each key that has `word` in its name or meaning.
 
-    The line of a key that RL does not have names the stage.
+    If RL does not have a key, its line names the stage.
     """
     labels: dict[Key, str] = {}
     for each in [stage] if stage else STAGES:
@@ -90,7 +90,7 @@ def _type(node: dict[str, Any]) -> str:
 
 
 def _legal(node: dict[str, Any]) -> list[str]:
-    """The values of a choice, or the limits of a number."""
+    """Return the values of a choice, or the limits of a number."""
     if "const" in node:
         return [node["const"]]
     found = [str(value) for value in node.get("enum", [])]

@@ -99,8 +99,9 @@ def _remove(raw: Any, place: _Place) -> None:
 
 
 def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
-    """Return the configuration, with `_REQUIRED` for missing required values; None: impossible."""
-    for _ in range(4):  # a section, its key, a suite, its key
+    """Return the configuration, with `_REQUIRED` for missing required values. Returns None if the
+    other values do not make a configuration."""
+    for _ in range(4):  # at most: a section, its key, a suite, its key
         try:
             return schema.model_validate(raw)
         except ValidationError as error:

@@ -103,7 +103,7 @@ def parse_config(
 
 
 def _problems_of_phases(config: Any) -> list[str]:
-    """One line for each mistake in training.phases: in their order, and in their values."""
+    """Return a line for each mistake in training.phases: in their order, and in their values."""
     phases = phases_of(config)
     problems, known = list(phase_problems(config)), set[str]()
     if problems or not phases:
@@ -113,7 +113,7 @@ def _problems_of_phases(config: Any) -> list[str]:
     for i in range(len(phases)):
         try:
             parse_config(values_of_phase(values, phases[: i + 1]))
-        except ConfigError as error:  # a phase has the mistakes of the phase before
+        except ConfigError as error:  # a phase repeats the mistakes of the one before
             problems += [f"training.phases[{i}]: {e}" for e in error.problems if e not in known]
             known.update(error.problems)
     return problems
@@ -122,7 +122,7 @@ def _problems_of_phases(config: Any) -> list[str]:
 def _with_folder(config: C, name: str) -> C:
     """Return the configuration with the default run folder, if it names none."""
     section: Any = config.known("logging")
-    if section is None or vars(section).get("dir", "") is not None:  # set, or with a wrong value
+    if section is None or vars(section).get("dir", "") is not None:  # set, or its value is wrong
         return config
     logging = section.model_copy(update={"dir": f"runs/{name}"})
     return config.model_copy(update={"logging": logging})
@@ -134,7 +134,8 @@ def to_yaml(config: Config | StageConfig) -> str:
 
 
 def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> str:
-    """Return `to_yaml` for people: a key that nothing reads becomes a comment with the reason.
+    """Return the text of `to_yaml` for people: a key that nothing reads becomes a comment with the
+    reason.
 
     unread: reasons by section.key, in addition to names that an import_path replaces.
     """
@@ -193,7 +194,7 @@ def apply_overrides(
             node = child
         else:
             node[key] = value
-    result, wrong = with_new_names(result)  # of overrides that set a whole section
+    result, wrong = with_new_names(result)  # overrides may set whole sections
     return result, problems + wrong
 
 
@@ -246,7 +247,8 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
 
 
 def suites_of_file(given: str) -> dict[str, Any]:
-    """The suites of FILE.yaml, or the one of FILE.yaml:NAME, by name. Raises ConfigError."""
+    """Return the suites of FILE.yaml by name, or only the suite NAME of FILE.yaml:NAME. Raises
+    ConfigError."""
     path, name = given, ""
     if not Path(given).exists() and ":" in given:
         path, _, name = given.rpartition(":")
@@ -278,8 +280,8 @@ def read_mapping(
 ) -> dict[str, Any]:
     """Read the sections of a configuration file, or the suites of a file of suites.
 
-    Paths that exist only beside the file lead there. Raises ConfigError, which also reports the
-    problems of overrides.
+    Paths that exist only beside the file are replaced as in `with_paths_beside`. Raises
+    ConfigError, which also reports the problems of overrides.
     """
     values = _read_mapping(path, overrides, what)
     if what == CONFIGURATION:
@@ -310,7 +312,7 @@ def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, 
 
 
 def _describe(error: Any, schema: type[BaseModel]) -> str:
-    """One line for one error of pydantic."""
+    """Return one line for one error of pydantic."""
     location, value, kind = error["loc"], error["input"], error["type"]
     places = [*map(str, location)]
     is_suite = places[:2] == ["evaluation", "suites"] and len(places) > 2
@@ -380,7 +382,8 @@ def load_any_config(
 
 
 def stage_of(values: Mapping[str, Any]) -> str:
-    """Return a key of STAGES: the stage whose input the values name, or else whose keys they have.
+    """Return the stage of a configuration, a key of STAGES. It is the stage whose input the values
+    name. If they name no input, their keys decide.
 
     Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")
@@ -401,7 +404,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
             if 0 < len(stages) < len(STAGES):
                 telling[place] = stages
     left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
-    if len(left) > 1:  # the keys that it shares with fine-tuning do not tell a preference model
+    if len(left) > 1:  # keys that several stages share do not make it a preference model
         left = [stage for stage in left if stage != PreferenceConfig.phase]
     if len(left) == 1:
         return left[0]

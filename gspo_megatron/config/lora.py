@@ -9,7 +9,7 @@ from gspo_megatron.errors import format_value
 
 
 class LoraSection(Section):
-    """Adapters beside the model's matrices (LoRA): these are trained, and nothing else."""
+    """Adapters beside the model's matrices (LoRA). If there are adapters, only they are trained."""
 
     rank: NotNegative = shapes(0, "of an adapter's two matrices; 0: no adapters, all is trained")
     alpha: float | None = shapes(None, "adapters count alpha / rank times; null: rank", gt=0)
@@ -34,7 +34,7 @@ class LoraSection(Section):
     def differences(self, there: LoraSection) -> list[str]:
         """Return a line for each key that differs from the adapters in a file.
 
-        `targets` are not compared: differences show in the tensors.
+        `targets` are not compared, because such a difference shows in the tensors.
         """
         values = {
             "rank": (self.rank, there.rank),

@@ -13,8 +13,8 @@ _MERGED = "allowed: merged"
 
 
 def adapters_are_served(plan: Plan) -> Problems:
-    """What vLLM does with adapters is what the trainer computes. Much that it cannot do it leaves
-    out without a word."""
+    """Check that vLLM applies the adapters as the trainer does. vLLM silently ignores many adapters
+    that it does not support."""
     config = plan.config
     model, rollout, servers = config.model, config.rollout, config.rollout.vllm
     if rollout.engine != "vllm" or not servers.takes_adapters:
@@ -45,7 +45,7 @@ def adapters_are_served(plan: Plan) -> Problems:
 
 
 def _matrices_are_served(plan: Plan) -> Problems:
-    """vLLM's layers apply the adapters of all target matrices."""
+    """Check that vLLM's layers apply the adapters of all target matrices."""
     model, shape = plan.config.model, plan.shape
     adapted = adapted_weights_of(model.family(shape), shape, model.lora.targets)
     routers = {m.leaf for n, each in adapted.items() if ".router." in n for m in each.matrices}

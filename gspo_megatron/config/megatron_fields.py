@@ -50,7 +50,8 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
         "adam_beta2": "optimizer.beta2",
         "adam_eps": "optimizer.epsilon",
         "clip_grad": "optimizer.clip_grad",
-        # Both classes have these two and they must agree.
+        # OptimizerConfig and DistributedDataParallelConfig both have these two fields, and their
+        # values must agree.
         "use_distributed_optimizer": "parallel.ddp.use_distributed_optimizer",
         "overlap_param_gather": "parallel.ddp.overlap_param_gather",
         **_PRECISION,
@@ -79,13 +80,14 @@ _REFUSED = {
     "fp8_quantizer_factory": "custom recipes are not supported; leave it out",
 }
 
-# Fields whose Python value is not a scalar; the model builder translates these names.
+# Fields whose Python value is not a scalar. A configuration gives one of these names, and the model
+# builder translates it.
 _NAMED_VALUES: dict[str, tuple[str, ...]] = {
     "activation_func": ("silu", "gelu", "relu", "quick_gelu"),
     "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
 }
 
-# Sizes that ModelShape computes with; null is legal where TransformerConfig has a default.
+# Sizes that ModelShape computes with. null is allowed if TransformerConfig has a default.
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "moe_router_topk")
 _NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_moe_experts") + (
     "moe_ffn_hidden_size",
@@ -98,9 +100,10 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
     """Return fields and types of the class for `section_key`. Raises ImportError without
     megatron-core.
 
-    Importing Megatron-Core imports torch and takes seconds, so only a configuration with such
-    fields does it. The package `platform` must be imported first, because it prepares a machine
-    without a GPU. It is in a higher layer, so this uses no import statement.
+    Importing Megatron-Core imports torch and takes seconds, so it is imported only for a
+    configuration with such fields. The package `gspo_megatron.platform` must be imported first,
+    because it prepares a machine without a GPU. It belongs to a higher layer, so this function uses
+    no import statement.
     """
     class_name, module = MEGATRON_CLASSES[section_key]
     if importlib.util.find_spec("megatron") is None:

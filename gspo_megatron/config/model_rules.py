@@ -51,7 +51,8 @@ class Plan:
         return value
 
 
-# A rule yields a key and the problem of its value; after a semicolon, the allowed values.
+# A rule yields a key and what is wrong with its value. The text ends with a semicolon and the
+# allowed values.
 Problems = Iterator[tuple[str, str]]
 Rule = Callable[[Plan], Problems]
 
@@ -166,7 +167,7 @@ def router_is_sound(plan: Plan) -> Problems:
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     wrong = "a softmax over one expert has no gradient"
     if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
-        if topk == 1:  # its weight is 1
+        if topk == 1:  # the weight of the expert is always 1
             yield key, f"{wrong}; allowed: 2 or more"
         # models/router.py computes the softmax over all experts first, without groups
         wrong = "the softmax router with a bias has no other way; allowed"
@@ -186,7 +187,8 @@ def dropout_is_off(plan: Plan) -> Problems:
             yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
 
 
-# Fields of Megatron-Core that split the layers over pipeline stages; without them, evenly.
+# Fields of Megatron-Core that split the layers over pipeline stages. Without them, all stages have
+# equally many layers.
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 WITH_EMBEDDING = "account_for_embedding_in_pipeline_split"
 WITH_LOSS = "account_for_loss_in_pipeline_split"
@@ -229,8 +231,9 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
     """Return the number of layers of each stage except the last, and of the last stage.
 
-    They make the largest stage as small as possible; the last stage also has the loss. Returns None
-    if no such numbers are multiples of vpp.
+    The largest stage is as small as possible. If several splits are equal in this, the last stage
+    gets as few layers as possible, because it also computes the loss. Returns None if no such
+    numbers are multiples of vpp.
     """
     chunks = layout.vpp or 1
     splits = [
@@ -338,7 +341,8 @@ _PRECISION = "training.precision"
 
 
 def precision_is_possible(plan: Plan) -> Problems:
-    """Check all that needs no device; models.precision checks the device."""
+    """Check everything about the precision that needs no device. models.precision checks the
+    device."""
     precision, backend = plan.config.training.precision, plan.config.model.backend
     if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
         wrong = "the package transformer_engine is not installed; allowed: torch_native or auto"
@@ -375,9 +379,10 @@ def precision_is_possible(plan: Plan) -> Problems:
 
 
 def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the sides of the weights in FP8 products, and the number of ranks that share each.
+    """Return the dimensions of the weight matrices in FP8 products, and over how many ranks each is
+    split.
 
-    A side is 0 if the model has no such weights.
+    A dimension is 0 if the model has no such weights.
     """
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.has_latent_attention else shape.kv_channels

@@ -1,4 +1,5 @@
-"""The section `objective`: the named objectives, their parts and numbers, and checks of the mix.
+"""The section `objective`: the named objectives, their parts and numbers, and checks that these fit
+together.
 
 The functions of the parts are in gspo_megatron/objectives/; this file needs no torch. To add an
 objective, add an entry to RECIPES. To add a rule, add an entry to RULES and its function to
@@ -158,14 +159,16 @@ RULES: dict[str, Rule] = {
 class Correction:
     """Weights for responses that another engine sampled.
 
-    The function in objectives/parts.py has the same name as in the configuration.
+    Its function in objectives/parts.py has the name that the correction has in the configuration.
     """
 
     level: Literal["token", "sequence"]  # whether each token or each sequence has a weight
-    # A mask has only the weights 0 and 1. A weight scales by the ratio to the rollout policy.
+    # "mask": each weight is 0 or 1. "weight": a weight depends on k, the ratio of the old policy to
+    # the rollout policy.
     kind: Literal["weight", "mask"]
     defaults: Mapping[str, float]  # the keys that it reads
-    # The function of log k (in objectives/parts.py) that is summed over a sequence; "": log k.
+    # The function of a token's log k (in objectives/parts.py) that is summed over a sequence; "":
+    # log k itself.
     summed: Literal["", "k3", "is_outside"] = ""
 
 
@@ -187,8 +190,9 @@ CORRECTIONS: dict[str, Correction] = {
     ),
 }
 
-# A ratio of whole sequences mostly stays within 1e-3 of 1. A range of 0.05 and above clips few of
-# them, which makes another algorithm. 0.2 is usually left from a token-level objective.
+# A ratio of whole sequences mostly stays within 1e-3 of 1. A range of 0.05 and above clips so few
+# of them that the algorithm is another one. A range of 0.2 is usually left over from a token-level
+# objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage")
@@ -328,7 +332,8 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
 
 
 def learns_from_parts(section: ObjectiveSection) -> bool:
-    """Return whether each part of a reward has an advantage of its own (gdpo), not their sum."""
+    """Return whether each part of a reward has an advantage of its own (gdpo), instead of the sum
+    of the parts."""
     own = section.advantage_import_path is not None
     return not own and resolve_objective(section).advantage == "gdpo"
 
@@ -339,7 +344,7 @@ def _corrections_of(section: ObjectiveSection) -> list[str]:
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
-    """Return the bounds of a correction. A bound that is one number is for the only correction."""
+    """Return the bounds of a correction. If a bound is one number, there is only one correction."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
         given = getattr(section, side)
@@ -351,7 +356,7 @@ def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
 def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
     """Return the default numbers of the recipe's rule.
 
-    They come from the named objective if the rule interprets them in the same way on this ratio,
+    The numbers come from the named objective if they mean the same for this rule and this ratio,
     else from the rule.
     """
     rule, rule_named = RULES[recipe.rule], RULES[named.rule]

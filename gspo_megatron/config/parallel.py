@@ -28,7 +28,8 @@ LAYOUT_KEYS: dict[str, str] = {
 class Layout:
     """A layout in short form.
 
-    None means: for etp 1, for vpp no interleaving, for dp all ranks that the world size leaves.
+    None means 1 for etp, no interleaving for vpp, and as many replicas as the world size allows for
+    dp.
     """
 
     tp: int = 1
@@ -49,7 +50,8 @@ class Layout:
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """Return text that `parse` reads back: only values other than the defaults, or `tp=1`."""
+        """Return text that `parse` reads back. It has only the values that differ from the
+        defaults; it is `tp=1` if there are none."""
         sizes = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {name: size for name, size in sizes.items() if size != getattr(Layout, name)}
         return ",".join(f"{name}={size}" for name, size in changed.items()) or "tp=1"

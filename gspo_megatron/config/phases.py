@@ -1,8 +1,8 @@
-"""Phases of a run: from a step on, other values of some keys. Everything else goes on as it is:
-weights, optimizer state, step count.
+"""Phases of a run. From its first step on, a phase uses other values of some keys. Weights,
+optimizer state and step count continue unchanged.
 
-A phase keeps the values of the phase before it. So a run that changes its prompts and then its
-response length names each only once.
+A phase keeps the values of the phase before it. So if a run changes its prompts and then its
+response length, the configuration names each change only once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ PHASES = (
     "other values of some keys from a step on: each has until_step, reference (keep or renew) and "
     "sections with the changed keys, and keeps the values of the phase before; docs/campaigns.md"
 )
-# Keys of a phase's sections that stay as they are for the whole run: what makes tokens, who
-# generates them, and the optimizer's own settings.
+# Keys of a phase's sections that no phase may change.
 FIXED_KEYS = frozenset(
     ("data.tokenizer", "rollout.engine", "rollout.kv_after_update", "optimizer.megatron")
 )
@@ -43,7 +42,7 @@ class Phase(Section):
     evaluation: dict[str, Any] = harmless({}, "changed keys of the section evaluation")
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """The changed keys by section."""
+        """Return the changed keys and values, by section."""
         return {name: value for name in SECTIONS if (value := getattr(self, name))}
 
 
@@ -57,18 +56,18 @@ def may_change(key: str) -> bool:
 
 
 def phases_of(config: Any) -> list[Phase]:
-    """The phases of a run of any stage; only RL runs have some."""
+    """Return the phases of a run of any stage. Only RL runs can have phases."""
     return getattr(config.training, "phases", None) or []
 
 
 def phase_number(config: Any, step: int) -> int:
-    """The index of the phase that a step belongs to."""
+    """Return the index of the phase that a step belongs to."""
     ends = [phase.until_step for phase in phases_of(config)]
     return next((i for i, end in enumerate(ends) if end is None or step <= end), len(ends) - 1)
 
 
 def phase_end(config: Any, step: int) -> int:
-    """The last step of the phase that `step` belongs to."""
+    """Return the last step of the phase that `step` belongs to."""
     phases = phases_of(config)
     end = phases[phase_number(config, step)].until_step if phases else None
     return config.training.steps if end is None else min(end, config.training.steps)
@@ -81,7 +80,8 @@ def is_border(config: Any, step: int) -> bool:
 
 
 def values_of_phase(values: Mapping[str, Any], phases: list[Phase]) -> dict[str, Any]:
-    """The values of a run in the last of `phases`, as plain data. values: those of the run."""
+    """Return the values of a run in the last of `phases`, as plain data. values: the values of the
+    run without phases."""
     result = {**values}
     for phase in phases:
         for section, changed in phase.values().items():
@@ -90,8 +90,9 @@ def values_of_phase(values: Mapping[str, Any], phases: list[Phase]) -> dict[str,
 
 
 def at_step(config: Any, step: int) -> Any:
-    """The configuration with the values of the phase that a step belongs to. Every phase has been
-    checked before: a value that is not allowed fails here without advice."""
+    """Return the configuration with the values of the phase that a step belongs to. The phases must
+    have been checked before, because here a value that is not allowed raises an error without
+    advice."""
     phases = phases_of(config)
     if not phases:
         return config
@@ -102,14 +103,15 @@ def at_step(config: Any, step: int) -> Any:
 
 
 def phase_configs(config: Any) -> list[Any]:
-    """The configuration with the values of each phase; the configuration itself without phases."""
+    """Return one configuration for each phase, with its values. Without phases, return the
+    configuration itself alone."""
     ends = [phase.until_step for phase in phases_of(config)[:-1]]
     return [at_step(config, (end or 0) + 1) for end in (0, *ends)]
 
 
 def reference_step(config: Any, step: int) -> int:
-    """The step after which the reference policy of `step` was the policy itself: 0, or the border
-    of the last phase up to `step` with reference: renew."""
+    """Return the step after which the policy was copied as the reference policy of `step`. It is 0,
+    or the last step before the newest phase up to `step` that has reference: renew."""
     phases = phases_of(config)
     number = phase_number(config, step)
     renewed = [i for i in range(1, number + 1) if phases[i].reference == "renew"]
@@ -117,7 +119,8 @@ def reference_step(config: Any, step: int) -> int:
 
 
 def later_phases_need_reference(config: Any, step: int) -> bool:
-    """Whether a phase after that of `step` has a KL penalty against the same reference policy."""
+    """Return whether a later phase than that of `step` has a KL penalty against the same reference
+    policy."""
     since, number = reference_step(config, step), phase_number(config, step)
     ends = [phase.until_step for phase in phases_of(config)[number:]]
     begins = [end + 1 for end in ends if end is not None and end < config.training.steps]
@@ -129,7 +132,7 @@ def later_phases_need_reference(config: Any, step: int) -> bool:
 
 
 def phase_problems(config: Any) -> Iterator[str]:
-    """One line for each mistake in the order of phases and in the names of their keys."""
+    """Yield a line for each mistake in the order of phases and in the names of their keys."""
     phases, steps, before = phases_of(config), config.training.steps, 0
     for i, phase in enumerate(phases):
         key, is_last = f"training.phases[{i}].until_step", i == len(phases) - 1
@@ -163,7 +166,7 @@ def phase_problems(config: Any) -> Iterator[str]:
 
 
 def _merged(before: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with the changed values; sections inside a section are merged, too."""
+    """Return `before` with the changed values. Sections inside a section are merged, too."""
     result = {**before}
     for key, value in changed.items():
         inner = result.get(key)

@@ -2,8 +2,8 @@
 
 FP8 is used for the matrix products of the transformer layers, forward and backward. Weights stay
 bf16, with fp32 gradients and optimizer. The router, the norms, attention and the log-prob head
-compute as in bf16: the head's inputs are bf16, its logits and everything after them are fp32, and
-gradients of logits are rounded to bf16 for the two products of the backward pass.
+compute as with bf16. The head's inputs are bf16, and its logits and everything after them are fp32.
+The gradients of the logits are rounded to bf16 for the two products of the backward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Literal
 Precision = Literal["fp64", "fp32", "bf16", "fp8-delayed", "fp8-blockwise", "mxfp8"]
 
 ENGINE_PACKAGE = "transformer-engine"
-# The first version with blockwise scales, and with the order of experts' scales in checkpoints.
+# The first version that has blockwise scales, and that has the scales of experts in the order of
+# our checkpoints.
 ENGINE_MINIMUM = (2, 3)
 
 
@@ -29,7 +30,7 @@ class Fp8:
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
     multiple: int  # must divide the numbers of tokens and features in its matrix products
     capability: tuple[int, int]  # the lowest that Transformer Engine supports
-    beyond: tuple[int, int] | None = None  # the first that it no longer supports; None: no limit
+    beyond: tuple[int, int] | None = None  # the first higher one without support; None: no limit
     cuda: tuple[int, int] = (12, 1)  # the lowest CUDA version of the torch build
     hardware: str = ""  # these requirements in words
     fields: dict[str, Any] = field(default_factory=dict)  # more defaults for TransformerConfig
@@ -83,7 +84,7 @@ def tokens_multiple(precision: str) -> int:
 def device_lacks(
     precision: str, capability: tuple[int, int], cuda: tuple[int, int] | None
 ) -> str | None:
-    """Return in words what a GPU lacks for a precision; None: nothing.
+    """Return in words what a GPU lacks for a precision, or None if it lacks nothing.
 
     capability: the GPU's compute capability; cuda: the version that torch was built for, None
     without CUDA.
@@ -98,7 +99,7 @@ def device_lacks(
 
 
 def engine_lacks() -> str | None:
-    """Return in words what the installed Transformer Engine lacks for FP8; None: nothing."""
+    """Return in words what the installed Transformer Engine lacks for FP8, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "needs Transformer Engine: pip install 'gspo-megatron[gpu]'"
     try:

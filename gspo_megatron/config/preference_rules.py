@@ -7,7 +7,7 @@ from gspo_megatron.errors import format_value
 
 
 def preferences_are_sound(plan: Plan) -> Problems:
-    """Check that the fields belong to the loss, and that the model is one whose head can train."""
+    """Check that the fields belong to the loss, and that the model's head can be trained."""
     data, preference = plan.config.data, plan.config.preference
     regression = preference.loss == "regression"
     of_ratings, of_pairs = ("response_field", "rating_field"), ("chosen_field", "rejected_field")
@@ -35,7 +35,7 @@ def preferences_are_sound(plan: Plan) -> Problems:
 
 
 def model_gives_tokens(plan: Plan) -> Problems:
-    """Check that the model is no preference model, whose head cannot say a token."""
+    """Check that the model is a language model. A preference model gives scores and no tokens."""
     if plan.shape.scores:
         key = "hf_path" if plan.config.model.hf_path is not None else "checkpoint_path"
         wrong = "holds a preference model, which gives scores and no tokens"

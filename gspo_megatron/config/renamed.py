@@ -24,7 +24,7 @@ RENAMED = {
 def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the sections of a configuration with the new names of keys, also in its phases.
 
-    Returns also a line for each key that has both names. The values are copied where they change.
+    Also returns a line for each key that has both names. The caller's values do not change.
     """
     result, problems = _renamed_in(values, "")
     training = result.get("training")

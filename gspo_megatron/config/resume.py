@@ -1,4 +1,4 @@
-"""Compares a configuration with that of a run to be resumed.
+"""Compares a configuration with the configuration of the run that it resumes.
 
 Every key has a resume class (config/section.py), which says whether it may change. A change that
 would make the second half of the run another experiment is refused.
@@ -46,12 +46,11 @@ def find_changes(
     *,
     change: bool = False,
 ) -> Changes:
-    """Compare a configuration with the one that a run was started with. change: what a phase may
-    change is not refused.
+    """Compare a configuration with the one that a run was started with. change: do not refuse
+    changes of keys that a phase may change.
 
-    before: config.yaml of a checkpoint as plain data. same_contents: by key, whether an input file,
-    or the file of a function, has the same contents as then; without keys that do not name a file
-    in both configurations.
+    before: config.yaml of a checkpoint as plain data. same_contents: for each key that names an
+    input file or a function in both configurations, whether the file has the same contents as then.
     """
     before, _ = with_new_names(before)
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
@@ -63,7 +62,7 @@ def find_changes(
         if top is None:
             changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
             continue
-        # Versions without this key behaved like its default.
+        # A version without this key behaved as with the key's default.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
         resume, same = resume_of(keys[top]), same_contents.get(key)
@@ -79,7 +78,7 @@ def find_changes(
 
 
 def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
-    """The keys whose values differ, a line each."""
+    """Return a line for each key whose values differ."""
     then, values = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
     return [
         f"{key}: {format_value(then.get(key))} -> {format_value(values.get(key))}"
@@ -91,8 +90,8 @@ def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
 def decides_rollouts(config: Config) -> dict[str, Any]:
     """Return, by dotted key, the values that decide responses and rewards before the first update.
 
-    The contents of input files decide too, but are not included. What a teacher or a reward model
-    behind a URL answers is stored with the rewards.
+    The contents of input files decide too, but are not included. The answers of a teacher or a
+    reward model behind a URL are stored with the rewards.
     """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
     found: dict[str, Any] = {
@@ -107,7 +106,7 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     if distillation.urls or distillation.field is not None:
         kinds = {name: each.url is not None for name, each in distillation.named.items()}
         found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
-    if config.reward.model.is_on:  # a folder's scores come later, and are not stored
+    if config.reward.model.is_on:  # scores of a folder's model come later and are not stored
         found["reward.model"] = config.reward.model.url is not None
     return found
 
@@ -121,7 +120,7 @@ _RENAMED_PRESET = ("model.preset", "tiny", None)
 def _compare(
     key: str, resume: str, old: Any, new: Any, same: bool | None, decay: str
 ) -> tuple[str, str]:
-    """Return the attribute of Changes to which a key belongs, and its line."""
+    """Return the name of the list in Changes that a changed key belongs to, and the key's line."""
     was, renamed = f"was {format_value(old)}", f"{key}: {format_value(old)} -> {format_value(new)}"
     if resume in ("contents", "shown"):
         if same:
@@ -147,8 +146,8 @@ def _is_harmless_field(key: str) -> bool:
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values.
 
-    In a dict of Megatron's fields each field has its own key. A dict of the user's (`options`,
-    `chat_template_options`) is one value.
+    In a dict of Megatron's fields each field has its own key. A dict that the user defines
+    (`options`, `chat_template_options`) is one value.
     """
     for name, value in values.items():
         key = f"{prefix}{name}"

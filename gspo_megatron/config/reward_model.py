@@ -61,7 +61,7 @@ class RewardModelSection(Section):
 
     @property
     def source(self) -> str:
-        """Return the key and value that name the model, for messages."""
+        """The key and value that name the model, for messages."""
         key = "url" if self.url is not None else "folder"
         return f"reward.model.{key} = {getattr(self, key)}"
 

@@ -1,4 +1,5 @@
-"""The nodes of a job that only serve rollouts, which its batch script names in the environment."""
+"""The nodes of a job that only serve rollouts. The job's batch script names them in the
+environment."""
 
 from __future__ import annotations
 
@@ -8,5 +9,5 @@ from gspo_megatron.addresses import ROLLOUT_NODES as VARIABLE
 
 
 def rollout_nodes() -> list[str]:
-    """Return the names of these nodes; if empty, servers run beside rank 0."""
+    """Return the names of these nodes. If there are none, servers run beside rank 0."""
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]

@@ -138,8 +138,8 @@ _SUITE_FIGURES = (
 def _best_metric_is_measured(plan: Plan) -> Problems:
     """Check that an evaluation has the metric of checkpoint.best_metric.
 
-    Other metrics are known only when a step runs, because the user's rewards may have parts and
-    the user's objectives metrics of their own.
+    All other metrics are known only when a step runs: the user's rewards may have parts, and the
+    user's objectives may have metrics of their own.
     """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
@@ -156,7 +156,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
-    if first != "evaluation":  # a misspelt first word, or only the last word
+    if first != "evaluation":  # misspelt or missing first word
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return
@@ -168,7 +168,8 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:
-    """Check that the run folder is not inside a folder of weights, because a run cleans it."""
+    """Check that the run folder is not inside a folder of weights, because a run cleans its
+    folder."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
@@ -564,6 +565,6 @@ def recomputes_old_logprobs(config: Config) -> bool:
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
         and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        and not resolve_objective(section).corrections  # they compare the two
+        and not resolve_objective(section).corrections  # corrections compare the two
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

@@ -95,7 +95,8 @@ class ModelSection(Section):
         return values
 
     def starting_shape(self) -> ModelPreset:
-        """Return the model before other keys change it. ConfigError: its file cannot be read."""
+        """Return the model before other keys change it. Raises ConfigError if its file cannot be
+        read."""
         if self.hf_path is not None:
             return preset_of_folder(self.hf_path)
         if self.preset is None and self.checkpoint_path is not None:
@@ -103,8 +104,8 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """Return the family that names the tensors: that of the weights' config.json, else one that
-        has models of this shape. Raises ConfigError."""
+        """Return the family that names the tensors. It is the family of the weights' config.json,
+        or without that file a family that has models of this shape. Raises ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
@@ -340,7 +341,7 @@ class OptimizerSection(Section):
 
 
 class RunSection(Section):
-    """What a run of any stage needs to know."""
+    """The keys of the section `training` that all stages have."""
 
     seed: Seed = shapes(1, "seed of initial weights, data order and sampling")
     precision: Precision = shapes(
@@ -389,7 +390,7 @@ class TrainingSection(RunSection, CollapseKeys):
 
 
 class WindowSection(Section):
-    """Which rows of a suite are problems: those with a date in a window."""
+    """The rows of a suite that are problems: rows with a date in a window."""
 
     field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
@@ -483,7 +484,7 @@ class LoggingSection(RecordSection):
 
 
 class RunConfig(Section):
-    """A model on a layout: what a run of any stage has."""
+    """The part of the configuration that all stages have: a model on a layout."""
 
     # The keys of the data section for training inputs and for evaluation inputs.
     inputs: ClassVar[tuple[str, str]]
@@ -554,7 +555,7 @@ class Config(RunConfig):
         return self.resolved_model().max_sequence_length - self.rollout.max_response_tokens
 
     def input_files(self) -> dict[str, list[str]]:
-        """The files of any run, and the problems of the suites."""
+        """Return the input files as for any run, and the prompt files of the suites."""
         suites = (self.evaluation.known("suites") or {}).items()
         named = {suite_key(name): suite.known("prompts") or [] for name, suite in suites}
         return {**super().input_files(), **named}

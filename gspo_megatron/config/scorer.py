@@ -26,8 +26,8 @@ def preset_of_scorer(folder: str) -> ModelPreset:
 
 
 def config_of_scorer(config: C, folder: str) -> C:
-    """Return the run's configuration with the frozen model of `folder` in place of the trained
-    one. It computes in the run's precision, FP8 runs in bf16."""
+    """Return the run's configuration with the frozen model of `folder` in place of the trained one.
+    It computes in the precision of the run, or in bf16 if the run uses FP8."""
     preset_of_scorer(folder)
     given, training = config.model, config.training
     model = ModelSection(

@@ -17,7 +17,7 @@ from gspo_megatron.errors import UnknownValueError
 from gspo_megatron.hub import written
 
 Text = Annotated[str, Field(min_length=1)]
-# A path, which is written as the name of the Hub that it was downloaded by (config/hub.py).
+# A path. If it was downloaded from the Hub, it is written as its name there (config/hub.py).
 HubPath = Annotated[str, Field(min_length=1), PlainSerializer(written)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -83,7 +83,7 @@ RESUME = {
     "contents": "with the same contents",
     # it is a path whose contents may change too: they are evaluated, not learned
     "shown": "yes",
-    # unless a learning-rate decay ends there
+    # it may change, unless a learning-rate decay ends at this step
     "steps": "without decay",
     # it names a function: the name may not change; changed code is allowed with a warning
     "code": "no; its code may",
@@ -91,7 +91,7 @@ RESUME = {
 
 
 class Section(BaseModel):
-    # Strict: "5" for 5 and true for 1 are slips, and a run must not start on a slip.
+    # Strict: "5" for 5 and true for 1 are mistakes, and a run must not start with a mistake.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     if not typing.TYPE_CHECKING:  # as in pydantic: else a type checker accepts any name as a key

@@ -40,7 +40,7 @@ class SelectionSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether statistics decide."""
+        """Whether the results of earlier draws decide which prompts are chosen."""
         return self.by != "uniform"
 
     def problems(self) -> Iterator[tuple[str, str]]:

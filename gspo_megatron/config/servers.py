@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from gspo_megatron.config.section import NotNegative, Positive, Section, Text, harmless
 
-# What vLLM takes as the largest rank of adapters (its option max_lora_rank).
+# The values that vLLM allows for its option max_lora_rank, the largest rank of adapters.
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -56,10 +56,10 @@ class VllmSection(Section):
 
     @property
     def takes_adapters(self) -> bool:
-        """New weights come as adapters, not as a whole model."""
+        """Whether new weights come as adapters, not as a whole model."""
         return self.lora == "adapter"
 
 
 def served_rank(rank: int) -> int:
-    """The smallest of vLLM's values that adapters of this rank fit into."""
+    """Return the smallest max_lora_rank of vLLM that is enough for adapters of this rank."""
     return next(size for size in SERVED_RANKS if size >= rank)

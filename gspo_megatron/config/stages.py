@@ -70,7 +70,7 @@ class StageCheckpointSection(CheckpointSection):
 
 
 class ExportSection(Section):
-    """What becomes of the model at the end."""
+    """Where the model is written at the end."""
 
     hf_path: Text | None = harmless(
         None, "new Hugging Face folder for the model at the end of the run; null: none"
@@ -78,9 +78,9 @@ class ExportSection(Section):
 
 
 class StageConfig(RunConfig):
-    """The sections that the stages share."""
+    """The sections that all stages except RL share."""
 
-    phase: ClassVar[str]  # its name in metrics and checkpoints
+    phase: ClassVar[str]  # the stage's name in metrics and checkpoints
 
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
@@ -165,7 +165,7 @@ class ExamplesConfig(StageConfig):
 
 
 class FineTuningConfig(ExamplesConfig):
-    """Supervised fine-tuning, one section a subject."""
+    """The configuration of supervised fine-tuning."""
 
     phase: ClassVar[str] = "sft"
     inputs: ClassVar[tuple[str, str]] = ("examples", "eval_examples")
@@ -252,7 +252,7 @@ class PreferenceCheckpointSection(CheckpointSection):
 
 
 class PreferenceConfig(ExamplesConfig):
-    """The training of a preference model, one section a subject."""
+    """The configuration of the training of a preference model."""
 
     phase: ClassVar[str] = "reward_model"
     inputs: ClassVar[tuple[str, str]] = ("preferences", "eval_preferences")
@@ -262,7 +262,7 @@ class PreferenceConfig(ExamplesConfig):
     checkpoint: PreferenceCheckpointSection = Field(default_factory=PreferenceCheckpointSection)  # ty: ignore[incompatible-attribute-override]
 
     def resolved_model(self) -> ModelShape:
-        """Return the model with a score head, also if it starts from a language model."""
+        """Return the model with a score head, even if training starts from a language model."""
         return replace(super().resolved_model(), scores=True)
 
 
@@ -308,7 +308,7 @@ class PretrainingTrainingSection(RunSection):
 
 
 class PretrainingConfig(StageConfig):
-    """Pre-training, one section a subject."""
+    """The configuration of pre-training."""
 
     phase: ClassVar[str] = "pretrain"
     inputs: ClassVar[tuple[str, str]] = ("train", "evaluation")

@@ -3,7 +3,7 @@
 PyYAML itself reads YAML 1.1: `off` is false, `1e-6` is a string, `12:30` is a number, and the
 second of two equal keys wins. ruamel.yaml (0.19.1) reads YAML 1.2. But it turns `2026-01-01` into a
 date, stops at the first duplicate key, and writes the text "off" without quotes, which a reader of
-YAML 1.1 takes for false. With it this file would not be shorter.
+YAML 1.1 takes for false. With ruamel.yaml this file would not be shorter.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    # Keeps PyYAML's own scalar types in addition. A string that YAML 1.1 or 1.2 would read as
+    # This class also keeps PyYAML's own scalar types. A string that YAML 1.1 or 1.2 would read as
     # another type is quoted, so that every YAML reader gets a string.
     def ignore_aliases(self, data: Any) -> bool:
         return True  # a list used twice is written twice, without `&id001`

@@ -21,7 +21,7 @@ SPACE = "▁"  # stands for a space in pieces
 # All characters of "<0x41>" must be in the vocabulary, so that this text becomes characters, never
 # the piece for that byte.
 _BYTE_PIECE_CHARACTERS = "<0x123456789ABCDEF>"
-# Keyword arguments of `write_character_tokenizer` for ChatML. Its second symbol ends a sequence.
+# Keyword arguments of `write_character_tokenizer` for ChatML. "<|im_end|>" ends a sequence.
 CHATML_SYMBOLS: dict[str, Any] = {
     "control_symbols": ("<|im_start|>",),
     "eos_symbol": "<|im_end|>",
@@ -42,10 +42,11 @@ def write_character_tokenizer(
 ) -> Path:
     """Write tokenizer.model, tokenizer.json, tokenizer_config.json, and chat_template.jinja.
 
-    The last file needs a `chat_template` (Jinja). Returns the path of tokenizer.model. The
-    vocabulary has the characters of `texts`, and at most `vocab_size` ids. With byte_fallback,
-    bytes spell all other characters. A user symbol is one token in any text; a control symbol only
-    in the output of a chat template. Raises DataError if sentencepiece cannot train on this.
+    The last file is written only if there is a `chat_template` (Jinja). Returns the path of
+    tokenizer.model. The vocabulary has the characters of `texts`, and at most `vocab_size` ids.
+    With byte_fallback, bytes spell all other characters. A user symbol is one token in any text; a
+    control symbol only in the output of a chat template. Raises DataError if sentencepiece cannot
+    train on this.
     """
     folder = Path(folder)
     symbols = ("<unk>", "<pad>", eos_symbol, *control_symbols, *user_symbols)
@@ -86,7 +87,8 @@ def for_transformers(model: Path, user_symbols: Sequence[str] = ()) -> Tokenizer
     """Convert a sentencepiece model to the `tokenizers` library.
 
     The result is a BPE model without merges, which leaves single characters. The conversion in
-    transformers is not used: it needs protobuf, and text can become byte and control pieces."""
+    transformers is not used, because it needs protobuf, and because with it text can become byte
+    and control pieces."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     processor = _processor(model)

@@ -121,7 +121,7 @@ def written_marks(template: str | None) -> set[str]:
 
 
 def template_fault(template: str) -> str | None:
-    """Return line and cause if a template is not valid Jinja for transformers; None if it is."""
+    """Return line and cause if a template is not valid Jinja for transformers, else None."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -46,8 +46,8 @@ _Read = tuple[Example, str, bool]  # the example, its text, whether the chat tem
 
 @dataclass
 class Counts:
-    """Numbers of too long rows, of texts with unknown characters, and of texts with quoted control
-    tokens. The last two do not count dropped rows."""
+    """The numbers of rows that are too long, of texts with unknown characters, and of texts with
+    quoted control tokens. The last two do not count dropped rows."""
 
     dropped: int = 0
     truncated: int = 0
@@ -189,8 +189,8 @@ def _fitting(
     problems: Problems,
     counts: Counts,
 ) -> Iterator[Example]:
-    """Yield the examples of at most `max_tokens` tokens. By `form.too_long`, longer ones become
-    problems, or are cut or dropped and counted."""
+    """Yield the examples of at most `max_tokens` tokens. `form.too_long` decides whether longer
+    examples become problems, or are cut or dropped, and counted."""
     most = form.max_tokens
     assert most is not None
     for example, text, is_conversation in examples:

@@ -1,4 +1,5 @@
-"""Which fields of a row are prompt, answer and id, also in the formats of published datasets."""
+"""Says which fields of a row are prompt, answer and id, also in the formats of published
+datasets."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ class FieldMap:
     prompt: str = "prompt"
     answer: str | None = "answer"  # None: rows have no answers
     id: str | None = "id"  # "id" is optional in a row; a field with another name is required
-    # Extracts the answer from the value of its field. Raises ValueError if there is none; the text
-    # continues "field 'x' ...".
+    # Extracts the answer from the value of its field. Raises ValueError if there is none; its text
+    # continues a message that begins with "field 'x'".
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
     system: str | None = None  # the text of a system message before the prompt
-    window: WindowSection | None = None  # rows with dates outside are left out
+    window: WindowSection | None = None  # rows with dates outside of it are left out
     section: str = "data"  # the configuration section with these settings
 
     def settings(self) -> list[tuple[str, str]]:
@@ -54,8 +55,8 @@ class FieldMap:
         return FIELD.sub(lambda m: str(values[m[1]]) if m[1] else m[0][1:], self.template)
 
 
-# Matches {name}, a field, and "{{" before a name, an escaped brace. All other braces are text, for
-# example in \\boxed{}.
+# Matches two things: {name}, which is a field, and "{{" before a name, which is an escaped brace.
+# All other braces are text, for example in \\boxed{}.
 FIELD = re.compile(r"\{\{(?=[A-Za-z_])|\{([A-Za-z_][\w.]*)\}")
 
 

@@ -21,7 +21,7 @@ from gspo_megatron.files import parse_json
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # codes of the integer types
-_CHECKED_TOKENS = 1 << 22  # at the beginning of a dataset
+_CHECKED_TOKENS = 1 << 22  # tokens that are checked, at the beginning of a dataset
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
     sizes = {key: tuple(map(len, files)) for key, files in loaded.items()}
     for held_out in {"data.eval_prompts"} & prompts.keys():
         # An evaluation uses the first `training.evaluation_prompts` prompts. Mix the files, so that
-        # each file has its share there.
+        # each file has its share of them.
         total = len(prompts[held_out])
         order = PromptLoader(sizes[held_out], total, seed=0, shuffle=False).next()
         prompts[held_out] = [prompts[held_out][number] for number in order]
@@ -143,8 +143,8 @@ class PromptForm:
 def prompt_forms(config: Config) -> dict[str, PromptForm]:
     """Return how to read the input files of each configuration key.
 
-    Keys that depend on an unknown value are left out. If the model's shape is unknown, which
-    `_load_tokenizer` reports, `max_tokens` is not positive."""
+    Keys that depend on an unknown value are left out. If the model's shape is unknown, `max_tokens`
+    is not positive, and `_load_tokenizer` reports why."""
     try:
         longest, length = config.max_prompt_tokens(), config.resolved_model().max_sequence_length
     except ConfigError:

@@ -158,7 +158,7 @@ class _FileOrder:
     def _epoch_order(self) -> np.ndarray:  # [size]
         if not self._shuffle:
             return np.arange(self.size)
-        # RandomState, because a run must resume in the same order with another NumPy version: its
-        # streams never change, those of Generator may.
+        # RandomState is used because its streams never change. So a run resumes in the same order
+        # with another NumPy version. The streams of Generator may change.
         words = [*self._words, self._epoch, *([self._number] if self._number else [])]
         return np.random.RandomState(words).permutation(self.size)

@@ -34,12 +34,13 @@ class PreferenceFields:
     prompt: str | None = None  # None: each response is a whole text or conversation
     chosen: str = "chosen"
     rejected: str = "rejected"
-    # A number: below 0 the response of field `chosen` is better, above 0 that of `rejected`; 0: a
-    # tie. None: the names say which is better.
+    # The field with a number that says which response is better. Below 0: that of the field
+    # `chosen`. Above 0: that of the field `rejected`. 0: a tie. None: the names of the fields say
+    # it.
     strength: str | None = None
-    scores: tuple[str, str] | None = None  # of chosen and rejected; equal ones are a tie
+    scores: tuple[str, str] | None = None  # fields with the scores of both; equal scores: a tie
     response: str = "response"
-    rating: str | None = None  # a row has one response and a rating; then there is no pair
+    rating: str | None = None  # if set, a row has one response with a rating, not a pair
     margin: str | None = None
     source: str | None = None
     transcripts: bool = False  # responses are transcripts of "Human:" and "Assistant:" turns
@@ -154,12 +155,13 @@ def _source(row: Mapping[str, Any], fields: PreferenceFields) -> str:
     value = _get(row, fields.source, fields)
     if (fault := text_fault(value)) is not None:
         raise ValueError(f"field {fields.source!r} {fault}")
-    # part of the names of metrics
+    # the source becomes a part of the names of metrics
     return re.sub(r"[^\w.-]+", "_", value).strip("_") or "_"
 
 
 def _several(value: Any) -> list[Any]:
-    """A rejected response, or an array of several. Messages are an array of objects."""
+    """Return the rejected responses as a list. `value` may be one response or an array of several.
+    An array of objects is one response, given as messages."""
     is_array = isinstance(value, list) and not any(isinstance(each, dict) for each in value)
     return value if is_array else [value]
 

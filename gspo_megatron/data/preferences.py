@@ -34,17 +34,17 @@ MOST_SOURCES = 64  # each gets metrics of its own in every evaluation
 @dataclass(frozen=True)
 class Preference:
     """A chosen response with the rejected ones, or one rated response. Each branch is a prompt with
-    a response; the first one is the chosen response."""
+    a response; the first branch has the chosen response."""
 
     token_ids: np.ndarray  # [tokens of all branches] int32, end to end
     lengths: np.ndarray  # [branches] int64
-    values: np.ndarray  # [rejected] float64: their margins; of a rated response [1]: its rating
+    values: np.ndarray  # [rejected] float64: margins; [1] for a rated response: its rating
     source: int  # the number of its source, see PreferenceData.sources
 
 
 @dataclass
 class PreferenceCounts:
-    """Numbers of pairs (or ratings) that were left out, and of odd texts."""
+    """The numbers of pairs (or ratings) that were left out, and of texts that need a warning."""
 
     too_long: int = 0
     ties: int = 0
@@ -103,12 +103,13 @@ def load_preferences(
     """Load the preferences of a JSON Lines or Parquet file in its order.
 
     `form` is the configuration; its `max_tokens` must be set. Messages go through the chat
-    template. A text is encoded as a prompt for a rollout, with the end-of-sequence token at its
-    end. With `regression` the rows are rated responses.
+    template. A text is encoded as for a rollout, and the end-of-sequence token is added at its end.
+    With `regression` the rows are rated responses.
 
-    A pair with a side of more tokens is left out and counted, and so are ties: responses of the
-    same tokens, or rows that say that none is better. Raises DataError with file and line of bad
-    rows, if the chat template is missing or unusable, and if no preference is left.
+    A pair is left out and counted if one side has more than `max_tokens` tokens. Ties are left out
+    and counted, too: responses with the same tokens, and rows that call neither response better.
+    Raises DataError with file and line of bad rows, if the chat template is missing or unusable,
+    and if no preference is left.
     """
     problems, counts = Problems(), PreferenceCounts()
     fields = fields_of(form, regression=regression)
@@ -194,7 +195,7 @@ class _Reader:
         return preference, read.source
 
     def _encode(self, where: str, whole: Whole) -> np.ndarray:
-        """Token ids of a prompt with a response."""
+        """Return the token ids of a prompt with a response."""
         if not isinstance(whole, Texts):
             self._check_template()
             rendered = self.tokenizer.render(whole)

@@ -234,8 +234,9 @@ def encode_prompts(
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt without messages.
 
-    If the tokenizer's models expect a beginning-of-sequence token, it goes first, exactly once even
-    if the text begins with it. Other text that spells a control token is encoded as plain text."""
+    If the tokenizer's models expect a beginning-of-sequence token, it goes first. It is there only
+    once, even if the text begins with it. Other text that spells a control token is encoded as
+    plain text."""
     if tokenizer.bos_id is None:
         return tokenizer.encode(text)
     return [tokenizer.bos_id, *tokenizer.encode(text.removeprefix(tokenizer.bos_text))]
@@ -287,8 +288,8 @@ class QuotedControls:
 
 @dataclass
 class UnknownCharacters:
-    """Counts the texts of a file with characters that the tokenizer does not know. It replaces all
-    of them by the same token."""
+    """Counts the texts of a file with characters that the tokenizer does not know. The tokenizer
+    replaces all of them by the same token."""
 
     count: int = 0  # number of texts
     source: str = ""  # "file:line" of the first one

@@ -1,4 +1,4 @@
-"""Finds which characters of a rendered conversation are data, and which control tokens are not.
+"""Finds which characters of a rendered conversation are data, and which come from its template.
 
 A user, a tool or a response may quote the marks of a chat template ("<|im_end|>"). Such a quotation
 is text: only marks that the template itself writes become control tokens. To tell them apart, the
@@ -61,7 +61,7 @@ class Controls:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # never
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # matches nothing
 
     def among(self, ids: Iterable[int]) -> bool:
         """Whether `ids` contain a control token other than `unknown`."""
@@ -131,12 +131,12 @@ def trace(
 ) -> Traced:
     """Render a conversation and find which characters of the text are data.
 
-    Most templates only copy the data. For them, rendering with all characters of the data replaced
-    shows exactly which output is data. Other templates inspect the data (trim it, search it for
-    "</think>", write it as JSON). For them, the characters that they may look for are not replaced,
-    unless they belong to a quoted control token. If the output still differs, the template reacts
-    to the quotation. The result is then the output without the quotation's effect, and the
-    quotation is text in it.
+    Most templates only copy the data. For such a template, a rendering in which all characters of
+    the data are replaced shows exactly which output is data. Other templates inspect the data (trim
+    it, search it for "</think>", write it as JSON). For those, characters that the template may
+    look for are not replaced, unless they belong to a quoted control token. If the output still
+    differs, the template reacts to the quotation. Then the result is the output without the
+    quotation's effect, in which the quotation is text.
 
     Raises the error of `render` if it refuses the unchanged messages.
     """
@@ -173,8 +173,8 @@ def trace(
             if (safe.text, safe.answers) == (text, answers):
                 return safe
     found = traced_with(shade_quotations)
-    # Only the quotations were replaced here. Other data could have become a mark (if the template
-    # writes lower case, for example). If so, use the text of the safer rendering.
+    # Only the quotations were replaced here. Other data could have become a mark (for example, if
+    # the template turns data into lower case). If so, use the text of the safer rendering.
     of_data = set("".join(texts).casefold())
     more = Counter(controls.of(found)) - Counter(controls.of(safe) if safe is not None else ())
     if any(of_data >= set(name.casefold()) for name in more):
@@ -188,8 +188,8 @@ class _Exchange:
     """Maps each character of a conversation to a private-use character, and back.
 
     The map keeps the order of characters, so that sorted data stays sorted. Most data is Latin-1.
-    For it, codecs do the same as `str.translate` many times faster; `translate` would take most of
-    the time of a render.
+    For Latin-1, codecs do the same as `str.translate` many times faster; `translate` would take
+    most of the time of a render.
     """
 
     def __init__(self, letters: set[str]) -> None:
@@ -202,7 +202,7 @@ class _Exchange:
             self._table = dict(zip(sorted(n for n in numbers if n not in _PRIVATE), free))
 
     def strange(self, text: str, most: bool = False) -> str:
-        """Replace all characters; with `most`, not those that templates trim or escape."""
+        """Replace all characters. With `most`, keep those that templates trim or escape."""
         if self._is_shifted:
             with contextlib.suppress(UnicodeEncodeError):
                 table = _MOST_SHIFTED if most else _SHIFTED
@@ -239,7 +239,8 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """Return what a template may look for in its data.
 
-    These are its words, among them all keys that it reads, and a pattern of its string constants.
+    Returns the words of the template, among them all keys that it reads, and a pattern that matches
+    its string constants.
     """
     from jinja2 import Environment, nodes
 
@@ -266,7 +267,7 @@ def _is_clear(key: object, words: frozenset[str]) -> bool:
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """Yield the texts of a JSON value, with keys that are not in `words`."""
+    """Yield the texts of a JSON value, and those of its keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

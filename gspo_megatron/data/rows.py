@@ -184,8 +184,8 @@ def _top(name: str) -> str:
 
 
 def text_fault(value: object) -> str | None:
-    """Return why a value is not a string of valid Unicode, or None. The text follows the field's
-    name."""
+    """Return why a value is not a string of valid Unicode, or None. In a message, the returned text
+    follows the field's name."""
     if not isinstance(value, str):
         return f"is {json_type(value)}; a string is wanted"
     try:
@@ -196,8 +196,8 @@ def text_fault(value: object) -> str | None:
 
 
 def json_fault(value: object) -> str | None:
-    """Return why JSON has no such value (such as a date in Parquet), or None. The text follows the
-    field's name."""
+    """Return why JSON has no such value (such as a date in Parquet), or None. In a message, the
+    returned text follows the field's name."""
     if isinstance(value, str):
         return text_fault(value)
     if isinstance(value, (list, dict)):

@@ -1,8 +1,9 @@
-"""What a run knows about its prompts, and the choice of the next ones by it.
+"""The figures that a run has about its prompts, and the choice of the next prompts by these
+figures.
 
 Each group of responses is a record of draws.jsonl. The figures of a prompt are a sum over these
-records, so they are the same after a resume: the file is cut at the resumed step. A prompt is known
-by its contents, so its figures stay when files grow or change their order.
+records, so they are the same after a resume: the file is cut at the resumed step. A prompt is
+identified by its contents, so its figures stay when files grow or change their order.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ def identity(prompt: Prompt) -> str:
 class PromptFigures:
     """The figures of one prompt."""
 
-    draws: int = 0  # number of groups
-    responses: int = 0  # with a reward
-    solved: int = 0  # of them
-    reward: float = 0.0  # sum
+    draws: int = 0  # number of groups of responses
+    responses: int = 0  # number of responses with a reward
+    solved: int = 0  # number of these responses that are solved
+    reward: float = 0.0  # sum over these responses
     length: float = 0.0  # sum over draws of the mean length in tokens
     last_step: int = 0
     last_rate: float = math.nan  # pass rate of the last draw; NaN: none yet
-    in_a_row: int = 0  # last draws whose responses were all solved
+    in_a_row: int = 0  # number of last draws in a row with all responses solved
 
     def add(self, record: Record) -> None:
         """Add a group. A group without rewards changes no rate."""
@@ -75,9 +76,10 @@ def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
 class PromptSelection:
     """Chooses the prompts of a step by pass rates. It takes the place of `PromptLoader`.
 
-    A choice depends only on seed, number of the draw, and the figures over all steps up to
-    `step - 1 - staleness`. These steps are finished whenever the draw may begin, so draws ahead of
-    their step are the same whenever they are made. All ranks get the same prompts.
+    A choice depends only on the seed, the number of the draw, and the figures over all steps up to
+    `step - 1 - staleness`. These steps are always finished when the draw may begin. So a draw that
+    is made ahead of its step has the same prompts, whenever it is made. All ranks get the same
+    prompts.
     """
 
     def __init__(
@@ -91,13 +93,14 @@ class PromptSelection:
         staleness: int = 0,
         records: Iterable[Record] = (),
     ) -> None:
-        """prompts: identities, by row; step: the next one; records: of the steps before it."""
+        """prompts: the identity of each row; step: the next step; records: those of earlier
+        steps."""
         self.section, self._prompts_per_step, self._seed = section, prompts_per_step, seed
         self._prompts, self._staleness = prompts, staleness
         self._step = self._draw = step  # a run that went back has more draws than steps
         self._drawn: dict[int, list[int]] = {}  # rows of the last draws and of those ahead
-        self._refills = 0  # of the last draw
-        self._waiting = deque(records)  # later than the figures
+        self._refills = 0  # number of refills of the last draw
+        self._waiting = deque(records)  # records that are not in the figures yet
         self._figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
         self._rows: dict[str, list[int]] = defaultdict(list)
         for row, name in enumerate(prompts):
@@ -125,8 +128,9 @@ class PromptSelection:
         return [self._rows_of(self._draw + ahead) for ahead in range(steps)]
 
     def refill(self, taken: Iterable[int]) -> list[int]:
-        """Return the rows of further prompts for the step of the last `next`. They differ from the
-        step's rows so far, `taken`, and depend on all steps before it."""
+        """Return the rows of further prompts for the step of the last `next`. They differ from
+        `taken`, the step's rows so far. They are chosen by the figures of all steps before this
+        one."""
         self._refills += 1
         self._fold(self._step - 2)
         return self._choose(self._draw - 1, self._refills, {*taken})
@@ -155,8 +159,8 @@ class PromptSelection:
     # The choice
 
     def explored(self, draw: int | None = None) -> int:
-        """Return how many prompts of a draw, the first ones, were chosen at random. None: of the
-        last draw."""
+        """Return how many prompts of a draw were chosen at random. They are the first prompts of
+        the draw. draw: None for the last one."""
         draw = self._draw - 1 if draw is None else draw
         before, after = (
             math.floor(number * self._prompts_per_step * self.section.floor)
@@ -178,14 +182,15 @@ class PromptSelection:
         if draw not in self._drawn:
             step = self._step + draw - self._draw
             self._fold(step - 1 - self._staleness)
-            # Their results are not known yet.
+            # The results of these draws are not known yet.
             recent = range(draw - self._staleness, draw)
             under_way = {row for each in recent for row in self._drawn.get(each, ())}
             self._drawn[draw] = self._choose(draw, 0, under_way, step)
         return self._drawn[draw]
 
     def _fold(self, limit: int) -> None:
-        """Bring the figures to those after step `limit`. It never falls from draw to draw."""
+        """Add the records up to step `limit` to the figures. `limit` never falls from draw to
+        draw."""
         while self._waiting and self._waiting[0]["step"] <= limit:
             record = self._waiting.popleft()
             name = record["prompt"]
@@ -197,8 +202,8 @@ class PromptSelection:
             self._in_a_row[rows] = figures.in_a_row
 
     def _kinds(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which prompts are retired at a step, and which are in the band, [prompts] bool.
-        New ones and those to be revived count as in the band."""
+        """Return which prompts are retired at a step, and which are in the band of pass rates,
+        [prompts] bool each. New prompts and prompts to be revived count as in the band."""
         section, size = self.section, len(self._prompts)
         solved = np.zeros(size, bool)
         if section.retire_after is not None:
@@ -215,8 +220,10 @@ class PromptSelection:
     ) -> list[int]:
         """Choose the prompts of one request (0: the first of its step).
 
-        In this order, until there are enough: a share at random; the band, the longest not drawn
-        first; the others at random; the retired. Then those `avoided`, and at last any twice.
+        Prompts are taken in this order until there are enough: first a share at random, without
+        retired prompts; then the prompts of the band, beginning with those that were drawn longest
+        ago; then the other prompts at random; then the retired prompts. The rows in `avoided`
+        follow only if these are too few. If all rows are too few, rows are taken twice.
         """
         words = [self._seed % 2**32, self._seed // 2**32, draw, request]
         # RandomState: its streams are the same in all versions of NumPy.

@@ -7,7 +7,8 @@
     mixed     reversal and addition, 3 to 1
 
 One character is one token. `python -m gspo_megatron.data.toy -o DIR` writes a data set and its
-tokenizer. With --documents it writes no tokenizer, but text for pre-training and for training one.
+tokenizer. With --documents it writes text instead of the tokenizer: for pre-training, and for
+training a tokenizer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. The first constant is the share of
 # additions in the supervised rows of `mixed`. With it, 30 to 40% of the answers to both tasks are
 # right at the start of RL. The second is for models that were pre-trained on text about these rows:
-# they can add already, and with few strings in the rows they know few strings by heart.
+# such models can add already, and with few letter strings in the rows they know few by heart.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
@@ -98,7 +99,7 @@ def supervised_rows(
     """Return the training rows for supervised fine-tuning, in their order.
 
     These are all additions and the first rows of the other tasks, so that additions have the given
-    share. Without additions, all rows."""
+    share. If there are no additions, these are all rows."""
     others = [row for row in train_rows if row["task"] != "addition"]
     additions = len(train_rows) - len(others)
     if not additions:

@@ -17,8 +17,9 @@ _LINES_SHOWN = 16  # of the list of all ranks' problems
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Call `work` on rank 0. Every rank returns its result or raises its UserError. The error's
-    class is the same on all ranks, because they must agree on what follows, such as saving the run.
+    """Call `work` on rank 0. Every rank returns the result of `work` or raises its UserError. The
+    error's class is the same on all ranks, because they must agree on what follows, such as saving
+    the run.
 
     An OSError that names a file becomes a UserError, so that all ranks end with it. Any other error
     is raised on rank 0 alone. The other ranks wait here until the launcher ends them.

@@ -1,4 +1,4 @@
-"""Which device and collective backend this process uses, and its random seeds."""
+"""Chooses the device and the collective backend of this process, and seeds its generators."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ def install() -> None:
     _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
     _build_delta_nets_without_kernels()
-    # If Transformer Engine is missing, 0.16 imports mocks, takes it for installed, and then uses a
-    # mock in isinstance().
+    # If Transformer Engine is missing, Megatron-Core 0.16 imports mocks and takes it for installed.
+    # Then it fails, because it uses a mock in isinstance().
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    # With moe_router_dtype, 0.16 reads a name that it defines only with Transformer Engine. None
-    # means that Transformer Engine is not installed.
+    # With moe_router_dtype, Megatron-Core 0.16 reads a name that it defines only with Transformer
+    # Engine. None means that Transformer Engine is not installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -57,9 +57,10 @@ def _count_no_tokens_as_one() -> None:
 def _apply_z_loss(
     self: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the z loss as its mean over all real tokens. Stock takes the mean over the real tokens of
-    each shard (TP under sequence parallelism, CP), and then the mean of these means. With padding
-    the shards have different numbers of real tokens, so that is not the mean over all tokens."""
+    """Add the z loss as its mean over all real tokens. Stock Megatron-Core takes the mean over the
+    real tokens of each shard (TP under sequence parallelism, CP), and then the mean of these means.
+    With padding the shards have different numbers of real tokens, so that is not the mean over all
+    tokens."""
     coefficient = self.config.moe_z_loss_coeff
     if coefficient is None or not self.training or not torch.is_grad_enabled():
         return logits
@@ -78,10 +79,10 @@ def _carry_context_into_recompute() -> None:
     """Run recomputation with the context variables of the forward pass.
 
     A checkpointed function runs again in the backward pass, between other micro-batches, and for
-    GPUs in another thread. In stock its context variables are then not those of its forward pass,
-    and routing.hooks would not know which micro-batch's experts to replay. (Megatron-Core's own
-    RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core recomputes by
-    Transformer Engine, which has the same defect."""
+    GPUs in another thread. In stock Megatron-Core, the context variables are then not those of its
+    forward pass, and routing.hooks would not know which micro-batch's experts to replay.
+    (Megatron-Core's own RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core
+    recomputes by Transformer Engine, which has the same defect."""
     native = CheckpointFunction.forward
 
     @functools.wraps(native)
@@ -106,13 +107,14 @@ def _carry_context_into_recompute() -> None:
 
 
 def _in_present_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function bound to the present context variables, whenever it is called."""
+    """Return a function that calls `function` with the context variables of this moment."""
     return functools.partial(contextvars.copy_context().run, function)
 
 
 def _count_real_tokens_of_experts() -> None:
-    """Let a router with expert biases count the real tokens of each expert. Stock combines the
-    padding mask [tokens] with the routing map [tokens, experts]. These shapes do not broadcast."""
+    """Let a router with expert biases count the real tokens of each expert. Stock Megatron-Core
+    combines the padding mask [tokens] with the routing map [tokens, experts]. These shapes do not
+    broadcast."""
     native = TopKRouter._apply_expert_bias
 
     @functools.wraps(native)
@@ -152,9 +154,9 @@ def _count_tokens_of_experts_exactly() -> None:
 
 
 def _split_empty_extra_state() -> None:
-    """Let grouped linear layers split an empty extra state. Recipes without state (blockwise,
-    MXFP8) have one since Transformer Engine 2.16. sharded_state_dict of 0.16 looks for each
-    expert's part in it, and fails."""
+    """Let grouped linear layers split an empty extra state. Since Transformer Engine 2.16, recipes
+    without state (blockwise, MXFP8) have an empty extra state. sharded_state_dict of Megatron-Core
+    0.16 looks for each expert's part in it, and fails."""
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)
     if not hasattr(grouped, "_split_extra_state"):
         return
@@ -186,8 +188,8 @@ def _delta_nets() -> Any:
 
 
 def _build_delta_nets_without_kernels() -> None:
-    """Let GatedDeltaNet be built without the package fla. Stock refuses that, although its
-    parameters do not need fla; models.delta_net computes without it."""
+    """Let GatedDeltaNet be built without the package fla. Stock Megatron-Core refuses that,
+    although the parameters do not need fla. models.delta_net computes without fla."""
     _delta_nets().HAVE_FLA = True
 
 

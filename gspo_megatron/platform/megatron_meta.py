@@ -1,10 +1,11 @@
-"""Runs one rank of any layout in a single process, for its shapes and bytes. This takes no memory
-for the model, and no other ranks.
+"""Runs one rank of any layout in a single process, to find its shapes and bytes. This takes no
+memory for the model, and no other ranks.
 
 The unchanged package builds and runs the rank's part of the model on torch's meta device, over fake
-process groups. Two things need more than shapes. Some values decide shapes: the number of tokens of
-each expert, which is here the same for all. And the reference formula of attention would keep
-tensors that no fused kernel keeps.
+process groups. Two things need more than shapes. First, some values decide shapes: the number of
+tokens of each expert. Here it is the same for all experts. Second, the reference formula of
+attention would keep tensors that no fused kernel keeps. Here attention keeps what a fused kernel
+keeps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
     Megatron-Core then allocates on the meta device. Yields a record of collectives and memory.
     torch.distributed must not be initialised.
     """
-    # registers the backend `fake`
+    # this import registers the backend `fake`
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "this process is a rank of a real world already"
@@ -65,7 +66,8 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
 
     record = "save_to_aux_losses_tracker"
     record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
-    # Each init_process_group makes torch put the rank once more before every line of a traceback.
+    # After each init_process_group, torch puts the rank once more before every line of a traceback.
+    # So the hook that does this is removed at the end.
     with patch.object(sys, "excepthook", sys.excepthook):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -74,7 +76,7 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
             patch.object(mappings, "_gather_along_first_dim", gather),
             patch.object(dist, "all_gather_object", gather_objects),
             patch.object(router, record, no_record),
-            # a class attribute, on the device of the first backward pass
+            # a class attribute, which lies on the device of the first backward pass
             patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", None),
             Trace() as trace,
         ):
@@ -110,9 +112,9 @@ def _make(result: _Result) -> Any:
 
 
 class MetaResults:
-    """Runs operations on meta tensors, and caches them by the shapes and values of their inputs.
-    torch computes the shape of most results in Python, which takes up to a millisecond. A dry run
-    does the same few hundred operations on the same shapes in every layer.
+    """Runs operations on meta tensors, and caches the results by the shapes and values of the
+    inputs. torch computes the shape of most results in Python, which takes up to a millisecond. A
+    dry run does the same few hundred operations on the same shapes in every layer.
 
     An operation is cached only if it writes nothing, takes only meta tensors, and returns new,
     dense meta tensors.
@@ -171,8 +173,8 @@ def _remembered(result: Any, inputs: Any) -> _Result | None:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call, its ranks, and the bytes of the whole message: the output of a gather, the input of
-    a scatter."""
+    """One collective call: its ranks, and the bytes of the whole message. The whole message is the
+    output of a gather, and the input of a scatter."""
 
     kind: str  # all_reduce | all_gather | reduce_scatter | all_to_all | broadcast | other
     ranks: tuple[int, ...]
@@ -180,7 +182,7 @@ class Collective:
 
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-# these return only a Work
+# these collectives return only a Work object
 _WORK_ALONE = ("alltoall_base_", "barrier", "send", "recv_", "gather_", "reduce_")
 
 
@@ -210,8 +212,8 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, or torch would wrap the method and load its compiler. That takes a second,
-        and microseconds at every operation."""
+        """Return False. Otherwise torch would wrap the method and load torch's compiler. That takes
+        a second, and then microseconds at every operation."""
         return False
 
     def start_peak(self) -> int:

@@ -21,8 +21,8 @@ from gspo_megatron.platform.devices import count_values
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-# Bins of the log ratio: logarithmic from 1e-9 to 40 on both sides of 0, and one bin for smaller
-# values. With 64 bins a decade, the deviation of a quantile from 1 has an error below 3.7%.
+# Bins of the log ratio: logarithmic from 1e-9 to 40 on both sides of 0, and one bin for values
+# nearer to 0. With 64 bins a decade, the deviation of a quantile from 1 has an error below 3.7%.
 # Counts add up exactly over ranks.
 _SIZES = 10.0 ** torch.arange(-9.0, 1.602, 1 / 64, dtype=torch.float64)
 _EDGES = torch.cat([-_SIZES.flip(0), _SIZES])
@@ -77,7 +77,8 @@ class StepMetrics:
         )
         if ratios.numel() == 0:
             return
-        # A NaN ends the run at the gradient norm. An error of the bins must not come before that.
+        # A NaN ends the run when the gradient norm is checked. The bins must not raise an error
+        # before.
         logs = ratios.double().log().nan_to_num(nan=0.0)
         bins = torch.bucketize(logs, self._edges)
         sketch += count_values(bins, len(sketch))
@@ -169,9 +170,9 @@ def mismatch_metrics(
     """Measure the difference between the trainer's log-probs and those of the rollout engine, both
     [tokens], with the same weights.
 
-    D = log pi_train - log pi_rollout over masked tokens. Returns pairs [sum, count] for mean |D|,
-    k1 = mean(-D), k3 = mean(e^D - 1 - D) and the share with |D| > ln 2, and the largest |D| (a
-    scalar, 0 without tokens).
+    D = log pi_train - log pi_rollout over the tokens with mask 1. Returns pairs [sum, count] for
+    mean |D|, k1 = mean(-D), k3 = mean(e^D - 1 - D) and the share with |D| > ln 2. Also returns the
+    largest |D| (a scalar, 0 without tokens).
     """
     difference = (trained_logprobs.double() - rollout_logprobs.double())[mask > 0]
     count = difference.new_full((), difference.numel())  # float64, on the device

@@ -99,8 +99,9 @@ class StopSignals:
 
     @contextlib.contextmanager
     def at_interrupt(self, *, tells: bool) -> Generator[None]:
-        """Let Ctrl-C request the stop too, while the context lasts. Before the run has begun to
-        train there is nothing to save. `tells`: whether this process prints a line about it."""
+        """Let Ctrl-C request the stop too, while the context lasts. The context begins with the
+        training, because before it there is nothing to save. `tells`: whether this process prints a
+        line about it."""
         if not self._enabled:
             yield
             return

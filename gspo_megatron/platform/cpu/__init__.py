@@ -1,1 +1,1 @@
-"""Megatron-Core on a CPU: what it needs there, and what only makes it faster."""
+"""Changes for Megatron-Core on a CPU: those that it needs, and those that only make it faster."""

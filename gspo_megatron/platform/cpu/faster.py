@@ -1,9 +1,9 @@
 """Makes Megatron-Core faster on a CPU. No result depends on this, except for rounding.
 
-The substitutes of `needed` are necessary. Those here, in `host_collectives` and in `windows` only
-save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off. Sums then run in
-another order, and results agree within rounding (tests/parallel/test_cpu_faster.py). `models` has
-functions of its own for CPUs, which check `applies_to`. With CUDA nothing is replaced.
+The substitutes in `needed` are necessary. The substitutes in this file, in `host_collectives` and
+in `windows` only save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off. Sums
+then run in another order, and results agree within rounding (tests/parallel/test_cpu_faster.py).
+`models` has functions of its own for CPUs, which check `applies_to`. With CUDA nothing is replaced.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MALLOC_OPTIONS = {
 
 
 def applies_to(tensor: torch.Tensor) -> bool:
-    """Return True if a function for CPUs is to compute with `tensor`."""
+    """Return whether a function for CPUs shall compute with `tensor`."""
     return IS_ON and tensor.is_cpu
 
 
 def prepare_torch() -> None:
-    """Replace the functions of torch that Megatron-Core uses. This comes before its import, because
-    some of its modules keep collectives under names of their own."""
+    """Replace the functions of torch that Megatron-Core uses. This must come before Megatron-Core
+    is imported, because some of its modules keep collectives under names of their own."""
     if IS_ON and is_needed():
         _keep_freed_memory()
         for name, own in COLLECTIVES.items():
@@ -123,8 +123,8 @@ def _unless_sorted(native: Any) -> Any:
 
 
 def _unless_alone(native: Any) -> Any:
-    """Skip the all-to-all in a group of one rank. Stock runs an autograd function for it three
-    times a layer, and each takes 10 to 20 microseconds a pass."""
+    """Skip the all-to-all in a group of one rank. Stock Megatron-Core runs an autograd function for
+    it three times in each layer, and each takes 10 to 20 microseconds a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -135,8 +135,8 @@ def _unless_alone(native: Any) -> Any:
 
 def _turned_at_once(native: Any) -> Any:
     """Replace the rotary embedding of packed sequences. In every layer, for queries and for keys,
-    stock slices the angles of each sequence again. Here a micro-batch has tables of them, which are
-    stored as an attribute of `cu_seqlens`."""
+    stock Megatron-Core slices the angles of each sequence again. Here the tables of angles are made
+    once for a micro-batch, and stored as an attribute of `cu_seqlens`."""
 
     @functools.wraps(native)
     def turn(

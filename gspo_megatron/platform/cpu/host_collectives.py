@@ -54,7 +54,7 @@ def substitute(native: Collective, own: Collective) -> Collective:
         values = signature.bind(*args, **named).arguments
         in_background = values.pop("async_op", False)
         group = values.pop("group", None) or dist.group.WORLD
-        # All ranks of the group decide the same. Tensors are contiguous, as gloo needs them, or
+        # All ranks of the group decide the same. Tensors must be contiguous, as for gloo. Otherwise
         # their rank ends with an error.
         is_ours = (
             isinstance(group, dist.ProcessGroup)  # else this rank is not in the group

@@ -1,4 +1,4 @@
-"""What stock Megatron-Core needs to run on a machine without CUDA; nothing here is about speed.
+"""Substitutes that stock Megatron-Core needs to run without CUDA. Nothing here is about speed.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
 dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
@@ -23,8 +23,9 @@ CPU = torch.device("cpu")
 # Factories that megatron.core calls with device='cuda' or torch.cuda.current_device().
 FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
-# Megatron-Core uses their kernels whenever it can import them. They may be installed on a machine
-# without a GPU, or with a GPU hidden for a dry run, where the kernels cannot compute.
+# Megatron-Core uses the kernels of these packages whenever it can import them. The packages may be
+# installed on a machine without a GPU, or with a GPU that is hidden for a dry run. There the
+# kernels cannot compute.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 
@@ -173,7 +174,8 @@ def _adapt_megatron() -> None:
     native_move = moe_utils.maybe_move_tensor_to_cpu
 
     def move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # stock returns CPU tensors unchanged, but all_to_all_single needs a list of ints
+        # stock Megatron-Core returns CPU tensors unchanged, but all_to_all_single needs a list of
+        # ints
         if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:
             return Splits(tensor.tolist())
         return native_move(tensor, as_numpy=as_numpy, record_stream=record_stream)

@@ -28,7 +28,7 @@ from torch import Tensor
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
-PIECE_BYTES = 2**20  # what each rank writes in a turn, for each rank that reads
+PIECE_BYTES = 2**20  # that each rank writes in a turn for each rank that reads
 MOST_BYTES = 32 * 2**20  # the largest window
 _PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
 _FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
@@ -67,8 +67,8 @@ class Window:
 
     def meet(self, purpose: int) -> None:
         """Wait for all ranks of the group, which must come for the same purpose. Raises
-        RuntimeError if a rank comes for another one, has ended, or does not come within the group's
-        time limit."""
+        RuntimeError if a rank comes for another purpose, has ended, or does not come within the
+        group's time limit."""
         self.meetings += 1
         # Two words in turn: no rank writes the same word again before all have come to the next
         # meeting.
@@ -127,7 +127,8 @@ def turns(
     group: dist.ProcessGroup, work: str, count: int, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Tensor, Callable[[], None]]]:
     """Cut `count` elements into pieces that fit into the window. For each piece, yield its slice,
-    the memory for it [ranks, rows, elements of the piece], and the function to meet by.
+    the memory for it [ranks, rows, elements of the piece], and the function with which the ranks
+    meet.
 
     In each turn every rank writes to its place, all meet, and each reads what the others wrote. A
     half is written again two turns later. By then all ranks have met once more, so all have read
