@@ -1,5 +1,5 @@
-"""Frozen weights that take the policy's place for a pass: the reference policy of a KL divergence,
-which RL started from, and a teacher of the policy's shape."""
+"""Frozen weights that replace the policy's weights for a forward pass. They are the reference
+policy of a KL divergence (the policy at the start of RL), or a teacher of the policy's shape."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ReferencePolicy:
     """A copy of the policy's present weights, which replaces them for a forward pass.
 
     There is no second model, because Megatron-Core keeps parts of a model in process-wide lists
-    (the routers' replay). Weights are exchanged one by one, so there is a third copy of one at a
-    time.
+    (the routers' replay). Weights are exchanged one by one, so only one weight at a time has a
+    third copy.
 
     With LoRA there is no copy of the frozen weights. The reference is the policy without its
     adapters. If RL began with loaded adapters, it is the policy with a copy of these.
