@@ -64,9 +64,9 @@ def estimate_layout(
 
     config: has passed `check_config` at this world size.
     longest: see `workload`.
-    limit: bytes. With it, only the first, second and last stage are built: the others hold fewer
-    micro-batches than the second. Stages after a rank that needs more are skipped.
-    runs: a cache of runs, shared between layouts.
+    limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
+    because the others hold fewer micro-batches in flight than the second. After a stage that needs
+    more than `limit`, the rest is skipped. runs: a cache of runs, shared between layouts.
 
     Raises UserError if Megatron-Core cannot build the model.
     """

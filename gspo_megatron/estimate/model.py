@@ -41,7 +41,8 @@ class RankModel:
 
     @property
     def stage(self) -> int:
-        """The rank's pipeline stage. In Megatron-Core's order of ranks it changes slowest."""
+        """The rank's pipeline stage. In Megatron-Core's order of ranks, the stage changes
+        slowest."""
         return self.rank * self.parallel.pipeline_model_parallel_size // self.parallel.world_size
 
 

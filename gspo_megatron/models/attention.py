@@ -81,8 +81,8 @@ class KeyValueCache:
         self, frequencies: Tensor, rows: int, max_length: int, factor: float = 1.0
     ) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
-        factor: YaRN multiplies cos and sin of the angles by it; rows, max_length: the numbers of
-        sequences and positions to allocate."""
+        factor: YaRN multiplies cos and sin of the angles by it;
+        rows, max_length: the numbers of sequences and positions to allocate."""
         self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos() * factor, frequencies.sin() * factor
         self._num_rows, self._max_length = rows, max_length
