@@ -66,7 +66,8 @@ def estimate_layout(
     longest: see `workload`.
     limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
     because the others hold fewer micro-batches in flight than the second. After a stage that needs
-    more than `limit`, the rest is skipped. runs: a cache of runs, shared between layouts.
+    more than `limit`, the rest is skipped.
+    runs: a cache of runs, shared between layouts.
 
     Raises UserError if Megatron-Core cannot build the model.
     """

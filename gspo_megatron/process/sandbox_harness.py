@@ -120,8 +120,9 @@ def _limit(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: the program owns its /dev/stdin
-    # Leave the run's keyring for a new one. A kernel without keyrings refuses this.
+        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, so that the program owns its /dev/stdin
+    # Leave the run's keyring and join a new one. A kernel without keyrings refuses this, without
+    # harm.
     join = [ctypes.c_long(number) for number in (settings["keyctl"], 1, 0, 0, 0, 0)]
     libc.syscall(*join)
     for name, limits in settings["limits"].items():
