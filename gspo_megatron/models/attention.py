@@ -69,9 +69,9 @@ class KeyValueCache:
 
     The sequences of a batch differ in length: each has its own position, and a query sees the keys
     up to its position. Prompts are computed apart from the batch (`start_prefill`), padded on the
-    right, and then copied to rows of the batch (`place`), where they take the place of whatever was
-    there. Keys of padding and of an earlier sequence lie after the row's position, so no query sees
-    them. New tokens overwrite them.
+    right, and then copied to rows of the batch (`place`), where they overwrite earlier sequences.
+    Keys of padding and of an earlier sequence lie after the row's position, so no query sees them.
+    New tokens overwrite them.
 
     A layer with a window keeps only `window` keys. The key of position p is in place p % window,
     where it overwrites the key of position p - window, which no later query sees.
@@ -88,11 +88,11 @@ class KeyValueCache:
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._recurrent: set[int] = set()  # delta nets: layers whose states do not grow
-        self._windows: dict[int, int | None] = {}  # by layer
+        self._windows: dict[int, int | None] = {}  # layer number -> its window
         self._prompts: PromptStates | None = None
         self._lengths: Tensor | None = None  # lengths of the prompts, [prompts]
         self._positions = torch.zeros(0, dtype=torch.long)  # [sequences]: of the new tokens
-        # the results of `_slots_of`, by the numbers of heads and places
+        # results of `_slots_of`, by its arguments
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._parts: list[RowGroup] = []
 
@@ -336,7 +336,7 @@ def window_and_sinks(attention: SelfAttention) -> tuple[int | None, Tensor | Non
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
     """Return the rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. A rank gets all
     of them, also under context parallelism."""
-    # the model has the angles; with latent attention each layer has them
+    # the model computes the angles, but each layer does with latent attention
     owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
     rotary: Any = next(owners).rotary_pos_emb
     # packed_seq=True: the angles of all positions

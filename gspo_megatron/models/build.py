@@ -1,4 +1,4 @@
-"""Build this rank's part of the policy, wrapped in Megatron's DDP, and its optimizer."""
+"""Builds this rank's part of the policy, wrapped in Megatron's DDP, and frozen models beside it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Megatron-Core's local DotProductAttention supports neither packed (THD) sequence
 parallelism. This module supports both, with the tensor layouts that Megatron-Core passes to
 Transformer Engine.
 
-A layer may have a sliding window: a query sees only its own key and the few keys before it. A layer
-may also have sinks: the softmax of each head has one more logit, which is learned and belongs to no
-key and no value. So the weights of the keys add up to less than one.
+A layer may have a sliding window: a query sees only its own key and a fixed number of keys before
+it. A layer may also have sinks: the softmax of each head has one more logit, which is learned and
+belongs to no key and no value. So the weights of the keys add up to less than one.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def attend_causally(
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention that needs a mask (a window, or queries at other positions than the keys), one tile
-    of the queries at a time.
+    """Computes attention that needs a mask, one tile of the queries at a time. A mask is needed for
+    a window, and for queries at other positions than the keys.
 
     Only the small masks of the tiles exist, never a mask of all queries and keys. The backward pass
     computes each tile again. A tile leaves out the keys that none of its queries sees.
@@ -388,7 +388,7 @@ def plan_of(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> Att
 def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:
     """Cut packed sequences into blocks of similar lengths, so that blocks hold little padding.
 
-    The shortest sequence of a block has at least half the length of the longest: at most half of
+    The shortest sequence of a block has at least half the length of the longest. So at most half of
     the rows are padding, and a hundred short responses take one call instead of a hundred.
     """
     boundaries = packed.cu_seqlens_q_padded

@@ -52,7 +52,7 @@ def initialize_weights(
         shape = list(shard.global_shape)
         if is_vocabulary(shard.name):
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
-        # the names of adapters are the same on both backends, for the same numbers
+        # an adapter needs the same name on both backends, so that it gets the same numbers
         name = native_name(shard.name) if is_adapter(shard.name) else shard.name
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -204,8 +204,8 @@ class VocabParallelLogProb(torch.autograd.Function):
 class GradientSums:
     """Sums the gradients of hidden states and weight over the tiles, each only if it is needed.
 
-    Products are summed in float32 or better; in low precision small ones would be lost. The
-    weight's gradient is summed for one block of columns at a time. So all tiles of a block of
+    Products are summed in float32 or better, because small products would be lost in low precision.
+    The weight's gradient is summed for one block of columns at a time. So all tiles of a block of
     columns must come before the next block.
     """
 
@@ -298,8 +298,9 @@ def locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 def to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Return hidden states and a factor: (hidden @ weight.t()) * factor are the logits, divided by
-    the temperature, in units of log 2. Hidden states in float32 or better are already multiplied by
-    the factor, because they have fewer elements than the logits. The returned factor is then 1."""
+    the temperature, in units of log 2. Hidden states in float32 or better are multiplied by the
+    factor already here, because they have fewer elements than the logits. The returned factor is
+    then 1."""
     factor = _LOG2_E / temperature
     return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
 

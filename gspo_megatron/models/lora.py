@@ -1,6 +1,6 @@
 """LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
 
-A layer that computes W x gives W x + scale * B (A x). A and B are cut as the layer is: a
+A layer that computes W x then computes W x + scale * B (A x). A and B are cut as the layer is: a
 column-parallel layer cuts B by rows, a row-parallel layer cuts A by columns. The other matrix is
 whole on every tensor-parallel rank. The ranks exchange only tensors [tokens, rank]. The class of a
 module decides how its adapter is cut, so a new kind of attention or MLP that is built of such
@@ -270,7 +270,7 @@ class ExpertsAdapter(Adapter):
     def __init__(self, lora: Lora) -> None:
         super().__init__(lora)
         self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # key: the weight's number
-        for number in self.parts:  # as in LinearAdapter
+        for number in self.parts:  # see LinearAdapter.order
             self.register_buffer(f"order{number}", None, persistent=False)
 
     def add(
@@ -413,7 +413,7 @@ def _linear_adapter(
 
 
 def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
-    """Keep `order` in the adapter, unless it is 0, 1, 2, .... order: see LinearAdapter, with -1 for
+    """Keep `order` in the adapter, unless it is the identity. order: see LinearAdapter, with -1 for
     rows without an adapter; used: the number of rows of the joined B matrices."""
     order[order < 0] = used
     if not torch.equal(order, torch.arange(len(order))):

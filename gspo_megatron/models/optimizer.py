@@ -138,8 +138,8 @@ def _finalize_gradients(
 
 
 def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Let torch's Adam update all parameters by one fused operation. On a CPU its default, which
-    Megatron-Core leaves on, loops over the parameters in Python."""
+    """Let torch's Adam update all parameters by one fused operation. With torch's default, which
+    Megatron-Core keeps, Adam loops over the parameters in Python on a CPU."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:

@@ -35,7 +35,7 @@ class BiasedSoftmaxRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class BiasedChoice:
-    """Takes the place of the stock router's RouterReplay, and calls the hook that replays experts
+    """Replaces the stock router's RouterReplay, and calls the hook that replays experts
     (routing/hooks.py), if there is one."""
 
     bias: Tensor  # [experts]

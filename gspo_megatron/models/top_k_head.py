@@ -97,8 +97,8 @@ class _Buckets(torch.autograd.Function):
                 sums[place, rows] = exponentials.sum(-1)
         maximum = row_maximum(maxima, process_group)  # [rows]
         rest = (sums * (maxima - maximum).exp2()).sum(0)
-        # [rows, 2 k + 1]; the last k count the ranks that own a candidate. Without an owner, its
-        # probability is 0.
+        # [rows, 2 k + 1]; the last k count the ranks that own a candidate. A candidate without an
+        # owner has the probability 0.
         parts = torch.cat([rest[:, None], found, owned.to(dtype)], 1)
         if process_group is not None:
             dist.all_reduce(parts, group=process_group)
@@ -125,7 +125,7 @@ class _Buckets(torch.autograd.Function):
         gradient[:, -1] *= has_rest
         total = gradient.sum(1, keepdim=True)
         of_candidates = gradient[:, :-1] - probabilities[:, :-1] * total  # [rows, k]
-        # d log rest / d logit of one of the rest is its share of the rest
+        # the derivative of log(rest) by the logit of a token in the rest is the token's share of it
         of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], times p
         row_blocks, column_blocks = ctx.tiles
         sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, None)
