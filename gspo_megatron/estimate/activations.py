@@ -1,4 +1,4 @@
-"""Measures the activations and collectives of one micro-batch by running it on meta."""
+"""Measures the activations and collectives of one micro-batch by running it on the meta device."""
 
 from __future__ import annotations
 

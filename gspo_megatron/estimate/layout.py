@@ -60,7 +60,7 @@ def estimate_layout(
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
-    """Build and run one rank of each pipeline stage on meta.
+    """Build and run one rank of each pipeline stage on the meta device.
 
     config: has passed `check_config` at this world size.
     longest: see `workload`.

@@ -44,12 +44,12 @@ class RankMemory:
 
     @property
     def training(self) -> int:
-        """Bytes of training, without the state."""
+        """Bytes of training, without weights, gradients and optimizer (`state`)."""
         return self.activations + self.workspace + self.replay
 
     @property
     def sampling(self) -> int:
-        """Bytes of a rollout, without the state."""
+        """Bytes of a rollout, without weights, gradients and optimizer (`state`)."""
         return self.kv_cache + self.rollout
 
     @property

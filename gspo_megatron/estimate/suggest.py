@@ -24,7 +24,7 @@ from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
-MOST_BUILT = 40  # the search builds and runs at most this many layouts on meta
+MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
 # With both flags, embedding and loss count as one layer each when stages get their layers.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (
@@ -78,8 +78,8 @@ def suggest(
     """Find the `count` cheapest layouts whose worst rank fits into `gpu_bytes`.
 
     counts: the model's number of parameters, and of active parameters. A formula for the traffic
-    sets the order in which candidates are tried. The traffic measured on meta sets the order of the
-    result.
+    sets the order in which candidates are tried. The traffic measured on the meta device sets the
+    order of the result.
     """
     room = gpu_bytes * (1 - HEADROOM)
     kept, output = _kept_activations(config, vocab_size, longest)

@@ -47,7 +47,7 @@ class Workload:
     def filled(self) -> float:
         """The tokens of a rank's sequences, as a share of the tokens of its micro-batches. Memory
         is estimated with full micro-batches, in which shorter sequences fill the room beside the
-        longest. A step has fewer tokens than that."""
+        longest. A step may have fewer tokens."""
         return min(1.0, self.of_rank * self.longest / (self.tokens * self.micro_batches))
 
 

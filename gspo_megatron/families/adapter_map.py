@@ -1,8 +1,9 @@
-"""The adapters of a model: which matrices have one, and their names here and in PEFT files.
+"""The adapters of a model: which matrices have one, and the names of adapters in this project and
+in PEFT files.
 
 An adapter is a pair of matrices beside a frozen one: A [rank, in] and B [out, rank]. Every matrix
 of the Hugging Face model has a pair of its own, even if Megatron-Core joins several matrices to one
-weight (q, k and v; gate and up). So a PEFT file holds exactly what is trained here.
+weight (q, k and v; gate and up). So a PEFT file holds exactly the matrices that are trained here.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of the Hugging Face model with an adapter."""
+    """A matrix of the Hugging Face model that can have an adapter."""
 
-    name: str  # its tensor's name, such as model.layers.0.self_attn.q_proj.weight
+    name: str  # name of the tensor, such as model.layers.0.self_attn.q_proj.weight
     rows: int
     columns: int
 

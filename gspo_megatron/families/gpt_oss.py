@@ -72,8 +72,8 @@ FAMILY = f.Family(
     ),
     always={
         **f.LINEAR_ROUTER,
-        # Published files say 0.9, but also `output_router_logits` = false, with which transformers
-        # adds no such loss.
+        # Published files have a coefficient of 0.9, but also `output_router_logits` = false. Then
+        # transformers does not add this loss.
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": False,
         "qk_layernorm": False,

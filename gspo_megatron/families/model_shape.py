@@ -23,8 +23,9 @@ MODEL_FILE = "model.json"  # describes the model in a checkpoint of gspo-megatro
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A model to start from. vocab_size: None if the tokenizer decides; joint_qk_norm: queries and
-    keys are normalised over all heads together, not each head by itself."""
+    """A model that the configuration may change. vocab_size: None if the tokenizer decides;
+    joint_qk_norm: queries and keys are normalised over all heads together, not each head by
+    itself."""
 
     vocab_size: int | None
     max_sequence_length: int
@@ -32,7 +33,7 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-    rotary_percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
+    rotary_percent: float = 1.0  # share of a head's channels that are rotated, from the first on
     rotary_llama3_factor: float | None = None  # Llama 3's extension of the context
     # A preference model: its head gives one score for a sequence, not log-probs of tokens.
     scores: bool = False

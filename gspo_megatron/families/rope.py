@@ -46,7 +46,7 @@ class Rope:
     """The rotary positions of a model."""
 
     base: float
-    percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
+    percent: float = 1.0  # share of a head's channels that are rotated, from the first on
     llama3_factor: float | None = None  # None: no scaling of this kind
     megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig: YaRN
 
@@ -58,7 +58,8 @@ class RopeKinds:
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # the default if config.json has none
     percent: float | None = None  # default of the share of rotated channels; None: always 1
-    # The key with the number of rotated channels of a head, which may replace the percentage.
+    # The key of config.json with the number of rotated channels of a head, if a family uses it
+    # instead of their share.
     width_key: str | None = None
     # the settings if config.json has neither rope_parameters nor rope_scaling
     unnamed: Mapping[str, Any] = field(default_factory=dict)

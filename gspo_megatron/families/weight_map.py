@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Slices = tuple[slice, ...]
 
 OUTPUT_LAYER = "output_layer.weight"
-SCORE_HEAD = "score.weight"  # of a preference model, in Hugging Face folders and in checkpoints
+SCORE_HEAD = "score.weight"  # a preference model's head, in HF folders and in checkpoints
 
 MOST_ELEMENTS = 2**24  # limit of elements that are read and converted at once
 

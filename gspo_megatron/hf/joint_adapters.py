@@ -111,8 +111,9 @@ def _row_axis(box: Box) -> int:
 
 def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
     """Return a line for each key of adapter_config.json that is not plain LoRA, among the keys for
-    adapters of joint parameters. These adapters may have another rank, but their scale (alpha /
-    rank) must be that of the others. has_joint: whether the file has such adapters."""
+    adapters of joint parameters. These adapters may have another rank, but their scale must be that
+    of the others: alpha / rank, or with rsLoRA alpha / sqrt(rank). has_joint: whether the file has
+    such adapters."""
     leaves = tuple(LEAVES) if has_joint else ()
     named = config.get("target_parameters") or []
     wrong = []
