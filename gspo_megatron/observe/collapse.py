@@ -80,7 +80,7 @@ class CollapseWatch:
         self._best_step: int = state.get("best_step", 0)  # the last step of the best stretch
         self._best_size: int = state.get("best_size", 0)
         self._steps: int = state.get("steps", 0)  # number of steps with rewards
-        self._squares: float = state.get("squares", 0.0)  # sum, of reward changes per step
+        self._squares: float = state.get("squares", 0.0)  # sum of squared reward changes
         self.healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
         alarm = state.get("alarm")
         self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again

@@ -5,8 +5,8 @@ thread of each rank notices that nothing happens, writes the stacks of all threa
 process.
 
 A heartbeat is a forward pass, or a piece of long work without forward passes: a tensor written or
-read, a response scored. A rank that waits for others has no heartbeats. Before it ends the run, it
-looks at a shared file to see whether another rank still has heartbeats.
+read, a response scored. A rank that waits for others has no heartbeats. Before such a rank ends the
+run, it looks at a shared file to see whether another rank still has heartbeats.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
             environ["MASTER_ADDR"] = first_host(nodes)
         if not environ.get("MASTER_PORT"):
-            # All ranks must compute the same port, but two jobs on a node different ports. Linux
-            # gives the ports from 32768 on to programs that ask for any port.
+            # All ranks of a job must compute the same port, but two jobs on a node need different
+            # ports. Linux gives the ports from 32768 on to programs that ask for any port.
             environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:

@@ -33,9 +33,9 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 _PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 _NOBODY = 65534
-_START_SECONDS = 60.0  # for a sandbox to start its program
+_START_SECONDS = 60.0  # limit for a sandbox to start its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
-_SHARED_BYTES = 1 << 20  # of /dev/shm; a semaphore takes a page
+_SHARED_BYTES = 1 << 20  # size of /dev/shm; a semaphore takes one page
 _OVERHEAD_MB = 64  # memory for the sandbox itself and for buffers of the kernel
 # oom_score_adj lets the kernel end the sandbox first if memory gets scarce. It is set before bwrap
 # starts, because a process can undo a value that it has set itself, but not one that it has
@@ -56,9 +56,9 @@ class SandboxError(Exception):
 class Limits:
     """What one program may use."""
 
-    seconds: float = 10.0  # of CPU time; twice as many of wall time
+    seconds: float = 10.0  # CPU time; the limit of wall time is twice as long
     memory_mb: int = 1024  # address space of each process; with a cgroup, memory of all together
-    processes: int = 32  # and threads
+    processes: int = 32  # processes and threads together
     disk_mb: int = 64  # in /tmp
     output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
 
@@ -69,7 +69,7 @@ class Outcome:
 
     failure: str | None
     stdout: bytes
-    result: bytes  # of the roles `call` and `judge`
+    result: bytes  # only from `call` and `judge`
 
 
 @functools.cache
