@@ -1,9 +1,10 @@
 """The environment `agent`: a program that calls the policy through OpenAI's chat completions API.
 
-Each episode runs the command once. The program gets the row as JSON on stdin. OPENAI_BASE_URL and
-OPENAI_API_KEY lead the package `openai` to the policy; each episode has its own key. The gateway
-records the policy's tokens, so the program needs no change. The program may send a reward by
-`POST /reward` with {"reward": 1.0}; otherwise the reward function scores the episode.
+Each episode runs the command once. The program gets the row as JSON on stdin. The variables
+OPENAI_BASE_URL and OPENAI_API_KEY make the package `openai` send its requests to the policy; each
+episode has its own key. The gateway (environments/gateway.py) answers the requests and records the
+policy's tokens, so the program needs no change. The program may send a reward by `POST /reward`
+with {"reward": 1.0}; otherwise the reward function scores the episode.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 500  # an error message shows the end of a failed program's output
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
-_INLINE = re.compile(r"-[A-Za-z]*c")  # -c, also after other letters: bash -lc
+_INLINE = re.compile(r"-[A-Za-z]*c")  # -c, or -c after other letters, as in bash -lc
 
 
 @register("agent")

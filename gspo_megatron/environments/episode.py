@@ -64,12 +64,13 @@ class Environment(Protocol):
     """The class that `environment.import_path` names; `environment.options` are its keyword
     arguments. One object serves all episodes of a process."""
 
-    # JSON schemas of functions that the chat template describes in the prompt. Optional.
+    # Optional: JSON schemas of functions, which the chat template describes in the prompt.
     tools: Sequence[dict[str, Any]]
-    # Every trajectory has rewards, so the reward function is never called. Optional; default False.
+    # Optional, by default False. True: every trajectory has rewards, so the reward function is
+    # never called.
     gives_rewards: bool
-    # The environment sends messages between turns, so the prompts must be messages, too. Optional;
-    # by default, `check` reads the class's code.
+    # Optional. True: the environment sends messages between turns, so the prompts must be messages,
+    # too. By default, the command `check` finds this out from the class's code.
     needs_messages: bool
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
@@ -292,8 +293,9 @@ class EpisodeRunner:
     async def run(self, task: Prompt, write: Write) -> Episode:
         """Run one episode.
 
-        Errors of the environment are in the result. Errors of the engine and UnplayableError are
-        raised. An episode without a turn has failed; it gets a turn with a single token."""
+        Returns errors of the environment in the result; raises errors of the engine and
+        UnplayableError. An episode without a turn counts as failed, and gets a turn with a single
+        token."""
         client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
@@ -340,7 +342,7 @@ class EpisodeRunner:
     async def _rollout(self, client: Client) -> Trajectory | None:
         try:
             return await self.environment.rollout(client, client.task)
-        except SystemExit as end:  # would end the event loop, and so all other episodes
+        except SystemExit as end:  # would end the event loop with all other episodes
             raise EpisodeError(f"rollout ended with {end!r}") from end
 
 

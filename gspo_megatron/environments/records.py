@@ -15,7 +15,7 @@ from gspo_megatron.types import Message
 if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
 
-POLICY = "assistant"  # the role of what the policy wrote
+POLICY = "assistant"  # the role of the policy's messages
 
 
 def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:

@@ -109,8 +109,8 @@ class Transcript:
 
     @property
     def sequence(self) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt and response part of each branch, [tokens] int32; and a mask [tokens] bool, True
-        on the response."""
+        """All branches one after the other, each as its prompt and its part of the response,
+        [tokens] int32; and a mask [tokens] bool, True on the response."""
         response, ends = self.response, self.turn_ends()
         ids, kinds, start = [], [], 0
         for branch in self.branches():
@@ -123,8 +123,9 @@ class Transcript:
     def column(
         self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
     ) -> np.ndarray:
-        """Return [response tokens]: the values `of_turn` [tokens of the turn] of each turn. Tokens
-        before a turn get `filler` (None: the turn's first value)."""
+        """Return one value for each response token. `of_turn` returns the values of a turn's
+        tokens. Tokens between the turns get `filler` (None: the first value of the turn that
+        follows)."""
         parts = []
         for between, turn in zip(self.between, self.turns, strict=True):
             values = of_turn(turn)
@@ -142,10 +143,11 @@ def joined_routes(turns: Sequence[Rows]) -> list[Rows]:
     """Return the routes of a branch's tokens, as pieces to concatenate.
 
     turns: for each turn, routes [tokens up to the end of the turn, layers, k]. The last row is
-    void, because the last token was not fed to the model yet.
+    void, because the model has not computed the last token yet.
 
-    A token gets its routes from the turn in which it was first fed, because the next token was
-    generated with them. A later turn may have fed it again, with newer weights."""
+    A token gets its routes from the turn in which the model first computed it, because the next
+    token was generated with these routes. In a later turn, the model may have computed the token
+    again with newer weights."""
     pieces, known = [], 0
     for routes in turns:
         pieces.append(routes[known:-1])

@@ -116,7 +116,8 @@ class Verifiers:
 
     @contextlib.contextmanager
     def _session(self, client: Client) -> Generator[tuple[str, EpisodeSession]]:
-        """Open a session. The key of an aborted episode, which may be in use, is not reused."""
+        """Open a session. The key of an aborted episode is not reused, because its program may
+        still use it."""
         key = self._free_keys.pop() if self._free_keys else new_key()
         with self._gateway.session(client, key) as session:
             yield key, session

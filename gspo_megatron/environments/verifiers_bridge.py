@@ -1,5 +1,6 @@
 """Runs tasks of the package verifiers, in the Python interpreter that has this package. It is a
-separate script that does not import gspo_megatron, whose packages need other versions.
+separate script that does not import gspo_megatron, because gspo_megatron and verifiers need
+different versions of packages.
 
     python -P verifiers_bridge.py tasks SETTINGS FIRST COUNT   prints tasks as rows of prompts
     python -P verifiers_bridge.py play FD                      runs tasks, over the socket FD
@@ -93,7 +94,8 @@ def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
         said = [{"role": role, "content": text} for role, text in texts if isinstance(text, str)]
         if said:
             return [*system, *said]
-    # Without a prompt, a user of the environment speaks first; the task's name replaces the prompt.
+    # If the task has no prompt, the simulated user of the environment speaks first. The row then
+    # has the task's name as its prompt.
     text = prompt if isinstance(prompt, str) else data.get("name") or key
     return [*system, {"role": "user", "content": text}]
 

@@ -1,4 +1,4 @@
-"""Measures the activations and collectives of one micro-batch by running it on meta."""
+"""Measures the activations and collectives of one micro-batch by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _chunk_pass(
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
     """Measure the bytes of the log-prob head alone, forward and backward."""
     if isinstance(batch.head, ScoreInputs):
-        return 0  # one number for each sequence
+        return 0  # a score head: one number for each sequence
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)

@@ -60,12 +60,13 @@ def estimate_layout(
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
-    """Build and run one rank of each pipeline stage on meta.
+    """Build and run one rank of each pipeline stage on the meta device.
 
     config: has passed `check_config` at this world size.
     longest: see `workload`.
-    limit: bytes. With it, only the first, second and last stage are built: the others hold fewer
-    micro-batches than the second. Stages after a rank that needs more are skipped.
+    limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
+    because the others hold fewer micro-batches in flight than the second. After a stage that needs
+    more than `limit`, the rest is skipped.
     runs: a cache of runs, shared between layouts.
 
     Raises UserError if Megatron-Core cannot build the model.

@@ -44,12 +44,12 @@ class RankMemory:
 
     @property
     def training(self) -> int:
-        """Bytes of training, without the state."""
+        """Bytes of training, without weights, gradients and optimizer (`state`)."""
         return self.activations + self.workspace + self.replay
 
     @property
     def sampling(self) -> int:
-        """Bytes of a rollout, without the state."""
+        """Bytes of a rollout, without weights, gradients and optimizer (`state`)."""
         return self.kv_cache + self.rollout
 
     @property
@@ -93,7 +93,7 @@ def rank_memory(
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
     lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
-    # If the adapters start without effect, the policy without adapters is the reference.
+    # If B was zero at the start, the policy without its adapters is the reference, without a copy.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
         reference = whole if lora is None else trained_bytes(model.policy)
     if section:
@@ -112,7 +112,8 @@ def rank_memory(
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
-        # The cache shrinks after half of the sequences; then old and new cache exist together.
+        # When half of the sequences have ended, a smaller cache is made. Then the old and the new
+        # cache exist together.
         kv_cache=work.rollout_rows * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,

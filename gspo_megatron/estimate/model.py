@@ -1,4 +1,4 @@
-"""Builds one rank's weights, gradients and optimizer on meta, with the training code."""
+"""Builds one rank's weights, gradients and optimizer on the meta device, with the training code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class RankModel:
 
     @property
     def stage(self) -> int:
-        """The rank's pipeline stage. In Megatron-Core's order of ranks it changes slowest."""
+        """The rank's pipeline stage. In Megatron-Core's order of ranks, the stage changes
+        slowest."""
         return self.rank * self.parallel.pipeline_model_parallel_size // self.parallel.world_size
 
 
@@ -203,7 +204,7 @@ def global_parameters(model: RankModel) -> dict[str, int]:
     for name, parameter in _parameters(model.policy):
         kind, count = kind_of(name, parameter), parameter.numel()
         cut = getattr(parameter, "tensor_model_parallel", False)
-        cut = cut and not hasattr(parameter, "sum_over_expert_tp")  # adapters: whole matrices
+        cut = cut and not hasattr(parameter, "sum_over_expert_tp")  # adapters that ETP does not cut
         if kind == EXPERTS:
             count *= parallel.expert_model_parallel_size
             count *= parallel.expert_tensor_parallel_size if cut else 1

@@ -16,10 +16,10 @@ from statistics import NormalDist
 
 import numpy as np
 
-WARM_UP = 10  # the first steps do not count: at the start nothing is in flight
-_COUNTED = 60  # steps after it, at least
+WARM_UP = 10  # the first steps are not counted, because nothing is in flight at the start
+_COUNTED = 60  # counted steps after the warm-up, at least
 STEPS = WARM_UP + _COUNTED  # simulated steps, at least
-_AS_GOOD = 1.02  # a step may be this much longer for less staleness, or fewer servers
+_AS_GOOD = 1.02  # a step that is longer by up to 2% counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Setting:
 def steps_of(max_staleness: int) -> tuple[int, int]:
     """Return how many steps to simulate, and how many of them do not count.
 
-    Steps may come in bunches of max_staleness + 1, so whole bunches count, after at least one."""
+    Steps may come in bunches of max_staleness + 1. So the warm-up has at least one bunch, and only
+    whole bunches are counted after it."""
     bunch = max_staleness + 1
     warm_up = max(WARM_UP, bunch)
     return warm_up + bunch * math.ceil(_COUNTED / bunch), warm_up
@@ -67,15 +68,15 @@ class StepFigures:
     step_seconds: float
     trainer_idle: float  # share of the time in which the trainer waits for responses
     servers_load: float  # tokens per second, as a share of the speed with all slots in use
-    staleness_mean: float  # mean over trained tokens of trained version - generating version
+    staleness_mean: float  # mean over tokens: version at training - at generation
     staleness_max: int
 
 
 class _Servers:
     """The servers of a simulation.
 
-    Each server has a clock that counts tokens: the length of a response that has run there since
-    the start. So every response ends at a clock value that is known when it starts."""
+    Each server has a clock that counts forward passes. Each pass gives every running response one
+    token. So the clock value at which a response ends is known when it starts."""
 
     def __init__(self, lengths: np.ndarray, servers: int, server: ServerSpeed) -> None:
         self.slots, self.token_seconds = server.slots, server.token_seconds()
@@ -84,15 +85,15 @@ class _Servers:
         self.next = 0  # the response that starts next
         self.allowed = 0  # number of responses that may start
         self.left = [self.per_draw] * len(lengths)  # unfinished responses of each draw
-        # For each server: a heap of its responses (clock at the end, draw); its clock, and the time
-        # of this clock value.
+        # For each server: a heap of its running responses, (clock value at the end, draw); its last
+        # clock value, and the time of this value.
         self.running: list[list[tuple[float, int]]] = [[] for _ in range(servers)]
         self.clock, self.at = [0.0] * servers, [0.0] * servers
         self.tokens = [0.0] * len(lengths)  # tokens of each draw since the last update
         self.ends: list[tuple[float, int]] = []  # heap of (time of a server's next end, server)
 
     def start(self, now: float, draws: int) -> None:
-        """Start, or go on after a pause; the first `draws` draws may start."""
+        """Start, or go on after a pause. The responses of the first `draws` draws may start."""
         self.allowed = min(draws * self.per_draw, len(self.lengths))
         self.at = [now] * len(self.at)
         self.ends = []

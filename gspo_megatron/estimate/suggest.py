@@ -24,7 +24,7 @@ from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
-MOST_BUILT = 40  # the search builds and runs at most this many layouts on meta
+MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
 # With both flags, embedding and loss count as one layer each when stages get their layers.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (
@@ -78,8 +78,8 @@ def suggest(
     """Find the `count` cheapest layouts whose worst rank fits into `gpu_bytes`.
 
     counts: the model's number of parameters, and of active parameters. A formula for the traffic
-    sets the order in which candidates are tried. The traffic measured on meta sets the order of the
-    result.
+    sets the order in which candidates are tried. The traffic measured on the meta device sets the
+    order of the result.
     """
     room = gpu_bytes * (1 - HEADROOM)
     kept, output = _kept_activations(config, vocab_size, longest)
@@ -169,7 +169,7 @@ def _with_smaller_last_stage(
 def _kept_activations(
     config: AnyConfig, vocab_size: int, longest: int | None
 ) -> tuple[dict[str, float], float]:
-    """Measure the bytes per token that the backward pass needs, without tp and cp.
+    """Measure the bytes per token that are kept for the backward pass, with tp = cp = 1.
 
     Returns the bytes of a layer by recompute mode, and of a chunk's output. Uses the middle one of
     three stages with two layers each, which has neither embedding nor head."""
@@ -196,8 +196,8 @@ _TOLERANCE = 1.05  # the rough count may exceed the available memory by this fac
 def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, room: float) -> bool:
     """Check roughly whether a candidate may fit, by the state and activations of an average rank.
 
-    Only tp divides the activations: with any cp, a rank has the same number of tokens. Returns
-    False for selective recomputation if it saves little."""
+    Only tp divides the activations: the tokens of a micro-batch on a rank do not depend on cp.
+    Returns False for selective recomputation if it saves little."""
     mode = candidate.config.training.recompute
     if mode == "selective" and saves_little(kept[mode], kept["none"]):
         return False
@@ -207,9 +207,10 @@ def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, ro
     layers = candidate.config.resolved_model().num_layers / (sizes.pp * chunks)
     passes = sum(in_flight(sizes.pp, 0, chunks, work.micro_batches))
     activations = (kept[mode] * layers + output) * tokens * passes
-    # Recomputation holds the activations of one whole layer.
+    # While a layer is recomputed, all its activations exist.
     workspace = kept["none"] * tokens
-    # Weights, gradients and optimizer. With fp32 weights, the optimizer has 4 bytes less for each.
+    # Weights, gradients and optimizer. With fp32 weights, the optimizer needs no fp32 copy, which
+    # saves 4 bytes for each weight.
     parallel = candidate.parallel
     weight = _BYTES.get(candidate.config.training.precision, 2)
     sharded = 12 if weight == 2 else 8

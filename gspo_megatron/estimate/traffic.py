@@ -42,8 +42,8 @@ def step_traffic(
     """Return the bytes that the rank sends in a step, by axis.
 
     They include all mini-batches and the forward passes of the old policy and the reference policy,
-    but not the rollout. A ring or a tree sends (n - 1) / n of a gather's output, a scatter's input
-    or an all-to-all's buffer, and twice that of an all-reduce.
+    but not the rollout. In a group of n ranks, a rank sends (n - 1) / n of a gather's output, a
+    scatter's input or an all-to-all's buffer, and twice as much for an all-reduce.
     """
     traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     forward, training = work.forward_only, work.micro_batches_per_step
@@ -63,7 +63,8 @@ def step_traffic(
     cp = parallel.context_parallel_size
     experts = parallel.expert_data_parallel_size
     for axis, size in (("dp", parallel.data_parallel_size * cp), ("edp", experts)):
-        # An update sends gradients to the rank with their optimizer, and weights back.
+        # In an update, each rank sends gradients to the ranks with their optimizer state, and gets
+        # weights back.
         kinds = [kind for kind in state.gradients if (kind == EXPERTS) == (axis == "edp")]
         num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
         traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
@@ -82,7 +83,7 @@ def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     for each in collectives:
         axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
         if axis is None:
-            continue  # token counts and losses over combined groups, a few numbers each
+            continue  # groups over several axes: only token counts and losses
         size = len(each.ranks)
         rounds = 2 if each.kind == "all_reduce" else 1
         sent[axis] += rounds * each.num_bytes * (size - 1) // size

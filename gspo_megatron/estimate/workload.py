@@ -45,8 +45,9 @@ class Workload:
 
     @property
     def filled(self) -> float:
-        """The share of all micro-batches' tokens that a step has. Full micro-batches are for
-        memory: where the longest sequence leaves room for a shorter one, no step is that long."""
+        """The tokens of a rank's sequences, as a share of the tokens of its micro-batches. Memory
+        is estimated with full micro-batches, in which shorter sequences fill the room beside the
+        longest. A step may have fewer tokens."""
         return min(1.0, self.of_rank * self.longest / (self.tokens * self.micro_batches))
 
 
@@ -106,8 +107,8 @@ def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple
 
     This follows Megatron-Core's schedules. Without interleaving (1F1B), a stage starts with
     `stages - stage - 1` forward passes, then alternates forward and backward passes, so it holds
-    one more. With interleaving, it starts with two forward passes for each later stage, and
-    `stages` for each chunk except the last. `stages` micro-batches go through one chunk, then
+    one micro-batch more. With interleaving, it starts with two forward passes for each later stage,
+    and `stages` for each chunk except the last. `stages` micro-batches go through one chunk, then
     through the next.
     """
     total = micro_batches * chunks

@@ -9,13 +9,13 @@ import numpy as np
 
 from gspo_megatron.observe.intervals import share_interval
 
-BINS = 10  # of the calibration, between the probabilities 0.5 and 1
+BINS = 10  # of the calibration error, between the probabilities 0.5 and 1
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Chosen and rejected responses. Of several rejected responses to a prompt each makes a pair;
-    the weights of a prompt's pairs add up to 1."""
+    """Chosen and rejected responses. If a prompt has several rejected responses, each of them makes
+    a pair. The weights of a prompt's pairs add up to 1."""
 
     chosen: np.ndarray  # [pairs] int64, the number of the response
     rejected: np.ndarray  # [pairs] int64
@@ -57,8 +57,8 @@ def pair_figures(
 def rating_figures(
     scores: np.ndarray, ratings: np.ndarray, sources: np.ndarray, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the mean squared error of all scores, their correlation with the ratings (0 if one of
-    them never differs), and the error by source."""
+    """Return the mean squared error of all scores, their correlation with the ratings (0 if all
+    scores or all ratings are equal), and the error of each source."""
     errors = (scores - ratings) ** 2
     figures = {
         "loss": float(errors.mean()),

@@ -20,7 +20,8 @@ from gspo_megatron.types import Sample
 
 @dataclass(frozen=True)
 class ProblemResponses:
-    """All responses to a problem. A failed reward is NaN; its response does not count."""
+    """All responses to a problem. The reward is NaN if its call failed; such a response does not
+    count."""
 
     rewards: Sequence[float]  # [n]
     correct: Sequence[bool]  # [n]
@@ -39,7 +40,7 @@ class ProblemResponses:
         )
 
     def scored(self) -> ProblemResponses:
-        """Return only the responses that have a reward."""
+        """Return a copy with only the responses that have a reward."""
         kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
         return ProblemResponses(
             **{name: [column[i] for i in kept] for name, column in vars(self).items()}
@@ -103,10 +104,11 @@ def pass_at_k(correct: int, responses: int, k: int) -> float:
 def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
     """Return 1.0 if the most frequent answer is correct, else 0.0.
 
-    If several answers are most frequent, return the mean over them. Responses without an answer
-    have no vote; without any vote the result is 0.0. If an answer has correct and wrong responses,
-    it counts by its share of correct ones. All answers with a correct response count as the same
-    answer, even if they are written differently, because a reward compares by value.
+    If several answers share the first place, return the mean over them. Responses without an answer
+    do not count; if no response has an answer, the result is 0.0. If an answer has correct and
+    wrong responses, it counts with its share of correct ones. All answers with a correct response
+    count as one answer, even if they are written differently, because a reward compares values, not
+    texts.
     """
     pairs = [pair for pair in zip(answers, correct, strict=True) if pair[0] is not None]
     right = {answer for answer, is_correct in pairs if is_correct}
@@ -142,8 +144,9 @@ def suite_figures(
     failed: number of failed reward calls
     left_out: number of problems that are not in the figures
 
-    A problem with a failed call is left out of all figures. With `failed_is_wrong` that response
-    counts as wrong instead. Raises ValueError if no problem is left, or if every call failed.
+    A problem with a failed call is left out of all figures. With `failed_is_wrong`, only the
+    response of the failed call counts as wrong instead. Raises ValueError if no problem is left, or
+    if every call failed.
     """
     scored = [problem.scored() for problem in problems]
     failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))

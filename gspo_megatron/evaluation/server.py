@@ -37,7 +37,7 @@ from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _RETRIES = 5
-_FIRST_WAIT_SECONDS = 0.5  # before a request is repeated; doubles with each repetition
+_FIRST_WAIT_SECONDS = 0.5  # before the first repetition of a request; doubles each time
 _RESPONSE_SECONDS = 3600
 _BUSY = 429  # too many requests
 

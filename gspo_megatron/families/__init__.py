@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 _VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}
 
-# Families that users ask for, and why they cannot have them.
+# Families that are not supported although users ask for them, with the reason.
 _REFUSED = {
     "nemotron_h": "its Mamba layers (state spaces) belong to another model class of Megatron-Core",
 }
@@ -66,7 +66,7 @@ PRESETS: Mapping[str, ModelPreset] = {
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ConfigError where it is not supported."""
+    """Return the family of a config.json. Raises ConfigError if the model is not supported."""
     hf_config = language_model(hf_config)
     named = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
@@ -98,8 +98,8 @@ _OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embe
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """The family that has models of this shape. Raises ConfigError, which names for each family
-    what does not fit."""
+    """Return the first family that has models of this shape. If there is none, raises ConfigError,
+    which says for each family what does not fit."""
     for family in FAMILIES.values():
         if family.config(shape, 1) is not None:
             return family
@@ -133,9 +133,9 @@ def preset_of_folder(path: str) -> ModelPreset:
 
 
 def differs_in_folder(path: str) -> str | None:
-    """What the Hugging Face folder holds, in words, if it is not the model that is trained from it;
-    None if only the dtype differs."""
-    with contextlib.suppress(OSError, ValueError):  # other code reports what is wrong there
+    """Return in words what a Hugging Face folder holds, if its model differs from the trained one
+    in more than the dtype; else None."""
+    with contextlib.suppress(OSError, ValueError):  # other code reports a missing or wrong file
         config = parse_json((Path(path) / "config.json").read_bytes())
         if language_model(config) is not config:
             return "a vision-language model"
@@ -145,7 +145,8 @@ def differs_in_folder(path: str) -> str | None:
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:
-    """What no model of the family can have of this shape: fields of TransformerConfig."""
+    """Return the fields of TransformerConfig whose values in this shape no model of the family can
+    have."""
     known = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
     if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
         known["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]

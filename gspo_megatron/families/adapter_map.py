@@ -1,8 +1,9 @@
-"""The adapters of a model: which matrices have one, and their names here and in PEFT files.
+"""The adapters of a model: which matrices have one, and the names of adapters in this project and
+in PEFT files.
 
 An adapter is a pair of matrices beside a frozen one: A [rank, in] and B [out, rank]. Every matrix
-of the Hugging Face model has a pair of its own, also if Megatron-Core joins several matrices in one
-weight (q, k and v; gate and up). So a PEFT file holds exactly what is trained here.
+of the Hugging Face model has a pair of its own, even if Megatron-Core joins several matrices to one
+weight (q, k and v; gate and up). So a PEFT file holds exactly the matrices that are trained here.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of the Hugging Face model with an adapter."""
+    """A matrix of the Hugging Face model that can have an adapter."""
 
-    name: str  # its tensor's name, such as model.layers.0.self_attn.q_proj.weight
+    name: str  # name of the tensor, such as model.layers.0.self_attn.q_proj.weight
     rows: int
     columns: int
 
@@ -67,14 +68,15 @@ class Adapted:
     matrices: tuple[Matrix, ...]
 
     def key(self, matrix: Matrix, part: str) -> str:
-        """The layout-independent name of A (`part` is a) or B (b) of one of its matrices."""
+        """Return the layout-independent name of A (if `part` is "a") or B ("b") of a matrix of this
+        weight."""
         return f"{self.owner}.{matrix.leaf}.{part}{self.index}"
 
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
-    """The matrices of the Hugging Face model that a weight is made of; none if it is made of other
-    tensors. If the files have all experts of a layer in one tensor, each expert's matrices still
-    have names of their own, as in files with one tensor for each."""
+    """Return the matrices of the Hugging Face model that a weight is made of; none if it is made of
+    other tensors. If the files have all experts of a layer in one tensor, each expert's matrices
+    still get names of their own, those of files with one tensor for each matrix."""
     found: dict[str, Matrix] = {}
     for box in recipe.boxes:
         if is_of_joint_experts(box):
@@ -97,9 +99,9 @@ def is_of_joint_experts(box: Box) -> bool:
 
 
 def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tuple[int, int]]:
-    """The matrix that has the element `target` of an expert's weight: its name, and the row and
-    column. For files with all experts in one tensor. With Transformer Engine, gate and up
-    projection are halves of one matrix."""
+    """Find the matrix that has the element `target` of an expert's weight. Returns the matrix's
+    name, and the row and column in it. Needed for files with all experts in one tensor. With
+    Transformer Engine, gate and up projection are halves of one matrix."""
     matrices = matrices_of(recipe)
     rows = matrices[0].rows
     flat = target[0] * rows + target[1] if len(target) == 3 else target[0]
@@ -110,8 +112,8 @@ def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tu
 def joint_matrices(
     adapted: Mapping[str, Adapted], weights: WeightMap, files: WeightMap
 ) -> dict[str, list[tuple[Box, Matrix]]]:
-    """For each tensor of `files` that holds all experts: its adapted matrices with their boxes.
-    weights: the map that `adapted` belongs to."""
+    """Return the boxes and the adapted matrices of each tensor of `files` that holds all experts of
+    a layer. weights: the map that `adapted` belongs to."""
     found: dict[str, list[tuple[Box, Matrix]]] = {}
     for name, each in adapted.items():
         boxes = [box for box in files.recipes[name].boxes if is_of_joint_experts(box)]
@@ -130,8 +132,9 @@ def merge_joint(
     scale: float,
     shape: Sequence[int],
 ) -> Tensor:
-    """Add the adapters to a block of a tensor of all experts. shape: that of the tensor; parts: for
-    each adapted matrix its box, A and B."""
+    """Add the adapters to a block of a tensor of all experts. data, slices: the block, and its
+    place in the tensor; shape: the shape of the tensor; parts: box, A and B of each adapted
+    matrix."""
     first, last, _ = slices[0].indices(shape[0])
     wide = data.clone() if data.dtype.itemsize >= 4 else data.float()
     for expert in range(first, last):
@@ -196,14 +199,15 @@ def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head:
     )
 
 
-_kept: dict[str, dict[str, Adapted]] = {}  # the result for the last model
+_kept: dict[str, dict[str, Adapted]] = {}  # only the result for the last model
 
 
 def adapted_weights_of(
     family: Family, shape: ModelShape, targets: Sequence[str]
 ) -> Mapping[str, Adapted]:
-    """`adapted_weights` of a model of this shape. The result is kept: a search for layouts asks for
-    the same model many times, and a large model has tens of thousands of matrices."""
+    """Return `adapted_weights` for a model of this shape. The last result is cached, because a
+    search for layouts asks for the same model many times, and a large model has tens of thousands
+    of matrices."""
     key = f"{family.model_type} {shape} {targets}"
     if key not in _kept:
         found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
@@ -226,14 +230,14 @@ def _group(name: str) -> str | None:
 
 
 def merge(data: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add its adapter to a block [rows, columns] of a matrix. The sum is computed in fp32 or wider,
-    and rounded once. a: [rank, columns], b: [rows, rank]."""
+    """Return a block [rows, columns] of a matrix plus its adapter. The sum is computed in fp32 or
+    wider, and rounded once. a: [rank, columns], b: [rows, rank]."""
     wide = data if data.dtype.itemsize >= 4 else data.float()
     return wide.addmm(b.to(wide.dtype), a.to(wide.dtype), alpha=scale).to(data.dtype)
 
 
 def adapter_map(adapted: Mapping[str, Adapted], rank: int) -> WeightMap:
-    """The map between the adapters' tensors here and those of a PEFT file."""
+    """The map between the adapters' tensors in the model and those of a PEFT file."""
     recipes = dict(_recipes(adapted, rank))
     shapes = {box.name: box.size for recipe in recipes.values() for box in recipe.boxes}
     return WeightMap(recipes, shapes)

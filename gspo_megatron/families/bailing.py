@@ -1,5 +1,6 @@
-"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. It has the router of DeepSeek-V3. Queries, keys and
-values are one matrix in the files. transformers has no class for it; the folders contain one.
+"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. It has the router of DeepSeek-V3. Its files have
+queries, keys and values in one matrix. transformers has no class for this family; the published
+folders contain one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Refuse a width of shared experts that the code in the folders ignores: it makes them as wide
-    as the other experts."""
+    """Refuse shared experts of another width than the other experts. The code in the published
+    folders ignores their width in config.json."""
     shared, width = hf.get("moe_shared_expert_intermediate_size"), hf.get("moe_intermediate_size")
     problems = _GROUPS.problems(hf)
     if shared not in (None, width):

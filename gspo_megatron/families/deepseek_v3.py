@@ -20,7 +20,8 @@ _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 def check_latent(
     groups: r.Groups, key_value_heads: int
 ) -> Callable[[Mapping[str, Any]], list[str]]:
-    """A check of several keys together. key_value_heads: the number if config.json names none."""
+    """Return a function that checks several keys together. key_value_heads: the default of
+    num_key_value_heads."""
 
     def check(hf: Mapping[str, Any]) -> list[str]:
         problems = groups.problems(hf) + r.layer_problems(hf)
@@ -29,7 +30,7 @@ def check_latent(
         if given not in (None, heads):
             problems.append(f"num_key_value_heads = {given}: not supported; allowed: {heads}")
         rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
-        if width not in (None, rotated):  # transformers takes the rotary frequencies from it
+        if width not in (None, rotated):  # transformers takes the rotary frequencies from head_dim
             wrong = f"not supported; allowed: qk_rope_head_dim ({rotated})"
             problems.append(f"head_dim = {width}: {wrong}")
         return problems
@@ -38,8 +39,8 @@ def check_latent(
 
 
 def latent_fields(query: int, plain: int, values: int) -> tuple[f.Field, ...]:
-    """The widths of latent attention. The arguments are the defaults of three that config.json may
-    lack: the queries' latent, a head's channels without positions, and a head's values."""
+    """The fields for the widths of latent attention. The arguments are the defaults of q_lora_rank,
+    qk_nope_head_dim and v_head_dim, which config.json may lack."""
     return (
         f.Field("q_lora_rank", "q_lora_rank", query, nullable=True),
         f.Field("kv_lora_rank", "kv_lora_rank", 512),
@@ -50,7 +51,7 @@ def latent_fields(query: int, plain: int, values: int) -> tuple[f.Field, ...]:
 
 
 def write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are made of several fields."""
+    """Return the keys of config.json that are made of several fields of TransformerConfig."""
     return {
         **r.write_groups(megatron),
         **r.write_shared(megatron, "n_shared_experts"),

@@ -19,7 +19,7 @@ _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_inte
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Refuse keys with two numbers in place of one: those are the vision-language models."""
+    """Refuse keys that have two numbers instead of one: only vision-language models have them."""
     return [
         f"{key} = {format_value(hf[key])}: not supported; allowed: an integer"
         for key in (*_RANGE, "moe_num_shared_experts")
@@ -58,7 +58,7 @@ FAMILY = f.Family(
     always={
         **r.ALWAYS,
         "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": True,  # over all experts; the weights of the chosen sum up to 1
+        "moe_router_pre_softmax": True,  # softmax over all experts; the chosen weights sum to 1
         "rotary_interleaved": True,
         "qk_layernorm": False,
         "add_qkv_bias": False,

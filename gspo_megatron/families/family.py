@@ -1,7 +1,8 @@
 """A family of published models: its config.json as TransformerConfig fields, and its tensors.
 
-The configuration reads a model's shape from this table before torch is imported. The room hf reads
-the names of tensors from it.
+A `Family` is a table of keys of config.json, fields of TransformerConfig and names of tensors. The
+configuration reads a model's shape with it before torch is imported. The package gspo_megatron.hf
+takes the names of tensors from it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Field:
     hf: str
     ours: str
     default: Any = REQUIRED
-    negated: bool = False  # a flag of the opposite meaning
-    nullable: bool = False  # null is a value; otherwise it means TransformerConfig's default
+    negated: bool = False  # key and field are flags of opposite meaning
+    nullable: bool = False  # null is a value of its own, and not TransformerConfig's default
 
 
-# Which layers have experts: a function from config.json to one flag a layer, and one from the flags
-# to keys of config.json, or to None if config.json cannot express them.
+# Functions for the layers that have experts. ReadPattern turns config.json into one flag for each
+# layer. WritePattern turns the flags into keys of config.json, or returns None if config.json
+# cannot express them.
 ReadPattern = Callable[[Mapping[str, Any]], list[bool]]
 WritePattern = Callable[[list[bool]], "dict[str, Any] | None"]
 
@@ -65,14 +67,15 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)
     rope: RopeKinds = RopeKinds()  # noqa: RUF009 (frozen)
     max_position_embeddings: int = 32_768
-    tied: bool = False  # transformers' default if config.json leaves it out
+    tied: bool = False  # transformers' default of tie_word_embeddings
     joint_qk_norm: bool = False
-    router_bias_is_row: bool = False  # published as [1, experts]
+    router_bias_is_row: bool = False  # its shape in published files is [1, experts]
     has_windows: bool = False  # `read_rest` and `check` read sliding windows
     quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
-    # What the table cannot express: a check of several keys together, and fields made of several.
+    # For relations that `fields` cannot express: a check of several keys together, and functions
+    # for values that are made of several keys or fields.
     check: Callable[[Mapping[str, Any]], list[str]] = lambda hf: []
     read_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
     write_rest: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda megatron: {}
@@ -89,13 +92,14 @@ class Family:
     # Keys of config.json that vLLM needs and transformers does not read. Published files have them,
     # but files that transformers wrote do not. Our exports add them.
     vllm_keys: tuple[str, ...] = ()
-    # Why vLLM 0.30 cannot serve the family, or serves it wrongly: anywhere, and on CPUs. Empty if
-    # it can.
+    # The reason why vLLM 0.30 cannot serve the family, or serves it wrongly: on any device
+    # (no_servers), or on CPUs only (no_cpu_servers). Empty if vLLM can serve it.
     no_servers: str = ""
     no_cpu_servers: str = ""
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
-        """The model that a config.json describes, and a line for each thing not supported."""
+        """Return the model that a config.json describes, and a line for each thing that is not
+        supported."""
         hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
             f"{key} = {format_value(hf[key])}: not supported; allowed: "
@@ -223,7 +227,8 @@ def is_score_model(hf: Mapping[str, Any]) -> bool:
 
 
 def _label_problems(hf: Mapping[str, Any]) -> list[str]:
-    """A preference model has one label. Classifiers of several labels are not supported."""
+    """Return a problem if a preference model has several labels: only one, the score, is
+    supported."""
     labels = hf.get("id2label")
     if not is_score_model(hf) or (isinstance(labels, Mapping) and len(labels) == 1):
         return []
@@ -237,7 +242,7 @@ _ALWAYS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "gated_linear_unit": True,
-    # With dropout the old and the new policy would differ by noise, and so would their ratio.
+    # With dropout, old and new policy would differ by noise, and their ratio would be noisy, too.
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
@@ -297,9 +302,10 @@ EXPERTS = {
 
 
 def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
-    """The fields of TransformerConfig by which a model computes something else than a preset."""
+    """Return the fields of TransformerConfig that make a model and a preset compute different
+    things."""
     own, its = dict(shape.megatron), dict(preset.megatron)
-    # one pattern may be spelled in two ways
+    # the same pattern may be a number or a list of flags
     for fields, model in ((own, shape), (its, preset)):
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
         frequency = fields.get("linear_attention_freq")
@@ -308,7 +314,7 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
         fields.pop("window_attn_skip_freq", None)
         for outer in ("joint_qk_norm", "rotary_percent", "rotary_llama3_factor"):
             fields[outer] = getattr(model, outer)
-    # sizes that a config.json may leave to their defaults; ModelShape has them all
+    # a config.json may lack these sizes; ModelShape has them all
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
         defaults.append("ffn_hidden_size")
@@ -343,7 +349,8 @@ _NEUTRAL_STARTS = """
 
 
 def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
-    """Sliding-window attention and other kinds of layers, which are not supported."""
+    """Return a problem for sliding-window attention and for other kinds of layers: both are not
+    supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:
@@ -357,8 +364,8 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
 
 
 def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
-    """What is wrong with the quantization of the weights. FP8 with a scale for each block can be
-    read, and MXFP4 experts if the family has them."""
+    """Return what is wrong with the quantization of the weights. Supported are FP8 with a scale for
+    each block, and MXFP4 experts if the family has them."""
     given = hf.get("quantization_config")
     if given is None:
         return []

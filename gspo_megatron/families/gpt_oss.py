@@ -1,6 +1,6 @@
 """GptOssForCausalLM: gpt-oss-20b and 120b. They have sliding windows in every second layer,
-attention sinks, biases everywhere, clamped experts with an offset, and YaRN. Published files have
-experts in MXFP4, other exports in bf16.
+attention sinks, biases in all linear layers, experts with a clamped activation and an offset, and
+YaRN. Published files have experts in MXFP4, other exports in bf16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FAMILY = f.Family(
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(8),
-        # the width of the experts, which all layers have
+        # all layers have experts, and this is their width
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
         f.Field("head_dim", "kv_channels", 64),
@@ -72,8 +72,8 @@ FAMILY = f.Family(
     ),
     always={
         **f.LINEAR_ROUTER,
-        # Published files say 0.9, but also `output_router_logits` = false, with which transformers
-        # adds no such loss.
+        # Published files have a coefficient of 0.9, but also `output_router_logits` = false. Then
+        # transformers does not add this loss.
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": False,
         "qk_layernorm": False,

@@ -1,4 +1,5 @@
-"""HYV3ForCausalLM: Hunyuan 3. It has a sigmoid router, whose keys have names of their own."""
+"""HYV3ForCausalLM: Hunyuan 3. It has a sigmoid router. Some of its keys in config.json have names
+that no other family has."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _MLP = "model.layers.{layer}.mlp."
 
 
 def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
-    # vLLM has its own name for the width of an expert.
+    # vLLM reads the width of an expert from this key.
     width = {"expert_hidden_dim": megatron.get("moe_ffn_hidden_size")}
     return r.write_shared(megatron, "num_shared_experts") | width
 

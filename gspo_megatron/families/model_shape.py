@@ -1,7 +1,7 @@
 """The shape of a model, from its preset and the configuration.
 
-`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, under their own names. What
-belongs to the whole model (vocabulary, positions, tied embeddings) has separate fields.
+`megatron` holds keyword arguments of Megatron-Core's TransformerConfig, under their own names.
+Properties of the whole model (vocabulary, positions, tied embeddings) have fields of their own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ MODEL_FILE = "model.json"  # describes the model in a checkpoint of gspo-megatro
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A model to start from. vocab_size: None if the tokenizer decides; joint_qk_norm: queries and
-    keys are normalised over all heads together, not each head by itself."""
+    """A model that the configuration may change. vocab_size: None if the tokenizer decides;
+    joint_qk_norm: queries and keys are normalised over all heads together, not each head by
+    itself."""
 
     vocab_size: int | None
     max_sequence_length: int
@@ -32,7 +33,7 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-    rotary_percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
+    rotary_percent: float = 1.0  # share of a head's channels that are rotated, from the first on
     rotary_llama3_factor: float | None = None  # Llama 3's extension of the context
     # A preference model: its head gives one score for a sequence, not log-probs of tokens.
     scores: bool = False
@@ -79,8 +80,8 @@ class ModelShape(ModelPreset):
 def shape_of(
     preset: ModelPreset, overrides: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> ModelShape:
-    """The model of a preset with changes: `overrides` of its TransformerConfig, and `own` fields of
-    the preset, where None keeps the preset's value."""
+    """Return the model of a preset with changes. overrides: fields of TransformerConfig; own:
+    fields of the preset, where None keeps the preset's value."""
     preset = replace(preset, **{name: value for name, value in own.items() if value is not None})
     megatron: dict[str, Any] = {**preset.megatron, **overrides}
     num_experts = megatron.get("num_moe_experts")
@@ -138,8 +139,9 @@ def delta_net_layers(shape: ModelShape) -> list[int]:
 
 
 def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) -> list[int]:
-    """The same from TransformerConfig's `linear_attention_freq`: a number n (every n-th layer has
-    attention), or a list of flags."""
+    """1 for each layer with a gated delta net, 0 for each with attention. frequency: the field
+    `linear_attention_freq` of TransformerConfig, a number n (every n-th layer has attention) or a
+    list of flags."""
     if frequency is None:
         return [0] * num_layers
     if isinstance(frequency, int):
@@ -162,7 +164,7 @@ _DELTA_NET_SIZES = {
 
 
 def windows_in_layers(megatron: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """For each layer, how many keys a query sees, its own included; None: all before it.
+    """Return for each layer how many keys a query sees, including its own; None: all up to its own.
     `window_attn_skip_freq` is a number n (every n-th layer has no window), or a list of flags."""
     window, frequency = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
     if window is None:
@@ -181,13 +183,13 @@ def checkpoint_model_file(path: str) -> Path | None:
     checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
     found = [folder / MODEL_FILE]
-    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # names of unfinished ones begin with a dot
+    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished ones begin with a dot
         found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
     return next((file for file in found if file.is_file()), None)
 
 
 def no_checkpoint(path: str) -> str:
-    """The line about a `model.checkpoint_path` that holds no checkpoint."""
+    """Return the error line about a `model.checkpoint_path` that holds no checkpoint."""
     reason = "holds no checkpoint of gspo-megatron" if Path(path).is_dir() else no_folder(path)
     if Path(path, "config.json").is_file():
         reason = "is a Hugging Face folder; use model.hf_path for it"
@@ -212,8 +214,9 @@ def preset_of_checkpoint(path: str) -> ModelPreset:
 def read_model(
     key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
 ) -> ModelPreset:
-    """The model that a JSON file describes. Raises ConfigError. A run asks for the model's shape
-    many times, so the result is kept until the file has `_changed`. key: the config key of the
+    """Return the model that a JSON file describes. Raises ConfigError. The result is cached,
+    because a run asks for the model's shape many times. `_changed` (such as the file's time) is
+    different if the file was changed, so the file is then read again. key: the config key of the
     path."""
     try:
         content = parse_json(file.read_bytes())
@@ -250,8 +253,8 @@ _ADDED_FIELDS = {
 
 
 def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of the `model` section by which the tensors differ from those of `preset`, with both
-    values. If there is one, the weights of one model do not fit the other."""
+    """Yield the keys of the section `model` that give `shape` other tensors than `preset`, with
+    both values. If there is one, the weights of one model do not fit the other."""
     theirs = shape_of(preset)
     outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
     values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]

@@ -44,7 +44,8 @@ _ROUTER: dict[str, Any] = {**f.LINEAR_ROUTER, "moe_shared_expert_gate": True}
 
 
 def _kinds(hf: Mapping[str, Any]) -> Any:
-    """The kind of each layer. transformers reads the interval only if `layer_types` is missing."""
+    """The kind of each layer. As in transformers, `full_attention_interval` counts only if
+    `layer_types` is missing."""
     if (kinds := hf.get("layer_types")) is not None:
         return kinds
     interval, count = hf.get("full_attention_interval", 4), hf["num_hidden_layers"]
@@ -72,7 +73,7 @@ def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(hf.get("num_hidden_layers"), int) or _check(hf):
         return {}
     flags = [int(kind == LINEAR) for kind in _kinds(hf)]
-    # an interval if the flags have one, so that a model may be cut to fewer layers
+    # If an interval gives these flags, it is used, so that a model can be cut to fewer layers.
     intervals = (n for n in range(1, len(flags) + 1) if delta_net_pattern(n, len(flags)) == flags)
     return {"linear_attention_freq": next(intervals, flags)}
 
@@ -132,7 +133,7 @@ QWEN3_NEXT = f.Family(
         **_NAMES,
         **_EXPERT_NAMES,
         **f.DENSE,
-        # for each head of keys, one tensor has q, k, v and z, and the other b and a
+        # One tensor has q, k, v and z of each key head, the other has b and a of each key head.
         "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
         "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
     },

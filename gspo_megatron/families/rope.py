@@ -38,7 +38,7 @@ _KEYS = (
     *("rope_theta", "rope_type", "type", "partial_rotary_factor", "attention_factor", "truncate"),
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", *_YARN_FIELDS),
 )
-_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also allowed outside the mappings
+_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also allowed at the top level
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rope:
     """The rotary positions of a model."""
 
     base: float
-    percent: float = 1.0  # the part of a head's channels that is rotated: the first ones
+    percent: float = 1.0  # share of a head's channels that are rotated, from the first on
     llama3_factor: float | None = None  # None: no scaling of this kind
     megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig: YaRN
 
@@ -57,12 +57,13 @@ class RopeKinds:
 
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # the default if config.json has none
-    percent: float | None = None  # the same; None: it is always 1
-    # The key with the number of rotated channels of a head, which may replace the percentage.
+    percent: float | None = None  # default of the share of rotated channels; None: always 1
+    # The key of config.json with the number of rotated channels of a head, if a family uses it
+    # instead of their share.
     width_key: str | None = None
     # the settings if config.json has neither rope_parameters nor rope_scaling
     unnamed: Mapping[str, Any] = field(default_factory=dict)
-    latent: bool = True  # the layers compute the angles, not GPTModel
+    latent: bool = True  # layers of latent attention compute the angles; else GPTModel does
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
@@ -156,7 +157,7 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
             problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
             continue
         for key, value in (given or {}).items():
-            if where and isinstance(value, Mapping):  # of the layers of one type
+            if where and isinstance(value, Mapping):  # settings for the layers of one type
                 wrong = "not supported; allowed: one set of values for all layers"
                 problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
             elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
@@ -176,8 +177,8 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
 def _percent_of_width(
     hf: Mapping[str, Any], key: str, settings: dict[str, Any], names: dict[str, str]
 ) -> list[str]:
-    """Add the percentage of rotated channels to the settings. Returns what is wrong with their
-    number."""
+    """Add the share of rotated channels to the settings, computed from their number. Returns the
+    problems of this number."""
     rotated, width = hf.get(key), hf.get("head_dim")
     if rotated is None:
         return []
@@ -203,8 +204,8 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
 def _yarn(
     settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields for YaRN, of MLATransformerConfig or as GPTModel reads them, and a line for each
-    thing that is not supported."""
+    """Return the fields for YaRN, under the names of MLATransformerConfig or under those that
+    GPTModel reads, and a line for each thing that is not supported."""
     megatron: dict[str, Any] = {"rope_type": YARN}
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():

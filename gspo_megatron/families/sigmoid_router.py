@@ -21,7 +21,8 @@ ALWAYS: dict[str, Any] = {
 
 
 def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
-    """The fields of routed experts. The arguments are the defaults of two keys."""
+    """The fields of routed experts. The arguments are the defaults of num_experts_per_tok and
+    routed_scaling_factor."""
     return (
         f.Field("n_routed_experts", "num_moe_experts"),
         f.Field("num_experts_per_tok", "moe_router_topk", topk),
@@ -40,18 +41,18 @@ class Groups:
     topk: int = 8
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        """A line for numbers with which Megatron-Core computes something else."""
+        """Return a line if Megatron-Core would choose other experts than the published model."""
         count = hf.get("n_group", self.count)
         chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
-        # The score of a group is the sum of the scores of its best two experts. Megatron-Core takes
-        # its best topk // topk_group.
+        # The score of a group is the sum of the scores of its best two experts. Megatron-Core adds
+        # up the best topk // topk_group instead.
         if count in (None, 1) or topk == 2 * chosen:
             return []
         wrong = f"not supported with topk_group = {chosen}; allowed: {2 * chosen}, or n_group = 1"
         return [f"num_experts_per_tok = {topk}: {wrong}"]
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of TransformerConfig."""
+        """Return the fields of TransformerConfig for the groups."""
         count = hf.get("n_group", self.count)
         if count in (None, 1):
             return {}
@@ -68,8 +69,8 @@ def write_groups(megatron: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_shared(hf: Mapping[str, Any], key: str, default: int = 1) -> dict[str, Any]:
-    """The fields of the shared experts, which are computed as one. key: the key of their number;
-    default: the number if the key is missing."""
+    """The fields of the shared experts, which are computed as one expert. key: the key of
+    config.json that has their number; default: the number if this key is missing."""
     width = (hf.get(key, default) or 0) * (hf.get("moe_intermediate_size") or 0)
     return {"moe_shared_expert_intermediate_size": width or None}
 
@@ -80,9 +81,9 @@ def write_shared(megatron: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def dense_first(default: int, *, has_types: bool = False) -> f.ReadPattern:
-    """A reader of the layers with experts: the first `first_k_dense_replace` layers are dense.
-    has_types: config.json may instead name the kind of each layer in `mlp_layer_types`; other
-    families ignore that key."""
+    """Return a function that reads which layers have experts: all except the first
+    `first_k_dense_replace` layers. has_types: config.json may instead name the kind of each layer
+    in `mlp_layer_types`; otherwise this key is ignored."""
 
     def read(hf: Mapping[str, Any]) -> list[bool]:
         kinds = hf.get("mlp_layer_types") if has_types else None

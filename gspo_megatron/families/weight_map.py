@@ -1,9 +1,10 @@
-"""How the tensors of a Hugging Face model make up those of Megatron-Core: the map for all families.
+"""The map between the tensors of Hugging Face (HF) models and those of Megatron-Core, for all
+families.
 
 A recipe describes one Megatron tensor as a set of boxes. A box is a block of one HF tensor and its
-place in the Megatron tensor. Boxes do not overlap. What no box covers is padding. Import and export
-use the same boxes. These are cut to what a shard needs, so nothing else is read or sent. A family
-gives the tensors' names in its files.
+place in the Megatron tensor. Boxes do not overlap. Elements that no box covers are padding. Import
+and export use the same boxes. For a shard the boxes are cut to its elements, so no others are read
+or sent. The names of the HF tensors come from the family (families/family.py).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 Slices = tuple[slice, ...]
 
 OUTPUT_LAYER = "output_layer.weight"
-SCORE_HEAD = "score.weight"  # of a preference model, in Hugging Face folders and in checkpoints
+SCORE_HEAD = "score.weight"  # a preference model's head, in HF folders and in checkpoints
 
-MOST_ELEMENTS = 2**24  # read at once, and converted on the way to a device
+MOST_ELEMENTS = 2**24  # limit of elements that are read and converted at once
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    One of the two tensors may have fewer dimensions. They are the last ones of the other tensor,
-    and the box has size 1 along the rest. `axes` has, for each dimension of the HF tensor, its
-    number in the Megatron tensor (None: the same order). `step` is the distance between the box's
-    elements along the last dimension of the HF tensor.
+    One of the two tensors may have fewer dimensions. These are then the last dimensions of the
+    other tensor, and the box has size 1 along its first ones. `axes` has, for each dimension of the
+    HF tensor, its number in the Megatron tensor (None: the same order). `step` is the distance
+    between the box's elements along the last dimension of the HF tensor.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Box:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its elements have the same order on both sides."""
+        """Whether the box's elements have the same order in both tensors, without gaps."""
         return self.axes is None and self.step == 1
 
     @property
@@ -71,19 +72,21 @@ class Box:
         )
 
     def _in_source(self, values: Sequence[int], missing: int) -> tuple[int, ...]:
-        """Values for the dimensions of the Megatron tensor, in the order of the HF tensor's."""
+        """Return values for the dimensions of the Megatron tensor in the order of the HF tensor's
+        dimensions."""
         last = aligned(values, len(self.source), missing)
         return last if self.axes is None else tuple(last[axis] for axis in self.axes)
 
     def to_source(self, part: Tensor) -> Tensor:
-        """The box's elements [size], as they stand in the HF tensor."""
+        """Convert the box's elements [size] from the Megatron tensor to their shape in the HF
+        tensor."""
         if self.axes is None:
             return part.reshape(self.source_size)
         ordered = [self.source_size[self.axes.index(axis)] for axis in range(len(self.axes))]
         return part.reshape(ordered).permute(self.axes)
 
     def to_target(self, part: Tensor) -> Tensor:
-        """The box's elements, read from the HF tensor, as they stand in the Megatron tensor."""
+        """Convert the box's elements from the HF tensor to their shape in the Megatron tensor."""
         if self.axes is not None:
             part = part.permute([self.axes.index(axis) for axis in range(len(self.axes))])
         return part.reshape(self.size)
@@ -138,7 +141,7 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 
 
 def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRecipe:
-    """`count` rows from each of the starts, one after the other."""
+    """Take `count` rows from each of the starts, and join them."""
     others = [slice(0, size) for size in recipe.shape[1:]]
     parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
     return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
@@ -217,7 +220,7 @@ def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read)
 
 
 def split(box: Box) -> Iterator[Box]:
-    """A box cut into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
+    """Cut a box into boxes of whole rows, each of at most MOST_ELEMENTS or of one row."""
     axis = max(0, len(box.size) - len(box.source))
     rows = box.size[axis]
     step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
@@ -257,8 +260,8 @@ def native_name(name: str) -> str:
 
 
 def is_one_matrix(name: str) -> bool:
-    """Whether this tensor holds gate and up projection of an expert as the halves of one matrix
-    [2 * ffn, hidden], or their biases. Under its native name it is [2, ffn, hidden]."""
+    """Whether this tensor holds gate and up projection of an expert, or their biases, as the halves
+    of one matrix [2 * ffn, hidden]. In the torch_native backend this tensor is [2, ffn, hidden]."""
     known = native_name(name)
     return known != name and re.search(r"\.experts\.(weight|bias)1", known) is not None
 
@@ -271,7 +274,7 @@ def is_vocabulary(name: str) -> bool:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The tensors of one model on both sides, in the order of its layers.
+    """The tensors of one model, in Megatron-Core and in HF files, in the order of its layers.
 
     `recipes`: the Megatron tensors, by the layout-independent names of models/shards.py and of the
     torch_native backend; `shapes`: those of the HF tensors by name.
@@ -341,13 +344,13 @@ def _recipes(
 
 def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """The recipes of attention. linear_qkv holds, for each query group, its queries, their output
-    gates (if there are any), its key and its value. In files the gate of a head follows its
-    query."""
+    gates (if there are any), its key and its value. In HF files the gate of a head follows the
+    head's query."""
     hidden, width, groups = shape.hidden_size, shape.kv_channels, shape.num_query_groups
     heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
 
     def qkv(suffix: str, *sizes: int) -> TensorRecipe:
-        if f"qkv{suffix}" in parts:  # one tensor in the files, queries first
+        if f"qkv{suffix}" in parts:  # q, k and v are one tensor in the files
             whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
             starts = itertools.accumulate(heights.values(), initial=0)
             pieces = [rows(whole, *each) for each in zip(starts, heights.values())]
@@ -379,8 +382,8 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
 
 
 def _latent_attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """The recipes of latent attention. They are plain copies: both sides keep the parts of a head
-    together and rotate channels in pairs."""
+    """The recipes of latent attention. They are plain copies, because HF models and Megatron-Core
+    order the parts and channels of a head in the same way."""
     megatron, hidden, heads = shape.megatron, shape.hidden_size, shape.num_attention_heads
     positional, latent = megatron["qk_pos_emb_head_dim"], megatron["kv_lora_rank"]
     plain, values = megatron["qk_head_dim"], megatron["v_head_dim"]
@@ -413,9 +416,9 @@ _IN_PROJECTIONS = {
 
 
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
-    """The recipes of a gated delta net. in_proj and conv1d are several tensors in checkpoints, each
-    with all heads in order. So they are in files, except for qwen3_next, whose files keep together
-    what belongs to one head of keys."""
+    """The recipes of a gated delta net. In checkpoints, in_proj and conv1d are several tensors
+    (query, key, ...), each with all heads in order. HF files have this order, too, except those of
+    qwen3_next: they keep together the rows of one key head."""
     sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
@@ -497,8 +500,8 @@ def _expert(
 def _joint_expert(
     parts: Mapping[str, str], expert: int, hidden: int, width: int
 ) -> tuple[TensorRecipe, TensorRecipe]:
-    """The same from the tensors of all experts, [experts, 2 * width, hidden] and [experts, hidden,
-    width]."""
+    """The recipes of one expert from the tensors of all experts, [experts, 2 * width, hidden] and
+    [experts, hidden, width]."""
     size = (1, width, hidden)
     both = [
         Box(parts["experts_gate_up"], (expert, half * width, 0), (half, 0, 0), size)

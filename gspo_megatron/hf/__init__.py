@@ -1,1 +1,1 @@
-"""Weights in the published layout of Hugging Face models."""
+"""Reads and writes weights in the layout of published Hugging Face models."""

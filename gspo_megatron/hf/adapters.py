@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-The matrices have the names of the Hugging Face model's modules; each expert's matrices have their
-own. All have the same rank and alpha, because vLLM reads no other adapters.
+The matrices are named after the modules of the Hugging Face model. Each expert has matrices of its
+own. All adapters have the same rank and alpha, because vLLM reads no others.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from gspo_megatron.hf.joint_adapters import (
 )
 from gspo_megatron.hf.writer import HfWriter
 
-# Fields of adapter_config.json that change the arithmetic B (A x) * alpha / r, unless they have one
-# of these values.
+# Fields of adapter_config.json, with the values for which an adapter computes B (A x) * alpha / r.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -64,8 +63,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class PeftFolder(HfFolder):
-    """An adapter's folder. Opening it reads the header of its file, no tensor. Pickles are never
-    read. Raises DataError with all that is wrong with the folder, one line each."""
+    """The folder of an adapter. Opening it reads the header of the adapter's file, but no tensor.
+    Pickles are never read. Raises DataError with all problems of the folder, one line each."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -98,12 +97,12 @@ class PeftFolder(HfFolder):
 
     @property
     def base(self) -> str:
-        """The model that the adapters say they were made for."""
+        """The model that the adapters were made for, as their config names it."""
         return str(self.config.get("base_model_name_or_path") or "a model that it does not name")
 
     def settings(self) -> LoraSection:
-        """The section `model.lora` of such adapters. Its `targets` are the names of their modules.
-        Raises DataError."""
+        """Return the section `model.lora` that fits these adapters. Its `targets` are the names of
+        their modules. Raises DataError."""
         alpha: Any = self.config.get("lora_alpha")
         if type(alpha) not in (int, float) or not alpha > 0:
             wrong = f"lora_alpha is {format_value(alpha)}; allowed: a number above 0"
@@ -130,8 +129,8 @@ class PeftFolder(HfFolder):
         return super().read(name, [slice(0, size) for size in self.tensors[name].shape])
 
     def open_joint(self, adapted: Mapping[str, Adapted], maps: tuple[WeightMap, WeightMap]) -> None:
-        """Show adapters of all experts of a layer as those of each matrix; maps: see `peft_maps`.
-        Raises DataError."""
+        """Split the pairs that hold the adapters of all experts of a layer: afterwards, `tensors`
+        and `read` have A and B of each expert's matrix. maps: see `peft_maps`. Raises DataError."""
         weights, modules = maps
         joint = joint_matrices(adapted, weights, modules) if self._joint else {}
         problems = []
@@ -163,13 +162,15 @@ class PeftFolder(HfFolder):
             raise DataError("\n".join(f"{self.path}: {line}" for line in some_of(problems)))
 
     def _mixes(self, name: str, parts: Collection[Part]) -> bool:
-        """Whether a B of all experts has values between the matrices of an expert."""
+        """Whether the B of all experts has values other than 0 outside the B matrices of the
+        `parts`."""
         whole = self._whole(name)
         inside = sum(int(whole[p.slices].count_nonzero()) for p in parts if p.name == name)
         return inside != int(whole.count_nonzero())
 
     def check(self, adapters: WeightMap) -> None:
-        """Raise DataError unless its tensors are those of `adapters`, by name, shape and type."""
+        """Raise DataError unless the folder has the tensors of `adapters`, by name, shape and
+        dtype."""
         missing, wrong = [], []
         for name, shape in adapters.shapes.items():
             entry = self.tensors.get(name)
@@ -196,8 +197,8 @@ def fitting_adapters(
     adapted: Mapping[str, Adapted],
     maps: tuple[WeightMap, WeightMap],
 ) -> PeftFolder:
-    """The PEFT folder at `path`. maps: see `peft_maps`. Raises DataError if its adapters do not fit
-    `section` and the model."""
+    """Open the PEFT folder at `path`. maps: see `peft_maps`. Raises DataError if its adapters do
+    not fit `section` and the model."""
     folder = PeftFolder(path)
     if wrong := section.differences(folder.settings()):
         raise DataError("\n".join(f"{path}: {line}" for line in wrong))
@@ -207,9 +208,9 @@ def fitting_adapters(
 
 
 def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
-    """Two maps of a model: one with a tensor for each expert, and one with the modules of
-    transformers, which PEFT adapts. For some families these have all experts of a layer in one
-    tensor."""
+    """Return two maps of a model. The first has tensors of single experts. The second has the
+    tensors of transformers' modules, which PEFT adapts: for some families, these hold all experts
+    of a layer."""
     joint = "experts_gate_up" in family.names
     weights = weight_map(family, shape, vocab_size)
     return weights, weight_map(family, shape, vocab_size, joint_experts=joint)
@@ -222,9 +223,9 @@ def peft_layout(
     tensors: Mapping[str, Tensor],
     base: str | None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The adapter_config.json and the tensors of a PEFT folder. tensors: A and B of each matrix,
-    with a pair for each expert; maps: see `peft_maps`; base: the folder or name of their model.
-    Raises DataError if PEFT has no form for them."""
+    """Return the adapter_config.json and the tensors of a PEFT folder. tensors: A and B of each
+    matrix, with a pair for each expert; maps: see `peft_maps`; base: the folder or name of the base
+    model."""
     weights, modules = maps
     joint = joint_matrices(adapted, weights, modules)
     inside = {matrix.name for found in joint.values() for _, matrix in found}
@@ -256,11 +257,11 @@ def _peft_config(
     weights: WeightMap,
     base: str | None,
 ) -> dict[str, Any]:
-    """The adapter_config.json. inside: the names of matrices that are part of a tensor of all
-    experts."""
+    """Return the adapter_config.json. inside: the names of matrices that are part of a tensor of
+    all experts."""
     matrices = [m for each in adapted.values() for m in each.matrices if m.name not in inside]
     leaves = sorted({matrix.leaf for matrix in matrices})
-    # In PEFT the last part of a name stands for all modules whose names end in it.
+    # In PEFT, a name without a path, such as q_proj, stands for all modules whose names end in it.
     alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
     by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
@@ -289,8 +290,8 @@ def write_peft(
     durable: bool = True,
     private: bool = False,
 ) -> None:
-    """Write a new PEFT folder, which appears when it is complete. document: adapter_config.json.
-    Raises DataError."""
+    """Write a new PEFT folder. It appears under its name when it is complete. document: the content
+    of adapter_config.json. Raises DataError."""
     specs = {name: each.to("meta") for name, each in tensors.items()}
     size = sum(each.nbytes for each in tensors.values()) + 1
     with HfWriter(
@@ -312,12 +313,12 @@ def _whole(value: float) -> float:
 
 
 def peft_stem(name: str) -> str:
-    """The name of the matrix to whose adapter a tensor in PEFT's layout belongs."""
+    """Return the name of the adapted matrix, from the name of its A or B in PEFT's layout."""
     return f"{name.removeprefix(PEFT_PREFIX).split('.lora_')[0]}.weight"
 
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """The pairs (A, B) among `tensors` in PEFT's layout, by the name of their matrix."""
+    """Return the pairs (A, B) of `tensors` in PEFT's layout, by the name of the adapted matrix."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(tensors):  # lora_A comes before lora_B
         found.setdefault(peft_stem(name), []).append(tensors[name])

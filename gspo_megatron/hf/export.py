@@ -1,4 +1,5 @@
-"""Export a running, sharded model: as Hugging Face tensors, one after the other, or as a folder."""
+"""Exports a sharded model during a run: as Hugging Face tensors, one after the other, or as a
+folder."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from gspo_megatron.models.lora import Lora
 from gspo_megatron.models.shards import Shard
 from gspo_megatron.platform.collectives import raised_everywhere
 
-MAIN_RANK = 0  # the ranks that share a model-parallel group with it hold a whole model
+MAIN_RANK = 0  # its model-parallel group holds one whole model
 
 
 def export_hf(
@@ -47,20 +48,21 @@ def export_hf(
     reuse: Path | None = None,
     private: bool = False,
 ) -> None:
-    """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks call
-    it; the main rank writes, a tensor at a time. The folder appears when it is complete.
+    """Write the model's weights, config.json and tokenizer to the new folder `path`. All ranks must
+    call this function. The main rank writes the tensors one after the other. The folder appears
+    under its name when it is complete.
 
-    hf_config: the config.json that the weights came with. It decides the family, and its other keys
-    are kept.
+    hf_config: the config.json that the weights were loaded with. It decides the family, and its
+    other keys are kept.
     tokenizer: a folder, whose settings and tokenizer files are copied, or one file.
-    dtype: that of the weights (default: the model's).
-    durable: wait until everything is on the disk, so that it outlives a crash of the machine.
-    reuse: a folder that was written by the same arguments and that nobody needs any more. If it
-    exists, it is overwritten and renamed, which is faster than a new one.
+    dtype: the dtype of the written weights (default: the model's).
+    durable: wait until everything is on the disk, so that a crash of the machine loses nothing.
+    reuse: a folder that an earlier call with the same arguments has written and that nobody needs
+    any more. If it exists, it is overwritten and renamed, which is faster than a new folder.
     private: no other user may read the folder.
 
-    Every rank raises the same errors: ConfigError for a model that no family has, and DataError for
-    a destination that cannot be written.
+    All ranks raise the same errors: ConfigError if no family has such a model, DataError if the
+    folder cannot be written.
     """
     family = family_of_shape(policy.shape) if hf_config is None else family_of(hf_config)
     dtype = dtype or policy.config.params_dtype
@@ -81,8 +83,8 @@ def export_hf(
                 stack.enter_context(writer)
         problem: DataError | None = None
         with raised_everywhere():
-            # If writing fails, the main rank still goes on to the end of the stream: the ranks
-            # exchange tensors in it.
+            # If writing fails, the main rank still reads the stream to its end, because the other
+            # ranks exchange tensors with it.
             for name, tensor in stream_hf(policy, family=family, dtype=dtype):
                 if tensor is not None and problem is None:
                     try:
@@ -143,15 +145,15 @@ def stream_hf(
     dtype: torch.dtype | None = None,
     everywhere: bool = False,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, tensor) of every tensor of the published layout, layer by layer. All ranks must
-    iterate together, to the end. The caller may keep or change a tensor.
+    """Yield (name, tensor) of every tensor in the layout of published files, layer by layer. All
+    ranks must iterate together, to the end. The caller may keep or change a tensor.
 
     The main rank gets each tensor whole, the others get None; with `everywhere` all ranks get the
-    tensor. Only one tensor exists at a time beside the model. The ranks of one copy of the model
-    send their shards to the main rank, each element once.
+    tensor. The stream holds only one tensor at a time. The ranks of one copy of the model send
+    their shards to the main rank, each element once.
 
     family: gives the names (default: the family that has models of this shape, or ConfigError);
-    dtype: that of the tensors (default: the model's).
+    dtype: the dtype of the tensors (default: the model's).
     """
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
@@ -172,7 +174,7 @@ def stream_hf(
 def stream_specs(
     policy: Policy, *, family: Family | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """What `stream_hf` yields, in order, on the meta device."""
+    """Return the tensors that `stream_hf` yields, in the same order, but on the meta device."""
     family = family_of_shape(policy.shape) if family is None else family
     weights = weight_map(family, policy.shape, policy.vocab_size)
     return {
@@ -183,7 +185,7 @@ def stream_specs(
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every tensor of the stream, in order. Router biases and the decay of delta nets
-    stay fp32, as they are in the model."""
+    stay fp32, as in the model."""
     kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
         if name.endswith((".expert_bias", ".A_log", ".dt_bias")):
@@ -199,7 +201,8 @@ class _ModelCopy:
     ) -> None:
         """lora: adapters to merge into the weights that are sent, if there are any."""
         self._shards, self._weights, self._lora = shards, weights, lora
-        # for each HF tensor and rank: the numbers of the rank's shards, and the box of each
+        # HF tensor -> rank -> the rank's parts of the tensor: (number of the shard, box in the
+        # shard)
         self._parts: dict[str, dict[int, list[tuple[int, Box]]]] = {n: {} for n in weights.shapes}
         self._groups: dict[str, dist.ProcessGroup] = {}
         dense = parallel_state.get_model_parallel_group()
@@ -213,8 +216,8 @@ class _ModelCopy:
                 assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
 
     def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
-        """Tell each other which boxes each rank of a group holds. If several ranks hold a box, the
-        first of them will send it."""
+        """Let all ranks of a group know which boxes each of them holds. If several ranks hold a
+        box, the first of them will send it."""
         mine = [
             (number, shard.name, shard.offset, tuple(shard.data.shape))
             for number, shard in enumerate(self._shards)
@@ -236,7 +239,8 @@ class _ModelCopy:
                     self._groups[box.name] = group
 
     def collect(self, name: str, dtype: torch.dtype, out: Tensor | None) -> None:
-        """Send this rank's parts of a tensor as `dtype`. The main rank fills `out` with them."""
+        """Send this rank's parts of a tensor to the main rank as `dtype`. The main rank fills `out`
+        with the parts of all ranks."""
         parts, group = self._parts[name], self._groups.get(name)
         mine = [(box, self._values(n, box)) for n, box in parts.get(dist.get_rank(), [])]
         if dist.get_rank() != MAIN_RANK:
@@ -259,7 +263,7 @@ class _ModelCopy:
                 out[box.source_slices].copy_(box.to_source(run))
 
     def _values(self, number: int, box: Box) -> Tensor:
-        """The values of a box of a shard, with its adapter merged."""
+        """Return the values of a box of a shard, with its adapter merged."""
         shard = self._shards[number]
         data = shard.data[box.target_slices]
         if self._lora is None:

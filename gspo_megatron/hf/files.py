@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config, its tensors, and whether they fit a model."""
+"""Reads a Hugging Face model folder (config and tensors), and checks whether it fits a model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-FP8 = "F8_E4M3"  # blocks with a scale each; an import converts them to BF16
-SCALES = "_scale_inv"  # the scales' name is the FP8 tensor's name and this
+FP8 = "F8_E4M3"  # each block has a scale; an import converts the values to bf16
+SCALES = "_scale_inv"  # the scales have the FP8 tensor's name with this ending
 BYTES = "U8"
-# Experts in MXFP4 have two tensors of bytes instead of one, with these name endings. A block has 32
-# values of four bits, and its scale is a power of two.
+# In MXFP4, a tensor of experts is stored as two tensors of bytes, with these name endings: blocks
+# and scales. A block has 32 values of four bits, and its scale is a power of two.
 MXFP4 = "MXFP4"
 FP4_PARTS = ("_blocks", "_scales")
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a minus sign
@@ -51,7 +51,7 @@ FP4_BLOCK = 32
 
 _PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 32 << 20  # the pages of mapped files are released after so many bytes
+_MAPPED_BYTES = 32 << 20  # pages of mapped files are released after so many read bytes
 
 
 class FileTensor(NamedTuple):
@@ -60,17 +60,17 @@ class FileTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte, in the file
 
 
 class HfFolder:
-    """The config and the tensors of a folder. For a vision-language model, those of its language
-    model. Opening it reads the headers of the files, no tensor.
+    """The config and the tensors of a folder. A vision-language model is read as its language
+    model. Opening the folder reads the headers of the files, but no tensor.
 
     A config.json that names Python code of its own (`auto_map`) is refused unless
     `ignore_custom_code`; the code is never run.
 
-    Raises DataError with all that is wrong with the folder, one line each.
+    Raises DataError with all problems of the folder, one line each.
     """
 
     def __init__(self, path: str | Path, *, ignore_custom_code: bool = False) -> None:
@@ -126,9 +126,9 @@ class HfFolder:
         return rows, columns
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of a tensor whose dtype is supported. It is a view of the memory-mapped file,
-        which must not be written to; for FP8 and MXFP4 weights, it is their values in fp32. Threads
-        may call it at the same time.
+        """Return a part of a tensor whose dtype is supported. FP8 and MXFP4 weights are returned as
+        values in fp32. Other parts are views of the memory-mapped file: do not write to them.
+        Threads may call this method at the same time.
 
         Raises KeyError for a name that the folder lacks.
         """
@@ -148,8 +148,8 @@ class HfFolder:
         return part.float() * scales
 
     def _add_mxfp4(self, problems: list[str]) -> None:
-        """Add each tensor of MXFP4 experts under the name and shape that it has in a bf16 file:
-        [experts, in, out]. Its blocks are [experts, out, in / 32, 16], its scales
+        """Add each MXFP4 tensor of experts under the name and shape that it has in bf16 files:
+        [experts, in, out]. The file has its blocks [experts, out, in / 32, 16] and its scales
         [experts, out, in / 32]."""
         quantized = self.config.get("quantization_config")
         if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "mxfp4":
@@ -173,7 +173,8 @@ class HfFolder:
                 self.tensors[base] = FileTensor(MXFP4, shape, entry.file, entry.offset)
 
     def _mxfp4(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of an MXFP4 tensor, in fp32. Only the blocks that overlap it are read."""
+        """Return a part of an MXFP4 tensor, in fp32. Only the blocks that overlap this part are
+        read."""
         experts, columns, rows = slices
         first = columns.start // FP4_BLOCK
         touched = slice(first, -(-columns.stop // FP4_BLOCK))
@@ -186,7 +187,7 @@ class HfFolder:
         return found.flatten(-2).narrow(-1, start, columns.stop - columns.start).mT
 
     def _stored(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of a tensor, in the form that it has in the file."""
+        """Return a part of a tensor as it is stored in the file."""
         entry = self.tensors[name]
         dtype = _PACKED.get(entry.dtype) or DTYPES[entry.dtype]
         count = math.prod(entry.shape)
@@ -227,10 +228,11 @@ class HfFolder:
 
 
 def read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None:
-    """All tensors of one file. If the file is damaged, adds that to `problems` and returns None."""
+    """Return all tensors of one file. If the file is damaged, add a line to `problems` and return
+    None."""
     try:
-        # The library checks the file. It is opened for numpy, because mapping it for torch needs as
-        # much free memory as the file is large.
+        # safe_open checks the file. It opens the file for numpy, because for torch the mapping
+        # needs as much free memory as the file is large.
         with safe_open(file, framework="np"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(start - 8))
@@ -282,7 +284,8 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
 
 
 def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
-    """The JSON object in a file. If there is none, adds that to `problems` and returns None."""
+    """Return the JSON object in a file. If there is none, add a line to `problems` and return
+    None."""
     try:
         content = parse_json(file.read_bytes())
     except OSError as error:
@@ -299,10 +302,10 @@ def read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
 def checked_folder(
     path: str | Path, shape: ModelShape, vocab_size: int, *, ignore_custom_code: bool = False
 ) -> tuple[HfFolder, WeightMap]:
-    """The folder (see `HfFolder`) and the map of its model. No tensor is read.
+    """Return the folder (see `HfFolder`) and the map of its model. No tensor is read.
 
-    Raises DataError with all that is wrong: where config.json differs from `shape` and
-    `vocab_size`, and what `checked_weights` finds.
+    Raises DataError with all problems: the differences between config.json and `shape` or
+    `vocab_size`, and the problems that `checked_weights` finds.
     """
     folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
     theirs = folder.describe()
@@ -323,9 +326,9 @@ def checked_folder(
 
 
 def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> WeightMap:
-    """The map of the folder's model. Raises DataError if tensors are missing, unknown, or have
-    another shape or dtype. A preference model may begin with a language model, whose folder has no
-    score head."""
+    """Return the map of the folder's model. Raises DataError if tensors are missing or unknown, or
+    have a wrong shape or dtype. The score head of a preference model may be missing, because
+    training may begin with a language model."""
     family = family_of(folder.config)
     joint = family.names.get("experts_down", "").replace("{layer}", "0") in folder.tensors
     weights = weight_map(family, shape, vocab_size, joint_experts=joint)
@@ -350,7 +353,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
             scales |= {name + part for part in FP4_PARTS}
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
-    # files may have a tied embedding twice
+    # files may also have the head of a tied embedding
     known = {*weights.shapes, *scales, family.names["head"]}
     unknown = [
         f"{name} is no part of the model that config.json describes"
@@ -363,7 +366,8 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
 
 
 def _scale_problems(folder: HfFolder, name: str) -> list[str]:
-    """What is wrong with the scales of an FP8 tensor. Without them its values would be noise."""
+    """Return what is wrong with the scales of an FP8 tensor. Without scales its values would be
+    noise."""
     shape, entry = folder.tensors[name].shape, folder.tensors.get(name + SCALES)
     if entry is None:
         return [f"{name} has the dtype {FP8}, and its scales {name}{SCALES} are missing"]
@@ -377,8 +381,8 @@ def _scale_problems(folder: HfFolder, name: str) -> list[str]:
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
-    """Raise DataError if the file's two copies of a tied embedding differ within a box (default:
-    anywhere)."""
+    """Raise DataError if the folder has a second copy of a tied embedding, as the head, and the two
+    copies differ within a box (default: anywhere)."""
     copy = family_of(folder.config).names["head"]
     if copy in weights.shapes or SCORE_HEAD in weights.shapes or copy not in folder.tensors:
         return

@@ -15,7 +15,7 @@ from gspo_megatron.hub import HubName, Kind, failures, name_of, parse_name, reas
 
 CARD = "README.md"
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-# What of a configuration is the recipe of a run, by section.
+# The keys of a configuration that are shown as the recipe of a run, by section.
 _RECIPE = {
     "objective": ("name", "mini_batches"),
     "rollout": ("engine", "group_size", "prompts_per_step", "max_response_tokens", "temperature"),
@@ -28,7 +28,7 @@ _DATA = ("prompts", "examples", "train")
 
 
 def check_push(repo: str) -> None:
-    """Raise DataError if nothing can be pushed: by the name, or because there is no token."""
+    """Raise DataError if nothing can be pushed, because the name is wrong or there is no token."""
     from huggingface_hub import constants, get_token
 
     if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
@@ -43,8 +43,9 @@ def check_push(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = True) -> str:
-    """Push all files of a folder as one commit, into a new private repository if there is none, and
-    return its address. Nothing of the repository changes if a part fails. Raises DataError."""
+    """Push all files of a folder as one commit, and return the address of the repository. If there
+    is no repository, make one, private by default. If a part fails, the repository does not change.
+    Raises DataError."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     check_push(repo)
@@ -71,7 +72,7 @@ def write_card(
     step: int | None,
     evaluation: Mapping[str, Any],
 ) -> Path:
-    """Write README.md: where the weights come from, how they were trained, and on what.
+    """Write README.md: where the weights come from, how they were trained, and with which data.
 
     config: the configuration of the run, as config.resolved.yaml has it. evaluation: metrics by
     name, as metrics.jsonl has them.
@@ -118,7 +119,8 @@ def write_card(
 
 
 def base_model(config: Mapping[str, Any]) -> str | None:
-    """Return what the run began with: a name of the Hub or a path; None: random weights."""
+    """Return the model that the run began with, as a name of the Hub or a path; None: random
+    weights."""
     model = config.get("model")
     model = model if isinstance(model, Mapping) else {}
     return model.get("hf_path") or model.get("checkpoint_path")
@@ -136,7 +138,7 @@ def licence_of(base: str | None) -> str | None:
     try:
         found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
         licence = found.card_data.get("license")
-    except (*failures(), AttributeError):  # the card then says that it is not known
+    except (*failures(), AttributeError):  # the card then says that the licence is not known
         return None
     return licence if isinstance(licence, str) else None
 
@@ -193,7 +195,8 @@ def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]
 
 
 def _source(given: str, kind: Kind) -> str:
-    """Return a name of the Hub; of a path only its last part: a card tells nothing of a machine."""
+    """Return a name of the Hub unchanged, but only the last part of a path: a card must not show
+    the folders of a machine."""
     named = parse_name(given, kind)
     return _shown(Path(given).name if named is None else named)
 

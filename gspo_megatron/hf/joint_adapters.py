@@ -1,10 +1,11 @@
 """PEFT's adapters of parameters that hold the matrices of all experts of a layer.
 
-PEFT has one pair of matrices for such a parameter: A [experts * rank, in], and
-B [out, rank * experts], in which the experts alternate. Here each matrix of each expert has a pair
-of its own, and gate and up projection are two matrices. So the pair of a joint gate and up
-projection has twice the rank when it leaves, and B is zero where it would mix the two. On the way
-in there is a second form: with the plain rank both projections have the same A.
+PEFT has one pair of matrices for such a parameter: A [experts * rank, in] and B [out, rank *
+experts], in whose columns the experts alternate. In this project each matrix of each expert has a
+pair of its own, and gate and up projection are two matrices. So an export gives the joint parameter
+of gate and up projection a pair of twice the rank, and B is zero where it would mix the two
+projections. An import also reads a second form: a pair of the plain rank, in which both projections
+share A.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Joint = Mapping[str, Sequence[tuple[Box, Matrix]]]  # see `joint_matrices`
 class Part(NamedTuple):
     """Where a PEFT file holds A or B of one matrix of one expert."""
 
-    name: str  # of the tensor of all experts
+    name: str  # name of the tensor of all experts
     slices: tuple[slice, slice]
     shape: tuple[int, int]
 
@@ -42,8 +43,9 @@ def is_joint(name: str) -> bool:
 
 
 def joint_stem(name: str, joint: Collection[str]) -> str:
-    """The start of the names of a parameter's adapters. PEFT wraps the adapters of one parameter
-    around those of the other; joint: all parameters with adapters."""
+    """Return the start of the names of a parameter's adapters. If both parameters of a module have
+    adapters, PEFT nests the module: the names of the inner one get `.base_layer`. joint: all
+    parameters with adapters."""
     module, _, leaf = name.rpartition(".")
     inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
     return f"{PEFT_PREFIX}{module}{inner}"
@@ -52,7 +54,7 @@ def joint_stem(name: str, joint: Collection[str]) -> str:
 def joined(
     found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The adapters of the matrices in a tensor [experts, ...] as one pair of PEFT's."""
+    """Join the adapters of all matrices in a tensor [experts, ...] to one pair in PEFT's form."""
     by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
     for box, matrix in found:
         by_expert.setdefault(box.source[0], []).append((box, matrix))
@@ -73,14 +75,15 @@ def joined(
 def split_joint(
     found: Sequence[tuple[Box, Matrix]], stem: str, ranks: tuple[int, int], shape: Sequence[int]
 ) -> Iterator[tuple[str, Part]]:
-    """Yield the name of A and of B of each matrix, and where they are. ranks: of the pair of all
-    experts, and of one matrix; shape: of the parameter [experts, ...]."""
+    """Yield the names of A and B of each matrix, and their places in the pair of all experts.
+    ranks: the rank of this pair, and the rank of one matrix; shape: the shape of the parameter
+    [experts, ...]."""
     experts, axis = shape[0], _row_axis(found[0][0])
     joint_rank, rank = ranks
     numbers = dict.fromkeys(range(experts), 0)
     for box, matrix in found:
         expert = box.source[0]
-        # with the plain rank the matrices of an expert share A
+        # if both ranks are equal, the matrices of an expert share A
         first = numbers[expert] * rank if joint_rank > rank else 0
         numbers[expert] += 1
         start, stop = first * experts + expert, (first + rank - 1) * experts + expert + 1
@@ -95,24 +98,26 @@ def split_joint(
 def joint_shapes(
     box: Box, rank: int, shape: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shapes of A and B of a parameter [experts, ...]; box: of one of its matrices."""
+    """Return the shapes of A and B of a parameter with this `shape` [experts, ...]. box: the box of
+    one of its matrices."""
     axis = _row_axis(box)
     return (shape[0] * rank, shape[3 - axis]), (shape[axis], rank * shape[0])
 
 
 def _row_axis(box: Box) -> int:
-    """The axis of a parameter [experts, ...] that has the rows of a matrix."""
+    """Return the axis of a parameter [experts, ...] along which the rows of a matrix lie."""
     return 1 if box.axes is None else 2
 
 
 def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
-    """Say what adapter_config.json has that is not plain LoRA, in the keys that adapters of joint
-    parameters need. Their rank may differ, but not how much they count. has_joint: whether the
-    file has such adapters."""
+    """Return a line for each key of adapter_config.json that is not plain LoRA, among the keys for
+    adapters of joint parameters. These adapters may have another rank, but their scale must be that
+    of the others: alpha / rank, or with rsLoRA alpha / sqrt(rank). has_joint: whether the file has
+    such adapters."""
     leaves = tuple(LEAVES) if has_joint else ()
     named = config.get("target_parameters") or []
     wrong = []
-    # a weight of a module, such as a router's, is a parameter for PEFT
+    # PEFT may also name the weight of a module, such as a router, as a parameter
     if not _all_end(named, (".weight", *leaves)):
         wrong.append(not_plain("target_parameters", named))
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
@@ -137,7 +142,7 @@ def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
 
 
 def not_plain(key: str, value: Any) -> str:
-    """The line about a key with which other arithmetic is meant than plain LoRA's."""
+    """Return the line about a key whose value means something else than plain LoRA."""
     return f"{key} is {format_value(value)}: not plain LoRA with one rank"
 
 

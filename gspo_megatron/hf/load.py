@@ -1,4 +1,4 @@
-"""Load weights of a Hugging Face folder, or adapters of a PEFT folder, into a sharded model."""
+"""Loads weights of a Hugging Face folder, or adapters of a PEFT folder, into a sharded model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
     """Fill this rank's parameters, and the biases of its routers, from the folder.
 
     Each rank reads only what its own shards need. Values are converted to the model's dtype, and
-    the vocabulary's padding becomes zero. An optimizer that exists already keeps its fp32 copies of
-    the old weights. So load before building it, or call its reload_model_params.
+    the vocabulary's padding becomes zero. An optimizer that exists already would keep fp32 copies
+    of the old weights. So load the weights before you build the optimizer, or call its
+    reload_model_params afterwards.
     ignore_custom_code: see `HfFolder`.
 
-    Raises DataError with all that is wrong with the folder, before any parameter is changed.
+    Raises DataError with all problems of the folder, before any parameter is changed.
     """
     folder, weights = checked_folder(
         path, policy.shape, policy.vocab_size, ignore_custom_code=ignore_custom_code
     )
     shards = weight_shards(policy, weights)
-    if SCORE_HEAD not in folder.tensors:  # of a language model: the head keeps its random weights
+    if SCORE_HEAD not in folder.tensors:  # a language model's folder: the head stays random
         shards = [shard for shard in shards if shard.name != SCORE_HEAD]
     for shard in shards:
         if shard.name == "embedding.word_embeddings.weight":
@@ -43,8 +44,8 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
 
 
 def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
-    """All of this rank's parameters except adapters, each element once, and the biases of its
-    routers. The shards may reach into the vocabulary's padding."""
+    """Return the shards of all of this rank's parameters except adapters, each element once, and of
+    the biases of its routers. The shards may reach into the vocabulary's padding."""
     everything = [shard for model in policy.models for shard in parameter_shards(model)]
     found = [shard for shard in everything if not is_adapter(shard.name)]
     covered = sum(shard.data.numel() for shard in found)
@@ -52,8 +53,8 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
         for module in model.modules():
             bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
             if bias is not None:
-                # It is a buffer, so it is not among the parameters. Every rank of the layer has all
-                # of it.
+                # The bias is a buffer, so it is not among the parameters. Every rank with this
+                # layer has the whole bias.
                 name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
                 found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
     named = (pair for model in policy.models for pair in model.named_parameters())

@@ -32,8 +32,9 @@ def export_config(
     """The config.json for weights of this shape and dtype. Keys that only vLLM needs are added.
 
     original: the config.json that the weights were imported with. If it still describes the model,
-    all its keys are kept, otherwise only those that do not describe it. Raises ConfigError if
-    its family cannot have models of this shape (without an original: if no family can).
+    all its keys are kept. Otherwise the keys that describe a model are replaced, and the others are
+    kept. Raises ConfigError if the family of `original` has no models of this shape; without
+    `original`, if no family has.
     """
     original = None if original is None else language_model(original)
     if original is not None and shape.scores and not is_score_model(original):
@@ -51,17 +52,17 @@ def export_config(
         config = {key: made[key] for key in family.vllm_keys if key in made} | dict(original)
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
-    # An import leaves out the layers for further tokens (MTP), FP8, and Python code.
+    # The model has none of the layers for further tokens (MTP), FP8 or Python code of the original.
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     config.pop("quantization_config", None)
-    config.pop("auto_map", None)  # names code that an export does not have
+    config.pop("auto_map", None)  # it names code that is not exported
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 
 def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """config.json of a preference model with the pad_token_id of its tokenizer's `files`, if it has
-    none: without it transformers scores one sequence at a time. Other models stay as they are.
-    Raises DataError where the files cannot be read."""
+    """Add the pad_token_id of a tokenizer's `files` to the config.json of a preference model that
+    has none. Without it, transformers scores only one sequence at a time. Other configs are
+    returned unchanged. Raises DataError if the files cannot be read."""
     if not is_score_model(config) or config.get("pad_token_id") is not None:
         return dict(config)
     try:
@@ -105,9 +106,9 @@ def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
 
 
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """A generation_config.json, by its name, for a model trained with a tokenizer of these `files`.
-    transformers' `generate` reads from it which token ends a response. Empty if the file is among
-    `files`, or if these name no such token. Raises DataError if one cannot be read.
+    """Return {"generation_config.json": its content} for a model trained with a tokenizer of these
+    `files`. transformers' `generate` reads from it which token ends a response. Returns {} if the
+    file is among `files`, or if `files` name no such token. Raises DataError if one cannot be read.
     """
     by_name = {file.name: file for file in files}
     if GENERATION in by_name:
@@ -127,7 +128,7 @@ def _token_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
         ids = {}
         for name in ("eos", "pad"):
             token = named.get(f"{name}_token")
-            if token is not None:  # it may be an object with its settings
+            if token is not None:  # a token may be an object with settings
                 text = token if isinstance(token, str) else str(token["content"])
                 ids[f"{name}_token_id"] = tokenizer.token_to_id(text)
         return ids

@@ -1,4 +1,4 @@
-"""Write a new folder, which gets its name when it is complete, and write an HF model into one."""
+"""Writes new folders that get their names when they are complete, and HF models in such folders."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class NewFolder:
     """A context manager that makes a folder. Files go to `partial`, a hidden folder beside `path`.
-    `publish` renames it to `path`. Without a call of `publish` it is removed at the end. The hidden
-    folder of a killed process is replaced.
+    `publish` renames it to `path`. If `publish` is not called, the hidden folder is removed at the
+    end. The hidden folder of a killed process is replaced.
 
-    With owner=False it uses the folder that another process, the owner, makes and publishes. With
-    durable=False nothing waits for the disk: a crash of the machine may lose or spoil the folder.
-    `reuse` is a folder that nobody reads any more. If it exists, it becomes the new one, with all
-    its files.
+    With owner=False it uses a folder that another process, the owner, makes and publishes. With
+    durable=False it does not wait for the disk: a crash of the machine may lose or damage the
+    folder. `reuse` is a folder that nobody reads any more. If it exists, it becomes the new folder,
+    with all its files.
 
     Raises DataError if `path` is not empty, cannot be written, or is being written by another
     process, or if the disk has less than `size` bytes free.
@@ -74,7 +74,7 @@ class NewFolder:
         with write_errors(self.path):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                lock = _lock(self.partial)  # a running process keeps its folder locked
+                lock = _lock(self.partial)  # locked as long as its process runs
                 if lock is None:
                     raise DataError(f"{self.path}: another process is writing to it")
                 os.close(lock)
@@ -91,7 +91,8 @@ class NewFolder:
         return self
 
     def publish(self) -> None:
-        """Make the folder's list of names durable (files are synced already), and rename it."""
+        """Rename the hidden folder to `path`. If durable, sync the folders; the files are synced
+        already."""
         with write_errors(self.path):
             if self.durable:
                 sync_folders(self.partial)
@@ -108,7 +109,7 @@ class NewFolder:
 
 @dataclass(frozen=True)
 class _File:
-    """One planned file. `offsets` are the positions of its tensors."""
+    """One planned file. `offsets` are the positions of its tensors in bytes."""
 
     name: str
     header: bytes
@@ -124,8 +125,9 @@ class HfWriter(NewFolder):
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
     Tensors may come in any order, whole or in blocks, from any thread. Each is written immediately
-    (safetensors' save_file would need all tensors of a file in memory). Until `finish` no reader
-    accepts the files. Several processes can write one folder, each the tensors of its own `files`.
+    (safetensors' save_file would need all tensors of a file in memory). Until `finish`, the files
+    are invalid for readers. Several processes can write one folder, if each writes the tensors of
+    other `files`.
     """
 
     def __init__(
@@ -140,9 +142,9 @@ class HfWriter(NewFolder):
         reuse: Path | None = None,
         private: bool = False,
     ) -> None:
-        """single_file: the name of the file if one is enough; reuse: a folder of the same tensors,
-        in a file system in memory. Overwriting is faster there than new files, for which the system
-        has to find and clear memory."""
+        """single_file: the file's name if one file is enough; reuse: a folder of the same tensors,
+        in a file system in memory. Overwriting it is faster than writing new files, because the
+        system need not find and clear memory."""
         self.tensors = dict(tensors)
         self.bytes = sum(planned.nbytes for planned in self.tensors.values())
         options = {"durable": durable, "reuse": reuse, "private": private}
@@ -152,18 +154,20 @@ class HfWriter(NewFolder):
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
         self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
-        # The kernel lets one thread at a time write to a file. Others would wait in a busy loop.
+        # The kernel lets only one thread at a time write to a file. Without the lock, other threads
+        # would wait in a busy loop.
         self._writing = threading.Lock()
-        # for tensors with another order of elements than their boxes, by name and first index: the
-        # part so far, and how many elements it still lacks
+        # For tensors whose elements have another order than those of the boxes: (name, index on the
+        # first axis) -> the elements collected so far, and the number of those that are still
+        # missing.
         self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def write_box(self, box: Box, part: Tensor) -> None:
         """Write the elements of a box, in the order of the HF tensor and in the planned dtype.
 
-        If the box's elements are not in one run in the HF tensor, they are collected, and each
-        index of the first axis is written when it is complete. Single elements would need a system
-        call each.
+        If the box's elements are not contiguous in the HF tensor, they are collected. Each index of
+        the first axis is written when all its elements are there, because single elements would
+        need a system call each.
         """
         planned = self.tensors[box.name]
         part = part.to(planned.dtype)
@@ -207,7 +211,7 @@ class HfWriter(NewFolder):
             is_due = self.durable and self._unsettled[file.name] >= SETTLED
             if is_due:
                 self._unsettled[file.name] = 0
-        if is_due:  # others may write meanwhile
+        if is_due:  # outside the lock, so that others can write
             with write_errors(self.path):
                 settle(self._descriptors[file.name])
 
@@ -238,7 +242,7 @@ class HfWriter(NewFolder):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (self.partial / name).write_bytes(f"{text}\n".encode())
             for name in (*contents, *(file.name for file in copies)):
-                if self.private:  # so is the folder
+                if self.private:  # like the folder
                     (self.partial / name).chmod(0o600)
                 if self.durable:
                     sync(self.partial / name)
@@ -254,7 +258,7 @@ class HfWriter(NewFolder):
             flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if self.reuse is None else 0)
             mode = 0o600 if self.private else 0o666
             self._descriptors[file.name] = os.open(self.partial / file.name, flags, mode)
-            if self.reuse is not None:  # no reader accepts the file without its header
+            if self.reuse is not None:  # clear the old header: the file is invalid now
                 os.pwrite(self._descriptors[file.name], bytes(len(file.header)), 0)
         while data:
             count = os.pwrite(self._descriptors[file.name], data, offset)
@@ -262,11 +266,13 @@ class HfWriter(NewFolder):
 
 
 def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]:
-    """The index of the first element of each run of consecutive elements in a block of a tensor."""
+    """Yield the index of the first element of each run of consecutive elements in a block of a
+    tensor."""
     whole = len(shape)
     while whole and slices[whole - 1] == slice(0, shape[whole - 1]):
         whole -= 1
-    # The block has all of each dimension from `whole` on, so a run spans these and the one before.
+    # From dimension `whole` on, the block has all elements, so a run covers these dimensions and
+    # the one before.
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     starts = [part.start for part in slices]
     for index in itertools.product(*(range(s.start, s.stop) for s in slices[: max(0, whole - 1)])):
@@ -275,7 +281,7 @@ def _run_offsets(shape: Sequence[int], slices: Sequence[slice]) -> Iterator[int]
 
 
 def _plan(tensors: Mapping[str, Tensor], max_shard_bytes: int, single_file: str) -> list[_File]:
-    """The files that will be written: tensors in their order, and as many in a file as fit."""
+    """Plan the files: tensors in their order, and as many in a file as fit."""
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_bytes
     for name, planned in tensors.items():
@@ -309,13 +315,13 @@ def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
 
 
 def _hidden_place(path: Path) -> Path:
-    """The hidden folder beside `path`, in which the new folder is made."""
+    """Return the path of the hidden folder beside `path`, in which the new folder is made."""
     absolute = Path(os.path.abspath(path))  # a path such as "." has no parent in its text
     return absolute.parent / f".{absolute.name}.partial"
 
 
 def check_destination(path: Path) -> None:
-    """Raise DataError unless `path` is new or an empty folder, where folders can be made."""
+    """Raise DataError unless `path` is new or an empty folder, and a folder can be made there."""
     if path.is_dir():
         if any(path.iterdir()):
             raise DataError(f"{path}: has files in it already; give a new or an empty folder")
@@ -328,7 +334,7 @@ def check_destination(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Generator[None]:
-    """While it lasts, turn an OSError into a DataError about `path`."""
+    """Turn an OSError into a DataError about `path` while the context lasts."""
     try:
         yield
     except OSError as error:
@@ -342,8 +348,8 @@ def copy_file(source: Path, folder: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that locks the folder until it is closed; None if another process has locked
-    it."""
+    """Lock the folder, and return a descriptor that keeps the lock until it is closed; None if
+    another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,35 +17,37 @@ from torch import Tensor
 from gspo_megatron.models.core_attention import attend, attend_causally, window_of
 from gspo_megatron.platform.cpu import faster
 
-# The cost of a key that is copied (read, written and read again), over that of one read in place.
+# Cost of a key that is copied first (read, written, read again), relative to a key read in place.
 COPY_COST = 2
 
-# torch's softmax on a CPU is vectorised along the keys. With fewer keys than this it is slower.
+# torch's softmax on a CPU is vectorised along the keys. It is slow for fewer keys than this, so
+# attention takes at least this many keys and masks the surplus.
 FEWEST_KEYS = 16
 
-# For each layer the keys and values of prefilled prompts, [prompts, heads, length, dim] each. A
-# delta net has the inputs of its convolution and its state instead. Their size is independent of
-# the length.
+# Layer number -> keys and values of prefilled prompts, [prompts, heads, length, dim] each. A delta
+# net has no keys and values: its entry holds the last inputs of its convolution and its state.
+# Their size does not depend on the length.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Spans:
-    """How many keys the rows of a decoding batch see.
+    """The numbers of keys that attention reads for the rows of a decoding batch.
 
-    A few long sequences among many short ones are common. If all rows saw as many keys as the
-    longest, most of what attention reads would be masked out. So all rows are computed with
-    `others` keys, and the longest rows a second time with all of theirs. The second result counts.
+    A batch often has a few long sequences and many short ones. If attention read as many keys for
+    every row as for the longest, most of these keys would be masked out. So attention runs twice:
+    for all rows with `others` keys, then for the `long_rows` longest rows with `longest` keys. The
+    result of the second run replaces that of the first.
     """
 
-    long_rows: int  # the number of rows that see `longest` keys
+    long_rows: int  # the number of rows with `longest` keys
     longest: int
-    others: int  # keys that all other rows see
+    others: int  # the number of keys of all other rows
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Spans:
-        """Choose how many rows are long, so that attention reads the fewest keys. The keys of long
-        rows also have to be copied.
+        """Choose the number of long rows for which attention costs least. The keys of long rows
+        must be copied first (COPY_COST).
 
         lengths: the tokens of the sequence in each row, 0 for a row without a sequence.
         """
@@ -58,7 +60,7 @@ class Spans:
         return cls(long_rows, ordered[0], ordered[long_rows])
 
     def grow(self, limit: int) -> None:
-        """Add one token to each sequence, up to `limit`."""
+        """Let each row see one more key, but no more than `limit`."""
         self.longest, self.others = min(self.longest + 1, limit), min(self.others + 1, limit)
 
 
@@ -67,9 +69,9 @@ class KeyValueCache:
 
     The sequences of a batch differ in length: each has its own position, and a query sees the keys
     up to its position. Prompts are computed apart from the batch (`start_prefill`), padded on the
-    right, and then copied to rows of the batch (`place`), where they take the place of whatever was
-    there. Keys of padding and of an earlier sequence come after a row's position, and are
-    overwritten when the row grows.
+    right, and then copied to rows of the batch (`place`), where they overwrite earlier sequences.
+    Keys of padding and of an earlier sequence lie after the row's position, so no query sees them.
+    New tokens overwrite them.
 
     A layer with a window keeps only `window` keys. The key of position p is in place p % window,
     where it overwrites the key of position p - window, which no later query sees.
@@ -79,18 +81,18 @@ class KeyValueCache:
         self, frequencies: Tensor, rows: int, max_length: int, factor: float = 1.0
     ) -> None:
         """frequencies: rotary angles [positions, 1, 1, dim] of Megatron's RotaryEmbedding;
-        factor: what YaRN multiplies their cos and sin by;
+        factor: YaRN multiplies cos and sin of the angles by it;
         rows, max_length: the numbers of sequences and positions to allocate."""
         self._frequencies = frequencies
         self._cos, self._sin = frequencies.cos() * factor, frequencies.sin() * factor
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._recurrent: set[int] = set()  # delta nets: layers whose states do not grow
-        self._windows: dict[int, int | None] = {}  # by layer
+        self._windows: dict[int, int | None] = {}  # layer number -> its window
         self._prompts: PromptStates | None = None
-        self._lengths: Tensor | None = None  # of the prompts, [prompts]
-        self._positions = torch.zeros(0, dtype=torch.long)  # of the new tokens, [sequences]
-        # the results of `_slots_of`, by the numbers of heads and places
+        self._lengths: Tensor | None = None  # lengths of the prompts, [prompts]
+        self._positions = torch.zeros(0, dtype=torch.long)  # [sequences]: of the new tokens
+        # results of `_slots_of`, by its arguments
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._parts: list[RowGroup] = []
 
@@ -113,13 +115,14 @@ class KeyValueCache:
                 if of_prompts.shape[2] <= places:
                     cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
                     continue
-                # for each place of the window, the last position of the prompt that belongs there
+                # for each place of the window, the prompt's last position that is kept there
                 last = lengths[:, None] - 1
                 kept = last - (last - torch.arange(places, device=last.device)) % places
                 cached[rows] = of_prompts[chosen[:, None], :, kept.clamp(min=0)].transpose(1, 2)
 
     def _places(self, layer: int, states: Tensor) -> int:
-        """How many keys a row of a layer holds. The size of a delta net's states is fixed."""
+        """Return how many keys the cache holds for a row of a layer; for a delta net, the fixed
+        size of its states."""
         if layer in self._recurrent:
             return states.shape[2]
         return min(self._windows[layer] or self._max_length, self._max_length)
@@ -147,7 +150,7 @@ class KeyValueCache:
         return self._lengths
 
     def remember(self, layer: int, states: tuple[Tensor, Tensor]) -> None:
-        """Keep the states of a delta net after the prompts."""
+        """Keep the states that a delta net has after the last tokens of the prompts."""
         assert self._prompts is not None
         self._recurrent.add(layer)
         self._prompts[layer] = states
@@ -155,8 +158,8 @@ class KeyValueCache:
     def recurrent(
         self, layer: int, sizes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
     ) -> tuple[Tensor, Tensor]:
-        """The batch's states of a delta net, [rows, *size], which the caller changes in place. Rows
-        without a prompt have zeros."""
+        """Return the states of a delta net for the batch, [rows, *size]. The caller changes them in
+        place. Rows without a prompt have zeros."""
         if layer not in self._layers:
             self._recurrent.add(layer)
             first, second = (
@@ -190,7 +193,7 @@ class KeyValueCache:
         return self._slots[heads, places]
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all sequences but `rows`."""
+        """Keep only the sequences in `rows`."""
         self._num_rows = len(rows)
         self._layers = {n: (k[rows], v[rows]) for n, (k, v) in self._layers.items()}
 
@@ -234,12 +237,12 @@ class KeyValueCache:
         for cached, states in ((keys, key), (values, value)):
             dim = states.shape[-1]
             cached.view(-1, dim).index_copy_(0, slots, states.reshape(-1, dim))
-        # A sequence has one query. The heads that share keys pass as several queries of one head,
-        # so that no keys are repeated for them.
+        # Each sequence has one query. The query heads that share a key head are passed as several
+        # queries of this one head, so that its keys are not repeated.
         query = query.unflatten(1, (heads, -1))
         if sinks is not None:
             sinks = sinks.view(heads, -1, 1)
-        # bf16 would round the scores
+        # not for bf16, in which a product would round the scores
         by_products = faster.applies_to(query) and query.dtype.itemsize >= 4
         for part in self._parts:
             # A query sees all keys of a full window. Their order does not matter.
@@ -265,8 +268,8 @@ class KeyValueCache:
 class RowGroup:
     """Rows of the batch that see the same number of keys."""
 
-    rows: Tensor | None  # None: all
-    mask: Tensor  # [rows, 1, 1, keys] bool: what each sees
+    rows: Tensor | None  # None: all rows
+    mask: Tensor  # [rows, 1, 1, keys] bool: the keys that each row sees
     _biases: dict[int, Tensor] = field(default_factory=dict)
 
     def bias(self, heads: int, dtype: torch.dtype) -> Tensor:
@@ -282,7 +285,7 @@ def _attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """Attention of [rows, heads, queries, dim] by matrix products; returns the shape of the query.
-    For one or two queries a head, torch's own attention for CPUs takes longer. sinks: see
+    On a CPU, torch's own attention is slower for one or two queries per head. sinks: see
     `attend`."""
     rows, heads = query.shape[:2]
     query, key, value = (states.flatten(0, 1) for states in (query, key, value))
@@ -331,26 +334,27 @@ def window_and_sinks(attention: SelfAttention) -> tuple[int | None, Tensor | Non
 
 
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
-    """The rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. Context parallelism does
-    not cut them."""
-    # the model has the angles; with latent attention each layer has them
+    """Return the rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. A rank gets all
+    of them, also under context parallelism."""
+    # the model computes the angles, but each layer does with latent attention
     owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
     rotary: Any = next(owners).rotary_pos_emb
-    # packed_seq: the angles of all positions
+    # packed_seq=True: the angles of all positions
     frequencies = rotary(length, packed_seq=True)
     return frequencies[0] if isinstance(frequencies, tuple) else frequencies
 
 
 def rotary_factor(config: TransformerConfig) -> float:
-    """The factor of cos and sin of the rotary angles outside latent attention: above 1 with YaRN,
-    else 1."""
+    """Return the factor by which YaRN multiplies cos and sin of the rotary angles; 1 without YaRN.
+    Layers of latent attention have a factor of their own."""
     return _yarn_get_concentration_factor_from_config(config)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     """Rotary position embedding on the first `cos.shape[-1]` channels, with the arithmetic of
     Megatron's `_apply_rotary_pos_emb_bshd`. neighbours (rotary_interleaved): channels 2i and 2i + 1
-    are a pair; otherwise channel i and channel i of the second half are."""
+    are a pair; otherwise channel i of the first half and channel i of the second half are a
+    pair."""
     channels = cos.shape[-1]
     turned, rest = states[..., :channels], states[..., channels:]
     if neighbours:

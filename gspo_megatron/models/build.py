@@ -1,4 +1,4 @@
-"""Build this rank's part of the policy, wrapped in Megatron's DDP, and its optimizer."""
+"""Builds this rank's part of the policy, wrapped in Megatron's DDP, and frozen models beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Policy:
     config: TransformerConfig
     vocab_size: int
     shape: ModelShape
-    lora: Lora | None = None  # the adapters, where these alone are trained
+    lora: Lora | None = None  # the adapters, if only these are trained
     is_frozen: bool = False  # never trained: the chunks have no DDP, and stay in evaluation mode
 
     @property
@@ -66,8 +66,8 @@ class Policy:
                 model.padding_token = token
 
     def finish_parameter_gather(self) -> None:
-        """Fetch the weights of the last update from the ranks that share them. Under
-        overlap_param_gather the next forward pass would do it."""
+        """Gather the weights that the last update changed on other ranks. With overlap_param_gather
+        they would otherwise arrive in the next forward pass."""
         for chunk in () if self.is_frozen else self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -86,8 +86,8 @@ def unwrap(module: torch.nn.Module) -> PolicyModel:
 
 
 def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:
-    """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's; it is padded here to
-    a multiple that TP needs, and the softmax leaves the padding out.
+    """Build and initialise the rank's chunks. `vocab_size` is the tokenizer's. It is padded here to
+    a multiple that TP needs; the softmax leaves the padding out.
 
     Raises UserError if the layers or the device do not support the configuration.
     """
@@ -126,10 +126,10 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
 
 
 def build_frozen(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:
-    """Build a model beside the trained one, on the same layout, that is never trained: without
-    gradients, optimizer and DDP. Its weights are not initialised; load them.
+    """Build a second model that is never trained, on the layout of the trained one. It has no
+    gradients, optimizer or DDP. Its weights are not initialised; load them.
 
-    A model without experts is whole on every rank that would share experts.
+    If the model has no experts, expert parallelism is off (EP = ETP = 1).
     """
     backend = choose_backend(config.model.backend, config.training.precision)
     refuse_impossible(config.training.precision, backend)
@@ -154,7 +154,7 @@ def _build_chunks(
     parallel: ResolvedParallel,
     vocab_size: int,
 ) -> Iterator[tuple[int, PolicyModel]]:
-    """Yield the rank's chunks with their numbers, as Megatron-Core makes them."""
+    """Yield the number and the model of each of the rank's chunks, without a wrapper."""
     experts = experts_in_layers(shape)
     step = VOCAB_MULTIPLE * parallel.tensor_model_parallel_size
     stages = parallel.virtual_pipeline_model_parallel_size
@@ -188,8 +188,8 @@ def _build_chunks(
 
 
 def ddp_config(config: AnyConfig) -> DistributedDataParallelConfig:
-    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers. fp64, which
-    that optimizer refuses, has plain buffers."""
+    """Megatron's DDP settings: fp32 gradients in the distributed optimizer's buffers. With fp64,
+    which that optimizer refuses, DDP has plain buffers."""
     trains = config.training.precision != "fp64"
     return DistributedDataParallelConfig(
         **{
@@ -217,10 +217,10 @@ def _aux_losses_count_micro_batches(model: PolicyModel) -> None:
 def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerConfig) -> None:
     """Mark the experts' parameters, so that DDP reduces their gradients over the right group.
 
-    Where EP or ETP differ from the dense layout, other ranks hold the copies of experts than those
-    of the other weights: DDP must use the expert data-parallel group. Stock layers, also
-    Transformer Engine's, look at EP alone. With EP = 1 and TP above ETP, each TP rank would then
-    keep the gradient of its own tokens.
+    If EP or ETP differ from the dense layout, the copies of an expert are on other ranks than the
+    copies of a dense weight. DDP must then use the expert data-parallel group. Stock layers,
+    including Transformer Engine's, decide by EP alone. With EP = 1 and TP above ETP, each TP rank
+    would then keep the gradient of its own tokens.
     """
     tp, etp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
     replicated_alike = config.expert_model_parallel_size == 1 and etp == tp
@@ -232,10 +232,10 @@ def _reduce_experts_over_their_replicas(model: PolicyModel, config: TransformerC
 def _count_copies_once(model: PolicyModel) -> None:
     """Correct the marks by which the gradient norm counts each parameter once over TP.
 
-    Transformer Engine marks the weight of every linear layer as a shard, also the down projections
-    of latent attention, which all TP ranks hold whole. The norm would count these on each rank and
-    clip too much. Attention sinks and the experts' biases have no mark although each rank has its
-    own. The norm would count them on one rank only.
+    Transformer Engine marks the weight of every linear layer as a shard, even the down projections
+    of latent attention, which all TP ranks hold whole. The norm would count these on each rank, and
+    clipping would be too strong. Attention sinks and the experts' biases are not marked as shards,
+    although each rank has its own part. The norm would count them on one rank only.
     """
     for module in model.modules():
         if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):

@@ -1,11 +1,12 @@
 """Causal attention of the torch_native backend, on torch's scaled_dot_product_attention.
 
 Megatron-Core's local DotProductAttention supports neither packed (THD) sequences nor context
-parallelism; this one does, in the layouts that Megatron-Core gives to Transformer Engine.
+parallelism. This module supports both, with the tensor layouts that Megatron-Core passes to
+Transformer Engine.
 
-A layer may have a window: a query sees only the last keys, its own included. It may also have
-sinks: the softmax of each head has one more logit, which is learned and has no value. So the
-weights of the keys add up to less than one.
+A layer may have a sliding window: a query sees only its own key and a fixed number of keys before
+it. A layer may also have sinks: the softmax of each head has one more logit, which is learned and
+belongs to no key and no value. So the weights of the keys add up to less than one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from gspo_megatron.platform.cpu import faster
 
-# The largest size of a tile's mask [sequences, queries, keys].
+# The largest number of elements of a tile's mask [sequences, queries, keys].
 MASK_ELEMENTS = 2**22
 # Up to this length, the backward pass of torch's attention on a CPU takes three times as long in
 # BF16 as in FP32.
@@ -42,11 +43,12 @@ SHORT = 256
 class Positions:
     """Positions of queries in their sequences, and how the queries are cut into tiles."""
 
-    # Both [sequences, queries], or [1, queries] if all sequences have the same positions.
+    # on_host and of_queries have the same positions, on the host and on the device: [sequences,
+    # queries], or [1, queries] if all sequences have the same positions.
     on_host: Tensor
-    of_queries: Tensor | None  # on the device; None for a fused kernel, which needs no mask
+    of_queries: Tensor | None  # None for a fused kernel, which needs no mask
     tiles: list[tuple[slice, slice]]  # queries, and the keys that they can see
-    window: int | None = None  # keys that a query sees, its own included; None: all before it
+    window: int | None = None  # keys that a query sees, including its own; None: all up to its own
 
 
 @dataclass
@@ -70,15 +72,16 @@ class AttentionPlan:
     If all sequences have the same length, the packed tokens are one block without copies.
     """
 
-    whole: tuple[int, int] | None = None  # number and length of such sequences; None: see `blocks`
+    whole: tuple[int, int] | None = None  # the sequences' number and length then; else None
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None  # [tokens]: the index of each token in the blocks' joined output
 
 
 class TorchCoreAttention(torch.nn.Module):
     """Scaled dot-product attention over [sequence, batch, heads, dim] or packed [tokens, heads,
-    dim], causal within each sequence. Context parallelism gathers keys and values over the CP group
-    (whose gradient is a reduce-scatter); the sequence is cut in Megatron's zig-zag order."""
+    dim], causal within each sequence. Under context parallelism each rank gathers the keys and
+    values of all CP ranks, and the backward pass reduce-scatters their gradients. The sequence is
+    cut in Megatron's zig-zag order."""
 
     def __init__(
         self,
@@ -188,7 +191,8 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """How many keys a query of a layer (from 1 on) sees, its own included; None: all before it."""
+    """Return how many keys a query sees in a layer, including its own; None: all up to its own.
+    `layer_number` counts from 1."""
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return config.window_size[0] + 1
     return None
@@ -207,7 +211,7 @@ def attend_causally(
     they are not None. positions: the queries' positions, if they differ from the keys'."""
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
-    if query.is_meta:  # memory is estimated: this needs as much as a fused kernel on a GPU
+    if query.is_meta:  # estimates: one tile without a mask needs as much as a fused kernel
         everything = (slice(0, length), slice(0, key.shape[2]))
         positions = Positions(of_queries, None, [everything], window)
     else:
@@ -217,11 +221,11 @@ def attend_causally(
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention that needs a mask (a window, or queries at other positions than the keys), one tile
-    of the queries at a time.
+    """Computes attention that needs a mask, one tile of the queries at a time. A mask is needed for
+    a window, and for queries at other positions than the keys.
 
-    The mask of all queries and keys never exists, only the small ones of the tiles. The backward
-    pass computes each tile again. A tile leaves out the keys that none of its queries sees.
+    Only the small masks of the tiles exist, never a mask of all queries and keys. The backward pass
+    computes each tile again. A tile leaves out the keys that none of its queries sees.
     """
 
     @staticmethod
@@ -297,8 +301,8 @@ def _mask(positions: Positions, queries: slice, keys: slice) -> Tensor | None:
 def cut_into_tiles(
     of_queries: Tensor, num_sequences: int, device: torch.device, window: int | None = None
 ) -> Positions:
-    """Cut queries at positions `of_queries` (on the host) into tiles, whose masks have at most
-    MASK_ELEMENTS, or one query.
+    """Cut the queries into tiles. The mask of a tile has at most MASK_ELEMENTS elements, or the
+    tile is a single query. of_queries: the positions of the queries, on the host.
 
     Queries of the two zig-zag chunks are in different tiles, because the first chunk sees few keys.
     With a window, a tile has at most `window` queries.
@@ -313,7 +317,8 @@ def cut_into_tiles(
         rows = max(min(MASK_ELEMENTS // (num_sequences * wide), window or count), 1)
         for start in range(first, last, rows):
             queries = slice(start, min(start + rows, last))
-            # On the meta device (`estimate`) each new shape costs time, so all tiles have one.
+            # On the meta device (`estimate`) each new shape costs time, so all tiles get equally
+            # many keys.
             stop = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
             # the minimum includes padding queries, whose position is 0
             least = 0 if window is None else int(of_queries[:, queries].min()) + 1 - window
@@ -392,7 +397,7 @@ def plan_of(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> Att
 def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:
     """Cut packed sequences into blocks of similar lengths, so that blocks hold little padding.
 
-    The shortest sequence of a block has at least half the length of the longest: at most half of
+    The shortest sequence of a block has at least half the length of the longest. So at most half of
     the rows are padding, and a hundred short responses take one call instead of a hundred.
     """
     boundaries = packed.cu_seqlens_q_padded
@@ -427,8 +432,9 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
 def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows of queries and of keys of the sequences `members`, and the queries' positions (None:
-    those of the keys). For padding, the row is the number of all rows."""
+    """Return the rows of the queries and of the keys of the sequences `members`, and the queries'
+    positions (None if they are the keys' positions). The row number of padding is the last row's
+    plus one."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]

@@ -1,9 +1,10 @@
-"""What decoding changes in a policy's modules.
+"""Replaces modules of a policy by faster ones while it decodes.
 
-Megatron-Core's modules are made for training: many tokens, gradients, several ranks. With a token
-per sequence their Python code takes longer than the matrix products. While `decoding` lasts, the
-parts that only serve gradients or other ranks are replaced by the plain computation; where other
-ranks do hold a share, Megatron-Core's own parts stay. The results are the same.
+Megatron-Core's modules are made for training: many tokens, gradients, several ranks. When each
+sequence has one new token, their Python code takes longer than the matrix products. In the context
+`decoding`, they are replaced by plain modules, which have no code for gradients and for other
+ranks. A module whose weights are sharded over several ranks is not replaced. The results are the
+same.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 )
 
 
-_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # others: that of the states
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else the dtype of the states
 
 
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generator[None]:
-    """While it lasts, the attention layers of a policy's chunks use `cache`, and plain parts
-    replace those of training. FP8 is off, and so is sequence parallelism: TP ranks cannot share one
-    token."""
+    """Prepare a policy's chunks for decoding while the context lasts. The attention layers use
+    `cache`, and plain modules replace those of training. FP8 is off. Sequence parallelism is off,
+    too, because TP ranks cannot share one token."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
     changes: list[tuple[Any, str, Any]] = [
@@ -57,8 +58,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         if getattr(owner, name, False)
     ]
     changes += [(m, "key_value_cache", cache) for m in modules if hasattr(m, "key_value_cache")]
-    # The cache has the rotary angles of each sequence's position. GPTModel would cut the angles for
-    # context parallelism, which it cannot do for one token.
+    # Rotary angles come from the cache, one for each sequence's position. GPTModel would cut its
+    # angles over the context-parallel ranks, which fails for one token.
     changes += [(model, "position_embedding_type", "none") for model in models]
     changes += [
         (owner, name, plain(child))
@@ -67,8 +68,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
         for is_replaceable, plain in _replacements()
         if is_replaceable(child)
     ]
-    # In inference mode all operations are cheaper. But a stock part of Megatron-Core may keep a
-    # tensor for the next training step, which cannot use a tensor from inference mode.
+    # In inference mode all operations are cheaper. But a stock module of Megatron-Core may keep a
+    # tensor for the next training step, and training cannot use a tensor from inference mode.
     layers = [module for module in modules if isinstance(module, TransformerLayer)]
     all_plain = all(map(_is_plain_throughout, layers))
     mode = torch.inference_mode() if all_plain else torch.no_grad()
@@ -77,7 +78,8 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
 
 
 def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.nn.Module]]]:
-    """Pairs of a test for modules of training, and the plain part that replaces such a module."""
+    """Return pairs: a test whether a module of training can be replaced, and the class of the plain
+    module that replaces it."""
     return [
         (_has_all_of, LocalLinear),
         (_has_all_experts, LocalExperts),
@@ -87,13 +89,14 @@ def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.n
 
 
 def _has_all_of(module: Any) -> bool:
-    """Whether it is a stock linear layer whose whole weight is on this rank."""
+    """Whether the module is a stock linear layer whose whole weight is on this rank."""
     is_stock = type(module) in (ColumnParallelLinear, RowParallelLinear)
     return is_stock and module.weight is not None and module.tp_group.size() == 1
 
 
 def _has_all_experts(module: Any) -> bool:
-    """Whether it is an MoE layer whose experts are all on this rank, so that no token is sent."""
+    """Whether the module is an MoE layer with all experts on this rank, so that no token is
+    sent."""
     return (
         isinstance(module, MoELayer)
         and isinstance(module.experts, GroupedExperts)
@@ -106,8 +109,8 @@ def _has_all_experts(module: Any) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether it is a stock layer of norms, self-attention, MLP or experts, and two residual
-    connections."""
+    """Whether the module is a stock layer of norms, self-attention, MLP or experts, and two
+    residual connections."""
     return (
         type(module) is TransformerLayer
         and isinstance(module.input_layernorm, TorchNorm)
@@ -118,8 +121,8 @@ def _is_plain(module: Any) -> bool:
 
 
 def _is_plain_attention(module: Any) -> bool:
-    """Whether it is self-attention whose whole weights are on this rank, without an output gate,
-    and with norms of single heads or none."""
+    """Whether the module is self-attention whose whole weights are on this rank, without an output
+    gate, and either with norms of single heads or without norms of heads."""
     if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
         return False
     if module.config.attention_output_gate:
@@ -150,7 +153,7 @@ def _is_plain_router(router: TopKRouter) -> bool:
 
 
 def _is_plain_throughout(layer: TransformerLayer) -> bool:
-    """Whether parts of this file replace the whole layer."""
+    """Whether modules of this file replace everything in the layer."""
     return (
         _is_plain(layer)
         and _is_plain_attention(layer.self_attention)
@@ -164,7 +167,7 @@ class LocalLayer(torch.nn.Module):
 
     def __init__(self, stock: TransformerLayer) -> None:
         super().__init__()
-        self.stock = stock  # `decoding` also replaces the parts of this layer
+        self.stock = stock  # `decoding` also replaces the modules inside this layer
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[length, sequences, hidden] -> the same shape, and no context for cross-attention."""
@@ -184,10 +187,10 @@ class LocalAttention(torch.nn.Module):
         super().__init__()
         self.stock = stock  # `decoding` also replaces its linear layers
         self.groups = stock.num_query_groups_per_partition
-        self.queries = stock.num_attention_heads_per_partition // self.groups  # of a group
+        self.queries = stock.num_attention_heads_per_partition // self.groups  # heads of a group
         self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
         self.window_and_sinks = window_and_sinks(stock)
-        self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights, the key's last
+        self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights; the key's is last
         if isinstance(stock.q_layernorm, TorchNorm):
             norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
             weights = torch.stack([norm.weight + norm.zero_centered for norm in norms])
@@ -223,7 +226,7 @@ class LocalLinear(torch.nn.Module):
         self.lora = vars(stock).get("lora")
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., in] -> [..., out], and the bias if others are to add it."""
+        """[..., in] -> [..., out], and the bias if the caller must add it."""
         output = F.linear(states, self.weight, None if self.skip_bias_add else self.bias)
         if self.lora is not None and self.lora.lora.enabled:
             output = self.lora(states, output)
@@ -264,8 +267,8 @@ def _choose_by_stock_router(router: TopKRouter, states: Tensor) -> Dispatch:
 
 
 def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
-    """The same choice without tables of all tokens by all experts. It asks the router's hook, if
-    there is one."""
+    """Choose as `_choose_by_stock_router` does, but without tables [tokens, experts] of weights and
+    choices. If the router has a replay hook, the hook chooses."""
     hook, topk = router.router_replay, router.topk
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, states.dtype)
     bias = None if router.bias is None else router.bias.to(dtype)

@@ -22,10 +22,11 @@ _WIDE = ("A_log", "dt_bias")
 class CachedDeltaNet(GatedDeltaNet):
     """Megatron-Core's GatedDeltaNet, which decodes while a cache is attached.
 
-    The stock module needs the package fla, has no packed sequences before 0.19, and keeps no
-    states. Where fla can compute packed sequences, it does. Elsewhere the projections get the
-    packed tokens as they are, and the computation between the projections gets sequences of similar
-    lengths as rows. Padding comes after a sequence, and no token sees what comes after it.
+    The stock module needs the package fla, supports packed sequences only from Megatron-Core 0.19
+    on, and keeps no states. If fla can compute packed sequences, the stock forward pass runs.
+    Otherwise the two projections get the packed tokens as they are, and the computation between the
+    projections gets sequences of similar lengths as padded rows. Padding comes after a sequence. It
+    changes no result, because no token sees later ones.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -37,12 +38,13 @@ class CachedDeltaNet(GatedDeltaNet):
             parameter.data = widened(parameter.data)
 
     def _setup_variant_attrs(self) -> None:
-        """Skip the choice of a kernel: without fla, Megatron-Core 0.19 has none and stops."""
+        """Use `delta_rule` if Megatron-Core 0.19 finds no kernel, because fla is not installed."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = self.gated_delta_rule or delta_rule
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> CachedDeltaNet:
-        """Restore the wide parameters after Float16Module has turned all parameters into bf16."""
+        """Keep the parameters in _WIDE in fp32 when Float16Module turns all parameters into
+        bf16."""
         before = {name: getattr(self, name).data for name in _WIDE}
         super()._apply(fn, *args, **kwargs)
         for name, values in before.items():
@@ -75,7 +77,7 @@ class CachedDeltaNet(GatedDeltaNet):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of one sequence that is decoded."""
+        """Bytes of the states that decoding keeps for one sequence."""
         channels = (2 * self.qk_dim + self.v_dim) // self.tp_size
         window = (self.conv_kernel_dim - 1) * channels * self.conv1d.weight.element_size()
         state = self.num_v_heads_local_tp * self.key_head_dim * self.value_head_dim
@@ -83,7 +85,7 @@ class CachedDeltaNet(GatedDeltaNet):
 
     def _packed(self, mixed: Tensor, packed: PackedSeqParams) -> Tensor:
         """[tokens, channels] -> [tokens, values of all heads]."""
-        if mixed.is_meta:  # memory is estimated: kernels for packed sequences need no rows
+        if mixed.is_meta:  # for estimates: fla's kernels take packed sequences and need no rows
             return self._mix(mixed.unsqueeze(0))[0][0]
         plan = plan_of(packed, self.pg_collection.cp, mixed.device)
         if plan.whole is not None:
@@ -93,9 +95,10 @@ class CachedDeltaNet(GatedDeltaNet):
         return _rows(torch.cat(outputs), plan.restore)
 
     def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Everything between the two projections: [sequences, length, channels] -> [sequences,
-        length, values of all heads]. lengths [sequences]: of padded sequences; with it, the states
-        after their last tokens are returned too, in the form that the cache keeps."""
+        """Compute everything between the two projections: [sequences, length, channels] ->
+        [sequences, length, values of all heads]. lengths [sequences]: the sequences' own lengths,
+        if they are padded. If lengths are given, also return the states after the last tokens, in
+        the form that the cache keeps; else None."""
         qkv, gate, decay, rate = self._cut(mixed)
         taps = self.conv_kernel_dim - 1
         qkv = F.pad(qkv, (0, 0, taps, 0))  # zeros before each sequence
@@ -113,8 +116,7 @@ class CachedDeltaNet(GatedDeltaNet):
         return self._gated(out, gate), states
 
     def _cut(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The inputs of the convolution, the output gate, and the decay and the rate of each
-        head."""
+        """Return the inputs of the convolution, the output gate, and each head's decay and rate."""
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         heads = self.num_v_heads_local_tp
         qkv, gate, rate, decay = mixed.split((2 * keys + values, values, heads, heads), dim=-1)
@@ -128,8 +130,8 @@ class CachedDeltaNet(GatedDeltaNet):
         return self.act_fn(out if self.conv1d.bias is None else out + self.conv1d.bias)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., channels] -> query, key, value [..., heads, dim]; several heads of values share one
-        of keys."""
+        """[..., channels] -> query, key, value [..., heads, dim]; several value heads share one key
+        head."""
         keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
         query, key, value = qkv.split((keys, keys, values), dim=-1)
         shared = self.num_value_heads // self.num_key_heads
@@ -140,7 +142,7 @@ class CachedDeltaNet(GatedDeltaNet):
         return query, key, value.unflatten(-1, (-1, self.value_head_dim))
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        """[..., heads, dim] -> [..., heads * dim] of the gate's type."""
+        """[..., heads, dim] -> [..., heads * dim] of the gate's dtype."""
         normed = self.out_norm(out.to(gate.dtype))
         gates = self.act_fn(widened(gate)).unflatten(-1, normed.shape[-2:])
         return (normed * gates).to(gate.dtype).flatten(-2)

@@ -1,5 +1,6 @@
-"""The gated delta rule in torch: each head has a state that decays, and that moves towards giving
-the value v for the key k.
+"""The gated delta rule in torch. The state of a head is a matrix that maps keys to values. At each
+token the state decays, and then changes so that it maps the token's key closer to the token's
+value.
 
 For each token, with its query q, key k [keys], value v [values], decay g <= 0 and rate b:
 
@@ -7,8 +8,9 @@ For each token, with its query q, key k [keys], value v [values], decay g <= 0 a
     state = state + b * k (v - k @ state)
     output = q @ state / sqrt(keys)
 
-Megatron-Core has this in torch too. Here chunks are solved as triangular systems instead of row by
-row, which is several times faster on a CPU, and fp64 stays fp64.
+Megatron-Core also has this rule in torch, but solves the chunks of a sequence row by row. Here each
+chunk is solved as a triangular system, which is several times faster on a CPU. Inputs in fp64 are
+computed in fp64.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ def delta_rule(
     decay = decay.cumsum(dim=-2)  # [sequences, heads, chunks, CHUNK, 1], since the chunk began
     # decay from each token to each later one of its chunk, [..., later, earlier]
     between = (decay - decay.transpose(-1, -2)).tril().exp().tril()
-    # What a token writes depends on what earlier tokens of the chunk wrote. This is a triangular
-    # system. It is solved for two right-hand sides: the values, and the factor of the state before
-    # the chunk.
+    # A token's change of the state depends on the changes by earlier tokens of the chunk. This is a
+    # triangular system. It is solved for two right-hand sides: the values, and the factor of the
+    # state before the chunk.
     system = (rate * key @ key.transpose(-1, -2) * between).tril(-1)
     sides = torch.cat((rate * value, rate * key * decay.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -99,8 +101,9 @@ def delta_step(
 
 
 class _Kernels(torch.autograd.Function):
-    """The memory of fla's kernels on the meta device, where memory is estimated. They keep the
-    solved systems of all chunks, and each pass has the states between the chunks for a while."""
+    """Allocates the memory of fla's kernels, on the meta device, where memory is estimated. The
+    kernels save the solved systems of all chunks for the backward pass. Each pass also allocates
+    the states between the chunks for a while."""
 
     @staticmethod
     def forward(
@@ -117,7 +120,7 @@ class _Kernels(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors[:5]
-        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # and their gradients
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # with their gradients
         gradients = tuple(torch.empty_like(each) for each in inputs)
         del states
         return gradients

@@ -82,8 +82,8 @@ class GroupedExperts(MegatronModule):
     def _compute(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> Tensor:
         """Return the output [rows, hidden] of `forward`."""
         gate_up = self.weight1.flatten(1, 2)  # [local experts, 2 * ffn, hidden]
-        # The alltoall dispatcher needs the counts on the host; copying them from there does not
-        # synchronise.
+        # The counts are on the host, where the alltoall dispatcher needs them. Copying them to the
+        # device does not synchronise.
         ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device, non_blocking=True)
         states = grouped_linear(tokens, gate_up, tokens_per_expert, ends)
         probs = probs.unsqueeze(-1)
@@ -172,10 +172,12 @@ def pad_to_blocks(tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each expert's rows with its matrix: rows [rows, in], of which the first `counts[0]`
-    belong to expert 0 and so on, and weight [experts, out, in] -> [rows, out].
+    """Multiply each expert's rows with its matrix: rows [rows, in], weight [experts, out, in] ->
+    [rows, out]. The first `counts[0]` rows belong to expert 0, the next `counts[1]` rows to expert
+    1, and so on.
 
-    ends: [experts] int32 on the device of `rows`, the row after the last one of each expert."""
+    ends: [experts] int32 on the device of `rows`, for each expert the number of the row after its
+    last one."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):

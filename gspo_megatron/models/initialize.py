@@ -1,6 +1,6 @@
 """Initial weights that do not depend on the layout.
 
-Megatron-Core draws each shard from its rank's generator, so that TP1 and TP2 start from different
+Megatron-Core draws each shard from its rank's generator, so TP=1 and TP=2 start from different
 models. Here each full tensor is drawn from a generator seeded by (seed, its name).
 """
 
@@ -32,8 +32,8 @@ _ZEROS = (".bias", ".softmax_offset")
 def initialize_weights(
     model: torch.nn.Module, config: TransformerConfig, true_vocab_size: int, seed: int
 ) -> None:
-    """Draw all matrices of a model chunk, and the decay of delta nets; norms keep their ones, and
-    biases and sinks are zeros."""
+    """Draw all matrices of a model chunk, and the decay of delta nets. Biases and sinks become
+    zeros; the weights of norms stay ones."""
     shards = list(parameter_shards(model))
     covered = sum(shard.data.numel() for shard in shards)
     assert covered == sum(p.numel() for p in model.parameters()), (
@@ -41,7 +41,7 @@ def initialize_weights(
     )
     for shard in shards:
         if any(part in shard.name for part in _ZEROS):
-            shard.data.zero_()  # a router's bias may hold any values from before
+            shard.data.zero_()  # a router's bias may be uninitialised memory
             continue
         is_decay = shard.name.endswith(_DECAY)
         if shard.data.dim() < 2 and not is_decay:
@@ -52,7 +52,7 @@ def initialize_weights(
         shape = list(shard.global_shape)
         if is_vocabulary(shard.name):
             shape[0] = true_vocab_size  # without padding, whose size depends on TP
-        # adapters have the same names on both backends
+        # an adapter needs the same name on both backends, so that it gets the same numbers
         name = native_name(shard.name) if is_adapter(shard.name) else shard.name
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

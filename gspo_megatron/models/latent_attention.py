@@ -29,8 +29,8 @@ LATENT_EPSILON = 1e-6  # in DeepSeek's models and transformers, independent of r
 class CachedLatentAttention(MLASelfAttention):
     """Megatron-Core's MLASelfAttention, which decodes while a cache is attached.
 
-    The cache holds keys and values of all heads. This takes more memory than the latents, but needs
-    no second way to compute attention.
+    The cache holds keys and values of all heads. This takes more memory than a cache of the
+    latents, but needs no second implementation of attention.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -43,9 +43,10 @@ class CachedLatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(getattr(self, name), self.config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Use the torch_native backend's spec unchanged. Here Megatron-Core 0.19 decides which
-        layers to build. It would add a norm to queries without a latent, and no model has one
-        there."""
+        """Return the layers of the torch_native backend's spec unchanged.
+
+        Megatron-Core 0.19 calls this method to decide which layers it builds. The stock method
+        would add a norm to queries without a latent, but no model has a norm there."""
         if submodules.kv_layernorm is not LatentNorm:
             return super()._resolve_qk_norm_config(submodules)
         return {name: getattr(submodules, name) for name in _RESOLVED}
@@ -71,7 +72,7 @@ class LatentNorm(TorchNorm):
 
 
 class RotaryAngles(torch.nn.Module):
-    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or other angles that are set."""
+    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or those in `angles`, if set."""
 
     def __init__(self, stock: RotaryEmbedding) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class RotaryAngles(torch.nn.Module):
         if self.angles is None:
             return self.stock(*args, **kwargs)
         if isinstance(self.stock, YarnRotaryEmbedding):
-            return self.angles, self.stock.get_emb(1)[1]  # and the factor of their cos and sin
+            return self.angles, self.stock.get_emb(1)[1]  # with the factor of cos and sin
         return self.angles
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
@@ -94,8 +95,8 @@ class ReplicatedLinear(torch.nn.Module):
 
     Under sequence parallelism each rank projects its own tokens, as with Transformer Engine's
     layers. Megatron-Core's fallback for other backends shards the latent and gathers it again. The
-    heads of all ranks share the positional part of the keys, but its gradient would then come from
-    one rank's heads only.
+    heads of all ranks share the positional part of the keys. With the fallback, its gradient would
+    come from the heads of one rank only.
     """
 
     def __init__(self, replaced: ColumnParallelLinear, config: TransformerConfig) -> None:
@@ -105,8 +106,8 @@ class ReplicatedLinear(torch.nn.Module):
         sum_gradients_over_tp([self.weight], config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        # One matrix, because torch multiplies token by token if the weight is frozen. The rounding
-        # would then differ from that of a trained weight.
+        # Flattened to one matrix: otherwise torch multiplies token by token if the weight is
+        # frozen, and rounds differently than for a trained weight.
         rows = F.linear(hidden.flatten(0, -2), self.weight)
         return rows.view(*hidden.shape[:-1], -1), None
 

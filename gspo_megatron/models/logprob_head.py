@@ -1,8 +1,8 @@
-"""Log-probability of given tokens and entropy from hidden states, with a vocabulary in shards.
+"""Log-probability of given tokens and entropy from hidden states, with a sharded vocabulary.
 
-It is one differentiable operation. It works on one tile of the logits at a time (some rows by some
-columns of the vocabulary), so the logits [rows, vocab/TP] never exist whole. The backward pass
-computes the logits of a tile again and needs only the saved log-sum-exp.
+One differentiable operation computes both. It works on one tile of the logits at a time (some rows
+by some columns of the vocabulary), so the logits [rows, vocab/TP] never exist whole. The backward
+pass computes the logits of a tile again and needs only the saved log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from torch.autograd.function import once_differentiable
 
 from gspo_megatron.platform.cpu import faster
 
-# Rows of a tile, and its bytes in the dtype of the result. The forward pass holds two tiles, the
-# backward pass one. On a CPU a tile of this size stays in the caches between two operations. A GPU
-# needs more work in each kernel: on an H200 (32,768 rows, hidden 2,048, vocabulary 151,936, bf16)
-# tiles of 32, 64, 128, 256 and 512 MiB took 0.30, 0.27, 0.25, 0.23 and 0.24 s.
+# The rows of a tile, and the bytes of a tile in the dtype of the result. The forward pass holds two
+# tiles, the backward pass one. On a CPU a tile of this size stays in the caches between two
+# operations. A GPU is faster with larger tiles: on an H200 (32,768 rows, hidden 2,048, vocabulary
+# 151,936, bf16) tiles of 32, 64, 128, 256 and 512 MiB took 0.30, 0.27, 0.25, 0.23 and 0.24 s.
 TILE_ROWS = 2048
 TILE_BYTES = 8 * 2**20
 GPU_TILE_BYTES = 256 * 2**20
 
-# The exponentials of a batch with a single tile are kept for the backward pass up to this size:
-# small models then compute the logits once, and for large ones the memory does not matter.
+# If a batch is a single tile of at most this size, its exponentials are kept for the backward pass.
+# Small models then compute the logits only once. For large models this memory is negligible.
 KEEP_EXPONENTIALS_BYTES = 16 * 2**20
 
 # A device that cannot multiply bf16 into float32 converts this many bytes of a matrix at a time.
-# The strip is small enough for the caches, and large enough to be about as fast as the whole
-# matrix.
+# Such a strip fits into the caches, and is large enough to be about as fast as the whole matrix.
 STRIP_BYTES = 4 * 2**20
 
-# Logits are kept in units of log 2: exp2 is one or two vector instructions, and several times
-# faster than exp on a CPU.
+# Logits are kept in units of log 2, because exp2 takes one or two vector instructions and is
+# several times faster than exp on a CPU.
 _LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
@@ -75,8 +74,8 @@ def logprob_and_entropy(
         not rounded. Gradients of logits are rounded to the inputs' dtype before they are multiplied
         with hidden states and weight.
 
-    The gradient of `hidden` is this rank's share, from its part of the vocabulary: the caller sums
-    it over the group. Two collectives in the forward pass, none in the backward pass.
+    The gradient of `hidden` is only this rank's part, from its shard of the vocabulary: the caller
+    sums it over the group. The forward pass has two collectives, the backward pass has none.
     """
     assert hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply"
@@ -163,7 +162,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         ctx: Any, logprob_grad: Tensor | None, entropy_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, logsumexp, entropy, exponentials, norm = ctx.saved_tensors
-        # The logits were divided by the temperature, and so is every gradient that reaches them.
+        # The logits were divided by the temperature, so their gradients are divided by it, too.
         if logprob_grad is None:
             logprob_grad = torch.zeros_like(entropy)
         logprob_grad = logprob_grad / ctx.temperature
@@ -203,10 +202,10 @@ class VocabParallelLogProb(torch.autograd.Function):
 
 
 class GradientSums:
-    """The gradients of hidden states and weight, each only if it is needed, summed over the tiles.
+    """Sums the gradients of hidden states and weight over the tiles, each only if it is needed.
 
-    Products are summed in float32 or better; in low precision small ones would be lost. The
-    weight's gradient is summed for one block of columns at a time. So all tiles of a block of
+    Products are summed in float32 or better, because small products would be lost in low precision.
+    The weight's gradient is summed for one block of columns at a time. So all tiles of a block of
     columns must come before the next block.
     """
 
@@ -298,10 +297,10 @@ def locate(local_targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def to_base_2(hidden: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Hidden states and a factor, with which (hidden @ weight.t()) * factor are the logits divided
-    by the temperature, in units of log 2. Hidden states in float32 or better are multiplied by the
-    factor at once, because they have fewer elements than the logits. The returned factor is then
-    1."""
+    """Return hidden states and a factor: (hidden @ weight.t()) * factor are the logits, divided by
+    the temperature, in units of log 2. Hidden states in float32 or better are multiplied by the
+    factor already here, because they have fewer elements than the logits. The returned factor is
+    then 1."""
     factor = _LOG2_E / temperature
     return (hidden * factor, 1.0) if hidden.dtype == dtype else (hidden, factor)
 
@@ -357,9 +356,9 @@ def _tile(buffer: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _tile_sums(logits: Tensor, buffer: Tensor, block_sums: Tensor) -> Tensor:
-    """Write a tile's maximum, sum of exponentials and sum of shifted logits times exponentials,
-    each a row, into `block_sums` [3, rows]. Overwrites the logits. Returns the exponentials,
-    shifted by the maximum, in the memory of `buffer`."""
+    """Write three numbers of each row of a tile to `block_sums` [3, rows]: the maximum, the sum of
+    exponentials, and the sum of shifted logits times exponentials. Overwrites the logits. Returns
+    the exponentials, shifted by the maximum, in the memory of `buffer`."""
     maximum = logits.amax(dim=-1)
     logits -= maximum[:, None]
     exponentials = torch.exp2(logits, out=_tile(buffer, logits.shape))
@@ -372,7 +371,8 @@ def _tile_sums(logits: Tensor, buffer: Tensor, block_sums: Tensor) -> Tensor:
 def _merge(
     block_sums: Tensor, process_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The sums of `_tile_sums` [3, blocks, rows] over all blocks, relative to one maximum.
+    """Add up the results of `_tile_sums` [3, blocks, rows] over all blocks, relative to one
+    maximum.
 
     Returns the maximum over all ranks [rows], the factor that makes each block's exponentials
     relative to it [blocks, rows], and this rank's two sums [rows] each.

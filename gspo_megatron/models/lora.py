@@ -1,12 +1,13 @@
 """LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
 
-A layer that computes W x gives W x + scale * B (A x). A and B are cut as the layer is: a
+A layer that computes W x then computes W x + scale * B (A x). A and B are cut as the layer is: a
 column-parallel layer cuts B by rows, a row-parallel layer cuts A by columns. The other matrix is
-whole on every tensor-parallel rank. Only [tokens, rank] travels between ranks. Layers are
-recognised by their kind of module. So a new kind of attention or MLP that is built of such layers
-has adapters, too.
+whole on every tensor-parallel rank. The ranks exchange only tensors [tokens, rank]. The class of a
+module decides how its adapter is cut, so a new kind of attention or MLP that is built of such
+layers can have adapters, too.
 
-Adapters are modules beside their layer, which is unchanged: a forward hook adds what they compute.
+An adapter is a module beside its layer. The layer is unchanged: a forward hook adds the output of
+the adapter.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ class Lora:
     rank: int
     scale: float
     adapted: Mapping[str, Adapted]
-    # Whether B was zero at the start. Then the policy without adapters is the one that RL began
-    # with. After loading adapters it is not.
+    # Whether B was zero at the start. If so, RL began with the policy without adapters. If adapters
+    # were loaded, it did not.
     starts_as_base: bool = True
     base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
-    pairs: dict[str, Pair] = field(default_factory=dict)  # by the name of the matrix in HF files
+    pairs: dict[str, Pair] = field(default_factory=dict)  # key: the matrix's name in HF files
 
     @contextlib.contextmanager
     def off(self) -> Generator[None]:
-        """While it lasts, the policy is its base, bit for bit."""
+        """Switch the adapters off while the context lasts. The policy is then its base, bit for
+        bit."""
         self.enabled = False
         try:
             yield
@@ -69,8 +71,9 @@ class Lora:
 
     @torch.no_grad()
     def merged(self, data: Tensor, name: str, at: Sequence[int]) -> Tensor:
-        """Add its adapter to a block [rows, columns] of the matrix `name`, which begins at row and
-        column `at`. The base is not changed, so rounding does not accumulate over the versions."""
+        """Return a block [rows, columns] of the matrix `name` with its adapter added. The block
+        begins at row and column `at`. The base is not changed, so rounding errors do not accumulate
+        over the weights versions."""
         pair = self.pairs.get(name)
         if pair is None:
             return data
@@ -93,18 +96,18 @@ class Pair:
     """Where A and B of one matrix are on this rank."""
 
     part: AdapterPart
-    expert: int | None  # its number on this rank
+    expert: int | None  # the expert's number on this rank; None: no expert
     row: int  # the number, in the whole matrix, of B's first row on this rank
     column: int  # the same for A's first column
 
     def matrix(self, name: str) -> Tensor:
-        """A [rank, columns] for `name` a, B [rows, rank] for b."""
+        """Return A [rank, columns] if `name` is "a", B [rows, rank] if it is "b"."""
         found: Tensor = getattr(self.part, name).detach()
         return found if self.expert is None else found[self.expert]
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one module. Its tensors know their places in the whole model."""
+    """The adapters of one module. It records where its tensors are in the whole model."""
 
     def __init__(self, lora: Lora) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Each tensor as a piece of its global one, as Megatron-Core's modules describe theirs."""
+        """Describe each tensor as a piece of its global tensor, as Megatron-Core's modules do."""
         assert not sharded_offsets, "layers that differ are not stacked"
         found = {}
         for name, parameter in self.named_parameters():
@@ -141,16 +144,16 @@ class Adapter(torch.nn.Module):
 
 
 def _in_order(up: Tensor, order: Tensor | None) -> Tensor:
-    """The rows of the Bs [..., rows, rank] in the order of the layer's rows. Rows of matrices
-    without an adapter are zeros."""
+    """Return the rows of the joined B matrices [..., rows, rank] in the order of the layer's rows.
+    Rows of matrices without an adapter are zeros."""
     if order is None:
         return up
     return F.pad(up, (0, 0, 0, 1)).index_select(-2, order)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """The Bs [..., out, rank] as one matrix: one below the other, and each with columns of its own
-    for the rank of its A."""
+    """Join B matrices [..., out, rank] to one block-diagonal matrix. Its columns fit the rows of
+    the A matrices, one below the other."""
     count, rank = len(parts), parts[0].shape[-1]
     if count == 1:
         return parts[0]
@@ -170,12 +173,12 @@ class LinearAdapter(Adapter):
         vars(self)["layer"] = layer
         self.kind = kind
         self.parts: list[AdapterPart] = []
-        # [local rows]: for each row of the layer's weight, its row in the joined Bs
+        # [local rows]: for each row of the layer's weight, its row in the joined B matrices
         self.register_buffer("order", None, persistent=False)
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
-        """The layer's output [..., out] with the adapters' added. states: the layer's input [...,
-        in]."""
+        """Return the layer's output [..., out] plus the output of the adapters. states: the layer's
+        input [..., in]."""
         normed = _normed(self.layer, states)
         down = F.linear(normed, torch.cat([part.a for part in self.parts]).to(normed.dtype))
         up = _in_order(_side_by_side([part.b for part in self.parts]), self.order)
@@ -186,7 +189,8 @@ class LinearAdapter(Adapter):
         return sum_.view(output.shape)
 
     def _exchanged(self, down: Tensor) -> Tensor:
-        """[tokens, ..., rank] after the exchange with the other tensor-parallel ranks."""
+        """Return A x [tokens, ..., rank] after the exchange with the other tensor-parallel
+        ranks."""
         layer: Any = self.layer
         if self.kind == COPIED or getattr(layer, "explicit_expert_comm", False):
             return down
@@ -205,8 +209,8 @@ class LinearAdapter(Adapter):
 
 
 def _normed(layer: Any, states: Tensor) -> Tensor:
-    """The input of the layer's matrix. Transformer Engine's layers may contain the norm before it,
-    which is computed here again."""
+    """Return the input of the layer's matrix. A layer of Transformer Engine may contain the norm
+    before its matrix. That norm is computed here a second time."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return states
@@ -226,7 +230,7 @@ class HeadAdapter(Adapter):
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, shard: Shard, matrix: Matrix) -> None:
         super().__init__(lora)
-        vars(self)["layer"] = layer  # as LinearAdapter's
+        vars(self)["layer"] = layer  # not registered, as in LinearAdapter
         weight, group = shard.parameter, tensor_parallel_group(layer)
         replica, first = _replica(group), shard.offset[0]
         self.part = self.add_part(
@@ -254,26 +258,27 @@ class HeadAdapter(Adapter):
         """A times hidden, [rows, rank], which B multiplies."""
         a: Tensor = self.part.a
         group = tensor_parallel_group(self.layer)
-        if group.size() > 1:  # each rank has the gradient from its part of the vocabulary
+        if group.size() > 1:  # sum the gradients from all parts of the vocabulary
             a = copy_to_tensor_model_parallel_region(a, group=group)
         return F.linear(hidden, a.to(hidden.dtype)) * self.lora.scale
 
 
 class ExpertsAdapter(Adapter):
-    """The adapters of all experts of a rank. The ranks exchange nothing here: the dispatcher gives
-    every expert-tensor-parallel rank the tokens of all of them, and sums what they return."""
+    """The adapters of all experts of a rank. The adapters need no communication: the dispatcher
+    gives every expert-tensor-parallel rank the tokens of all these ranks, and sums the outputs."""
 
     def __init__(self, lora: Lora) -> None:
         super().__init__(lora)
-        self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # by the weight's number
-        for number in self.parts:  # as in LinearAdapter
+        self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # key: the weight's number
+        for number in self.parts:  # see LinearAdapter.order
             self.register_buffer(f"order{number}", None, persistent=False)
 
     def add(
         self, number: str, output: Tensor, states: Tensor, counts: Tensor, ends: Tensor
     ) -> Tensor:
-        """Add the adapters to `output` [rows, out], which the experts' weight of this number (1 or
-        2) made of `states` [rows, in]. counts, ends: as in grouped_linear."""
+        """Return `output` plus the output of the adapters. The experts' weight1 or weight2
+        (`number`) computed `output` [rows, out] from `states` [rows, in]. counts, ends: as in
+        grouped_linear."""
         parts = self.parts[number]
         if not parts or not self.lora.enabled:
             return output
@@ -289,8 +294,8 @@ def tensor_parallel_group(layer: Any) -> dist.ProcessGroup:
 
 
 def kind_of_layer(module: torch.nn.Module) -> str | None:
-    """How a linear layer is cut over TP; None for other modules. The class of the module tells;
-    Transformer Engine's layers have `parallel_mode`."""
+    """Return how a linear layer is cut over TP; None for other modules. It depends on the class, or
+    on `parallel_mode` for layers of Transformer Engine."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "ColumnParallelLinear" in kinds:
         return COLUMN
@@ -354,8 +359,8 @@ def _attach(module: Any, adapter: LinearAdapter) -> None:
 
 
 def _start_graph(_module: Any, _inputs: Any, output: Tensor) -> None:
-    """Let the output of a frozen embedding ask for a gradient. Recomputed layers and pipeline
-    stages need an input with one."""
+    """Make the output of a frozen embedding require a gradient. Recomputed layers and pipeline
+    stages need such an input."""
     if torch.is_grad_enabled() and output.is_leaf:
         output.requires_grad_()
 
@@ -408,15 +413,16 @@ def _linear_adapter(
 
 
 def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
-    """Keep `order` in the adapter, unless it is the order of the Bs themselves. order: as
-    LinearAdapter's, with -1 for rows without an adapter; used: the number of rows of the Bs."""
+    """Keep `order` in the adapter, unless it is the identity. order: see LinearAdapter, with -1 for
+    rows without an adapter; used: the number of rows of the joined B matrices."""
     order[order < 0] = used
     if not torch.equal(order, torch.arange(len(order))):
         setattr(adapter, name, order.to(torch.cuda.current_device()))
 
 
 def _replica(group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank's numbers among the ranks that hold the same dense weight: over TP, and over DP."""
+    """Return this rank's numbers in the TP group and in the DP group, for `replica_id` of a dense
+    weight."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group.rank(), data.rank()
 
@@ -428,7 +434,8 @@ def _linear_part(
     columns: tuple[int, int],
     replica: tuple[int, int],
 ) -> AdapterPart:
-    """Add the part of one matrix. rows, columns: the first one on this rank, and their number."""
+    """Add the part of one matrix. rows, columns: the first row or column on this rank, and their
+    number."""
     like: Tensor = adapter.layer.weight
     rank = adapter.lora.rank
     cut, whole = (0, 0, replica[1]), (0, *replica)
@@ -541,9 +548,9 @@ def _add_expert_parts(
 
 
 def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sum gradients of the experts' adapters over the expert-tensor-parallel ranks: those of the
-    matrices that every such rank has whole, because each rank has only its part of the gradient.
-    The data-parallel sums come before."""
+    """Sum gradients of the experts' adapters over the expert-tensor-parallel ranks. Matrices that
+    every such rank has whole need this, because each rank computes only a part of their gradient.
+    Call it after the data-parallel sums."""
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return

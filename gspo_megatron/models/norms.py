@@ -22,10 +22,10 @@ class TorchNorm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
 
     Megatron-Core's own torch norm refuses sequence parallelism, which experts with tensor
-    parallelism need. Under sequence parallelism a gradient is a sum over one tensor-parallel rank's
-    tokens. `finalize_model_grads` adds these sums up for parameters with the attribute
-    `sequence_parallel`, so setting it is enough. The norm is computed in fp32, as in Transformer
-    Engine.
+    parallelism need. Under sequence parallelism each tensor-parallel rank computes the gradient of
+    its own tokens only. `finalize_model_grads` sums it over the ranks for parameters with the
+    attribute `sequence_parallel`, so the norm only sets this attribute. The norm is computed in
+    fp32, as in Transformer Engine.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -33,7 +33,8 @@ class TorchNorm(torch.nn.Module):
         assert config.normalization in ("RMSNorm", "LayerNorm")
         self.eps = eps
         self.centered = config.normalization == "LayerNorm"
-        # (1 + weight) keeps weight decay from shrinking the scale; a checkpoint stores the offset
+        # The scale is 1 + weight: weight decay pulls it to 1, not to 0. A checkpoint stores
+        # `weight`.
         self.zero_centered = bool(config.layernorm_zero_centered_gamma)
         start = 0.0 if self.zero_centered else 1.0
         device = torch.cuda.current_device()
@@ -78,8 +79,8 @@ def sum_gradients_over_tp(
 
 
 class CpuRmsNorm(torch.autograd.Function):
-    """RMSNorm over the last dimension, with a backward pass of a few operations. torch's own on a
-    CPU takes three times as long."""
+    """RMSNorm over the last dimension, with a backward pass of a few operations. On a CPU, torch's
+    own RMSNorm takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,7 +111,7 @@ class QKNorm(torch.nn.Module):
     The heads are cut over the tensor-parallel ranks, which exchange one sum of squares per token.
     Every rank holds the whole weight [heads * dim] and computes the gradient of its own heads;
     Megatron-Core adds up the gradients of parameters called q_layernorm or k_layernorm over these
-    ranks. Computed in fp32, as the other norms.
+    ranks. The norm is computed in fp32, like the other norms.
     """
 
     heads_field = ""

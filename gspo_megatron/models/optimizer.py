@@ -21,7 +21,7 @@ from gspo_megatron.platform.cpu import faster
 @dataclass(frozen=True)
 class Schedule:
     """A learning-rate curve over optimizer updates. It rises for `warmup` updates from peak /
-    warmup to the peak, then decays to `floor` at update number `total` (from 0)."""
+    warmup to the peak, then decays to `floor` at update number `total` (counted from 0)."""
 
     peak: float
     floor: float
@@ -47,10 +47,11 @@ class Schedule:
 
 
 class WarmUpFromFirstUpdate(OptimizerParamScheduler):
-    """Megatron-Core's schedule, whose first update would have a learning rate of 0."""
+    """Megatron-Core's schedule with another warm-up. The stock schedule has a learning rate of 0 in
+    the first update."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The rate of update number `self.num_steps` (from 0)."""
+        """Return the learning rate of update number `self.num_steps` (counted from 0)."""
         if self.num_steps < self.lr_warmup_steps:
             peak = param_group.get("max_lr", self.max_lr)
             return peak * (self.num_steps + 1) / self.lr_warmup_steps
@@ -119,8 +120,9 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     policy.config.grad_scale_func = optimizer.scale_loss
     policy.config.finalize_model_grads_func = _finalize_gradients
     if ddp.overlap_grad_reduce:
-        # DDP sends gradients during the last micro-batch's backward pass. Without no_sync it would
-        # find that pass by counting those of the first update, but updates differ in their number.
+        # DDP reduces gradients during the backward pass of the last micro-batch. Without no_sync,
+        # DDP would count the backward passes of the first update and expect as many in later ones.
+        # But the number of micro-batches differs between updates.
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)
@@ -129,15 +131,15 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
 def _finalize_gradients(
     model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
 ) -> None:
-    """Sum the gradients over the ranks. All ranks know the loss's denominators beforehand, so there
-    is no number of tokens to exchange or to divide by."""
+    """Sum the gradients over the ranks. They are not divided by a number of tokens here: the loss
+    has its denominators already."""
     finalize_model_grads(model, None, **options)
     sum_expert_gradients(model)
 
 
 def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Let torch's Adam update all parameters by one fused operation. On a CPU its default, which
-    Megatron-Core leaves on, loops over the parameters in Python."""
+    """Let torch's Adam update all parameters by one fused operation. With torch's default, which
+    Megatron-Core keeps, Adam loops over the parameters in Python on a CPU."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:

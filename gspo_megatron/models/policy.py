@@ -20,16 +20,17 @@ from gspo_megatron.models.top_k_head import bucket_logprobs, most_probable
 
 @dataclass
 class HeadInputs:
-    """What the log-prob head needs: the rows of the hidden states that predict a response token,
-    and these tokens. Megatron-Core passes it on as the `labels`."""
+    """Inputs of the log-prob head: the rows of the hidden states that predict a response token, and
+    these tokens. Megatron-Core passes this object to the head as `labels`."""
 
     rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
     targets: Tensor  # [rows] int64, global vocabulary ids
     temperature: float = 1.0
     entropy_gradient: bool = False
-    # [rows, k] int64: other tokens to compute log-probs for; that of all the rest is computed, too
+    # [rows, k] int64: more tokens whose log-probs are computed, with the log-prob of all others
+    # together
     candidates: Tensor | None = None
-    top_k: int = 0  # above 0: the head itself sets `candidates` to the top_k most probable tokens
+    top_k: int = 0  # if above 0, the head sets `candidates` to the top_k most probable tokens
 
 
 class HiddenStates(ColumnParallelLinear):
@@ -41,7 +42,8 @@ class HiddenStates(ColumnParallelLinear):
     ) -> tuple[Tensor, None]:
         """[sequence / TP under sequence parallelism, batch, hidden] -> whole sequence."""
         if self.sequence_parallel:
-            # each TP rank has the gradient from its part of the vocabulary, hence a reduce-scatter
+            # Each TP rank has the gradient from its part of the vocabulary only, so the backward
+            # pass is a reduce-scatter.
             return gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=True, group=self.tp_group
             ), None
@@ -54,9 +56,9 @@ class PolicyModel(GPTModel):
     """Stock GPTModel with another last stage.
 
     With `labels=HeadInputs` the last stage returns [2, rows]: the targets' log-probs and the
-    entropies. Candidates add a row of flags, 1 where the first candidate is the most probable
-    token, and k + 1 rows of log-probs: of the k candidates, and of all other tokens together.
-    Without labels it returns hidden states [batch, sequence, hidden].
+    entropies. With candidates, the output has k + 2 more rows. The first is a flag: 1 if the first
+    candidate is the most probable token. The others are log-probs: of the k candidates, and of all
+    other tokens together. Without labels it returns hidden states [batch, sequence, hidden].
     """
 
     def __init__(self, *, true_vocab_size: int, **kwargs: Any) -> None:
@@ -86,16 +88,16 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output layer's weight, [padded vocabulary / TP, hidden]; the embedding's if they are
-        tied."""
+        """The output layer's weight, [padded vocabulary / TP, hidden]; if it is tied, the
+        embedding's."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def head_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is this rank's logits of hidden [rows, hidden]: [rows,
-        columns] and [padded vocabulary / TP, columns]. They include the output layer's adapter, if
-        it has one and it is on."""
+        """Return two matrices, [rows, columns] and [padded vocabulary / TP, columns], whose product
+        is this rank's logits of hidden [rows, hidden]. They include the output layer's adapter, if
+        the layer has one and adapters are on."""
         weight, adapter = self.head_weight, self._head_adapter()
         hidden = hidden.to(weight.dtype)
         return (hidden, weight) if adapter is None else adapter.extended(hidden, weight)
@@ -105,8 +107,8 @@ class PolicyModel(GPTModel):
         return adapter if adapter is not None and adapter.lora.enabled else None
 
     def compute_language_model_loss(self, labels: HeadInputs, logits: Tensor) -> Tensor:
-        """The outputs of the last stage. GPTModel calls it with what the output layer returned,
-        which here is hidden states [s, b, hidden]."""
+        """Return the outputs of the last stage. GPTModel passes the result of its output layer as
+        `logits`; here these are hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
         hidden, weight = self.head_product(logits.flatten(0, 1).index_select(0, labels.rows))
         shard: Any = {
@@ -136,15 +138,15 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """The logits [sequences, vocabulary] of hidden [sequences, hidden], in fp32 and gathered
-        over TP. They are few, because decoding needs one position per sequence. As in the log-prob
-        head, they are not rounded to the dtype of the weight."""
+        over TP. They take little memory, because decoding needs one position per sequence. As in
+        the log-prob head, the logits are not rounded to the dtype of the weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))
         logits = hidden.new_empty(size, dtype=torch.promote_types(weight.dtype, torch.float32))
         hidden = hidden.to(weight.dtype)
         multiply(hidden, weight, logits)
-        if (adapter := self._head_adapter()) is not None:  # without a copy of the weight
+        if (adapter := self._head_adapter()) is not None:  # avoids a copy of the weight
             up = adapter.part.b.to(weight.dtype)
             logits += multiply(adapter.down(hidden), up, torch.empty_like(logits))
         if group.size() > 1:

@@ -1,5 +1,5 @@
-"""Frozen weights that take the policy's place for a pass: the reference policy of a KL divergence,
-which RL started from, and a teacher of the policy's shape."""
+"""Frozen weights that replace the policy's weights for a forward pass. They are the reference
+policy of a KL divergence (the policy at the start of RL), or a teacher of the policy's shape."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class ReferencePolicy:
     """A copy of the policy's present weights, which replaces them for a forward pass.
 
     There is no second model, because Megatron-Core keeps parts of a model in process-wide lists
-    (the routers' replay). Weights are exchanged one by one, so there is a third copy of one at a
-    time.
+    (the routers' replay). Weights are exchanged one by one, so only one weight at a time has a
+    third copy.
 
     With LoRA there is no copy of the frozen weights. The reference is the policy without its
-    adapters. If RL began with loaded adapters, it is the policy with a copy of these.
+    adapters. If RL began with loaded adapters, the reference is the policy with a copy of those
+    adapters.
     """
 
     def __init__(self, policy: Policy, *, offload: bool) -> None:
@@ -42,7 +43,7 @@ class ReferencePolicy:
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
-        """While it lasts, the policy's modules compute with the reference's weights."""
+        """Let the policy's modules compute with the reference's weights while the context lasts."""
         if self._off is not None:
             with self._off.off():
                 yield
@@ -55,7 +56,7 @@ class ReferencePolicy:
             self.swap()
 
     def is_finite(self) -> bool:
-        """Whether all weights of the copy are finite, among this rank's shards."""
+        """Whether all weights of the copy are finite, in this rank's shards."""
         return all(bool(weight.isfinite().all()) for weight in self._weights)
 
     @torch.no_grad()

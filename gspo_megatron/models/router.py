@@ -1,4 +1,5 @@
-"""A softmax router with a bias that takes part in the choice of experts only, as in ERNIE 4.5."""
+"""A softmax router with a bias that changes only the choice of experts, not their weights, as in
+ERNIE 4.5."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class BiasedSoftmaxRouter(TopKRouter):
     sigmoid scores.
 
     The scores are a softmax over all experts. The experts with the largest sum of score and bias
-    are chosen. Their weights are their scores, divided by the sum of these. The choice is made
-    where the stock router asks for replayed experts; everything else is stock.
+    are chosen. Their weights are their scores, divided by the sum of these. The class replaces the
+    object that the stock router asks for replayed experts; everything else is stock.
     """
 
     def routing(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ class BiasedSoftmaxRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class BiasedChoice:
-    """Takes the place of the stock router's RouterReplay, and calls the hook that replays experts
+    """Replaces the stock router's RouterReplay, and calls the hook that replays experts
     (routing/hooks.py), if there is one."""
 
     bias: Tensor  # [experts]

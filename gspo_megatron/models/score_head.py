@@ -16,8 +16,8 @@ from gspo_megatron.models.policy import PolicyModel
 
 @dataclass
 class ScoreInputs:
-    """The work of the score head: the rows of the hidden states of the last token of each sequence.
-    Megatron-Core passes it on as the `labels`."""
+    """Input of the score head: for each sequence, the row of the hidden states of its last token.
+    Megatron-Core passes this object to the head as `labels`."""
 
     rows: (
         Tensor  # [sequences here] int64, into the flattened [sequence, batch] of this rank's shard
@@ -27,8 +27,8 @@ class ScoreInputs:
 class WholeStates(torch.nn.Module):
     """GPTModel's output layer, which returns the hidden states of the whole sequence.
 
-    Each tensor-parallel rank computes all scores. So each has the whole gradient of the hidden
-    states, and no rank sums gradients over the others."""
+    Each tensor-parallel rank computes all scores. So each rank has the whole gradient of the hidden
+    states, and gradients are not summed over the ranks."""
 
     def __init__(self, config: TransformerConfig, group: Any) -> None:
         super().__init__()
@@ -73,9 +73,11 @@ class ScoreModel(PolicyModel):
         sharded_offsets: tuple = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """That of the parts. A LanguageModule looks for the weight of an output layer in it."""
+        """Return the state of the submodules. The method of LanguageModule is skipped, because it
+        needs the weight of an output layer."""
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def compute_language_model_loss(self, labels: ScoreInputs, logits: Tensor) -> Tensor:  # ty: ignore[incompatible-method-override]
-        """Called by GPTModel with what the output layer returned: hidden states [s, b, hidden]."""
+        """Return the scores. GPTModel passes the result of its output layer as `logits`; here these
+        are hidden states [s, b, hidden]."""
         return self.score(logits.flatten(0, 1).index_select(0, labels.rows))[None]

@@ -1,4 +1,5 @@
-"""Where each local parameter lies in the model's full tensors, which no rank holds.
+"""The place of each local parameter in the full tensors of the model, which a rank may hold only in
+part.
 
 Initialisation, parity tests and HF conversion all use this one map between a rank's parameters and
 the layout-independent model. It reads Megatron-Core's own sharded_state_dict.
@@ -48,7 +49,7 @@ def parameter_shards(model: MegatronModule) -> Iterator[Shard]:
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
             continue  # Transformer Engine's extra state
-        is_parameter = isinstance(entry.data, torch.nn.Parameter)  # on meta all have one address
+        is_parameter = isinstance(entry.data, torch.nn.Parameter)  # meta: all have one address
         parameter = entry.data if is_parameter else parameters.get(entry.data.data_ptr())
         if parameter is None:
             continue  # buffers, such as the expert bias

@@ -111,7 +111,7 @@ def block_spec(
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config=config, use_transformer_engine=True, vp_stage=vp_stage
         )
-        # layers of one kind are one object
+        # layers of one kind share one object, so copy it before it is changed
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
         for number, layer in zip(numbers, spec.layer_specs, strict=True):
             _set_router(layer.submodules.mlp, config)

@@ -1,5 +1,5 @@
 """Log-probabilities of several candidates for each row, and of all other tokens together, with a
-sharded vocabulary; and the most probable tokens of each row.
+sharded vocabulary. It can also find the most probable tokens of each row.
 
 The k candidates and the rest of the vocabulary are k + 1 buckets, whose probabilities add up to 1.
 Logits exist one tile at a time and are computed again in the backward pass, as in logprob_head.py.
@@ -26,8 +26,9 @@ from gspo_megatron.models.logprob_head import (
 )
 
 NO_TOKEN = -1  # fills up the candidates of a row that has fewer than k
-# A lower bound of the probability of the rest, about the precision of a sum of probabilities in
-# float32. It keeps the logarithm finite if the candidates are the whole vocabulary.
+# A lower bound of the probability of all other tokens. It is about the precision of a sum of
+# probabilities in float32. It keeps the logarithm finite if the candidates are the whole
+# vocabulary.
 SMALLEST_REST = 2.0**-24
 
 
@@ -96,8 +97,8 @@ class _Buckets(torch.autograd.Function):
                 sums[place, rows] = exponentials.sum(-1)
         maximum = row_maximum(maxima, process_group)  # [rows]
         rest = (sums * (maxima - maximum).exp2()).sum(0)
-        # [rows, 2 k + 1]; the last k count the ranks that own a candidate. Without an owner, its
-        # probability is 0.
+        # [rows, 2 k + 1]; the last k count the ranks that own a candidate. A candidate without an
+        # owner has the probability 0.
         parts = torch.cat([rest[:, None], found, owned.to(dtype)], 1)
         if process_group is not None:
             dist.all_reduce(parts, group=process_group)
@@ -118,13 +119,13 @@ class _Buckets(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, logsumexp, logprobs = ctx.saved_tensors
         probabilities = logprobs.exp()  # [rows, k + 1]
-        # constants have no gradient: a candidate without an owner, and a rest at its lower bound
+        # Constants have no gradient: a candidate that no rank owns, and a rest at its lower bound.
         has_rest = probabilities[:, -1] > 1.5 * SMALLEST_REST
         gradient = (gradient / ctx.temperature).where(probabilities > 0, 0.0)
         gradient[:, -1] *= has_rest
         total = gradient.sum(1, keepdim=True)
         of_candidates = gradient[:, :-1] - probabilities[:, :-1] * total  # [rows, k]
-        # d log rest / d logit of one of the rest is its share of the rest
+        # the derivative of log(rest) by the logit of a token in the rest is the token's share of it
         of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], times p
         row_blocks, column_blocks = ctx.tiles
         sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, None)

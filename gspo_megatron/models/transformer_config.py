@@ -52,8 +52,8 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # The loss callback returns a summand of the loss, which neither schedule nor DDP may
-        # divide.
+        # The loss callback returns one term of a sum. Neither the pipeline schedule nor DDP may
+        # divide it.
         "calculate_per_token_loss": True,
         # Weights come from models.initialize or a checkpoint. perform_initialization=False would be
         # wrong: Megatron-Core would then not mark the weights that are sharded over TP, and the
@@ -76,7 +76,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
-        # the routers' biases of a frozen model do not change either
+        # with adapters the model is frozen, and so are the routers' biases
         **({"moe_router_bias_update_rate": 0.0} if config.model.lora.rank else {}),
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }
@@ -97,7 +97,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     made = kind(**{name: value for name, value in values.items() if name in known})
     made.moe_router_score_function = score_function
     for name, value in values.items():
-        if name.startswith(YARN_PREFIX):  # GPTModel reads them, and they are no fields
+        if name.startswith(YARN_PREFIX):  # GPTModel reads these attributes; they are no fields
             setattr(made, name, value)
     return made
 
@@ -140,7 +140,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
 
 @contextlib.contextmanager
 def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
-    """While it lasts, the attributes (owner, attribute, value) have these values."""
+    """Give attributes other values while the context lasts. changes: (owner, attribute, value)."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -152,11 +152,11 @@ def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
 
 
 def without_fp8(models: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """While it lasts, a policy's chunks compute in bf16.
+    """Let a policy's chunks compute in bf16 while the context lasts.
 
     Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
-    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. Megatron-Core
-    reads the fields in every forward pass.
+    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. It is enough to
+    change the config, because Megatron-Core reads these fields in every forward pass.
     """
     found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
     configs = {id(config): config for config in found if getattr(config, "fp8", None)}.values()

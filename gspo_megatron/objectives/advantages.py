@@ -1,8 +1,9 @@
 """Advantages of responses, or of their turns, relative to the other responses to the same prompt.
 
 `build_advantages` returns the estimator that a configuration asks for. The functions below it take
-`rewards` and `group_index`, both [num_sequences]. Groups must be whole; their order and their
-numbers are free. The functions compute in float64 and return float32 [num_sequences].
+`rewards` and `group_index`, both [num_sequences]. All responses of a group must be given, in any
+order and with any number as the group's index. The functions compute in float64 and return float32
+[num_sequences].
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """The advantages that a configuration asks for."""
+    """Computes the advantages that a configuration asks for."""
 
     section: ObjectiveSection
-    of_sequences: Callable[[Tensor, Tensor], Tensor]  # of rewards and group_index
+    of_sequences: Callable[[Tensor, Tensor], Tensor]  # takes rewards and group_index
 
     def of_turns(
         self, rewards: Tensor, turns: Tensor, tokens: Tensor, group_index: Tensor
@@ -163,7 +164,7 @@ def batch_std(
     """(reward - mean of the group) / standard deviation of all rewards of the step. So groups with
     nearly equal rewards do not get large advantages (arXiv 2508.08221)."""
     centred = _centred(rewards, *_groups(rewards, group_index))
-    if not centred.any():  # no group has a spread; the batch's may be 0, too
+    if not centred.any():  # no group has a spread, so the deviation may be 0
         return centred.float()
     return (centred / rewards.double().std(correction=1 if std == "sample" else 0)).float()
 

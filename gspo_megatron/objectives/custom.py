@@ -13,8 +13,8 @@ from gspo_megatron.types import LossInputs, LossOutputs
 def custom_objective(
     import_path: str, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Callable[[LossInputs], LossOutputs]]:
-    """The custom function itself, and an objective that calls it with its options and checks its
-    results."""
+    """Return the custom function itself, and an objective that calls it with its options and checks
+    its results."""
     key = "objective.import_path"
     function = load_function(key, import_path)
     problems = option_problems("objective", import_path, function, options)

@@ -1,6 +1,6 @@
 """GSPO's loss, and the objectives of the configuration: LossInputs in, LossOutputs out.
 
-`gspo` is the method on half a page. `PolicyLoss` generalises it to every recipe of
+`gspo` shows the method in a few lines. `PolicyLoss` generalises it to every recipe of
 config/objectives.py: other ratios, rules, weights and means, and the terms that a configuration may
 add. The functions of these parts are in parts.py.
 """
@@ -39,7 +39,8 @@ def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A recipe with its numbers, and the terms that the section adds. Minimising the loss maximises
+    """The loss of a recipe, with the terms that the section `objective` adds. Minimising the loss
+    maximises
 
         aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
         + entropy_coefficient * mean entropy.
@@ -135,8 +136,8 @@ class PolicyLoss:
         return {name: self.recipe.parameters[name] for name in names}
 
     def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
-        """The recipe's ratio: w_it or s_it [tokens], or s_i or the product of w_it
-        [num_sequences]."""
+        """Return the recipe's ratio: w_it or s_it [tokens] for tokens, s_i or the product of w_it
+        [num_sequences] for sequences."""
         kind = self.recipe.ratio
         if kind == "token":
             return parts.exponentiate(log_ratio)
@@ -148,7 +149,8 @@ class PolicyLoss:
         return parts.exponentiate(whole)
 
     def _summed_for_corrections(self, log_k: Tensor) -> dict[str, Tensor]:
-        """The values [tokens] that corrections of whole sequences need summed, by name."""
+        """Return by name the values [tokens] of which corrections of whole sequences need the
+        sums."""
         summed = {}
         for name, bounds in self.recipe.corrections.items():
             correction = CORRECTIONS[name]
@@ -161,8 +163,9 @@ class PolicyLoss:
     def _correction(
         self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Literal["token", "sequence"], Tensor, dict[str, Tensor]]:
-        """The level and the product of all weights, [tokens] or [num_sequences], and their metrics.
-        If there are several weights, each has metrics of its own."""
+        """Return the level of the weights (token or sequence), the product of all weights, [tokens]
+        or [num_sequences], and their metrics. If there are several weights, each has metrics of its
+        own."""
         weights: list[Tensor] = []
         means: dict[str, Tensor] = {}
         level = "token" if self.recipe.corrects_tokens else "sequence"
@@ -184,8 +187,8 @@ class PolicyLoss:
         return level, product, means
 
     def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
-        """Terms times weights. The weight of a sequence holds for each of its tokens. A term of
-        weight 0 is left out, even if it is NaN."""
+        """Return terms times weights. The weight of a sequence applies to each of its tokens. A
+        term of weight 0 is left out, even if it is NaN."""
         if level != self.recipe.terms:
             assert level == "sequence", "token weights of a sequence"
             weights = weights[inputs.sequence_index]
@@ -219,7 +222,7 @@ def aggregate_sequences(
     """Aggregate `terms` [num_sequences], which are the same on every shard.
 
     sequence_mean: -(1/N) sum_i terms_i; token_sum: -(1/N) sum_i |y_i| terms_i (LUSPO). A sequence
-    without masked tokens counts in N and adds nothing.
+    without tokens in the mask counts in N and adds nothing.
     """
     assert terms.shape == inputs.advantages.shape, f"terms {tuple(terms.shape)}"
     assert aggregation in ("sequence_mean", "token_sum"), aggregation
@@ -247,7 +250,7 @@ def aggregate_tokens(
         terms = terms / inputs.sequence_lengths.clamp_min(1)[inputs.sequence_index]
     total = terms.where(inputs.mask > 0, 0.0).sum()
     if aggregation == "token_mean":
-        # a mini-batch whose responses are all masked has a loss of 0, not of 0/0
+        # a mini-batch without tokens in the mask has a loss of 0, not of 0/0
         return -total / max(inputs.global_num_tokens, 1), metrics.pair(
             -total, (inputs.mask > 0).sum()
         )
@@ -275,9 +278,9 @@ class Objective:
     complete: Callable[[dict[str, float]], dict[str, float]]  # called with a step's reduced metrics
     needs_reference: bool
     needs_entropy_gradient: bool
-    of_tokens: bool  # whether it may read an advantage for each token
-    # Makes one number of terms [tokens], and the pair of its mean, as `aggregate_tokens` does.
-    # Terms that are added to a custom objective are means over sequences.
+    of_tokens: bool  # whether the function may read an advantage for each token
+    # Turns further terms [tokens] into a loss and the pair of its mean, as `aggregate_tokens` does.
+    # With a custom objective, it aggregates by sequence_mean.
     aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -285,7 +288,8 @@ class Objective:
 
 
 def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
-    """The objective of a checked configuration; a UserError where a custom one cannot be loaded."""
+    """Return the objective of a checked configuration. Raises UserError if a custom one cannot be
+    loaded."""
     advantages = build_advantages(section)
     recipe = resolve_objective(section)
     aggregation = "sequence_mean" if section.import_path is not None else recipe.aggregation

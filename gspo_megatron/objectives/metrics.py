@@ -19,14 +19,14 @@ from gspo_megatron.types import LossInputs
 
 def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
     """[2] float64 on the device of `numerator`, detached."""
-    if not isinstance(denominator, Tensor):  # filling does not make the host wait for a GPU
+    if not isinstance(denominator, Tensor):  # full_like does not wait for the GPU
         denominator = torch.full_like(numerator, denominator, dtype=torch.float64)
     return torch.stack([numerator.detach().double(), denominator.double()])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Means over the masked tokens: the entropy if given, two estimates of KL(old, current), and
-    two of KL(current, reference) if there is a reference.
+    """Means over the tokens in the mask: the entropy if given, two estimates of KL(old, current),
+    and two of KL(current, reference) if there is a reference.
 
     With D = log p - log q of a token sampled from q, k1 is -D and k3 is exp(D) - 1 - D.
     """
@@ -53,10 +53,11 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
 def ratio_values(
     inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
 ) -> dict[str, Tensor]:
-    """The ratios of sequences and of tokens, whichever of them the objective uses.
+    """The ratios of sequences and of tokens. Both are returned, even if the objective uses only one
+    of them.
 
     "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
-    primary shard and empty elsewhere; "ratio/token" is [masked tokens of this shard].
+    primary shard and empty elsewhere; "ratio/token" is [tokens of this shard in the mask].
     """
     sequence = exponentiate(sequence_log_ratio.detach())
     return {
@@ -68,8 +69,8 @@ def ratio_values(
 def weight_metrics(
     prefix: str, level: Literal["token", "sequence"], weights: Tensor, inputs: LossInputs
 ) -> dict[str, Tensor]:
-    """The mean of `weights` and of their squares, over the masked tokens or over the sequences that
-    have any. For weights of a correction also the share that is 0."""
+    """The mean of `weights` and of their squares, over the tokens in the mask or over the sequences
+    with such tokens. For weights of a correction, also the share of weights that are 0."""
     chosen = inputs.mask > 0 if level == "token" else _present(inputs)
     weights = weights.detach().double()
     means = {
@@ -82,8 +83,8 @@ def weight_metrics(
 
 
 def share_of_sequences(flags: Tensor, inputs: LossInputs) -> Tensor:
-    """The pair of a share: among the sequences with masked tokens, those whose flag in `flags`
-    [num_sequences] is set."""
+    """The share of sequences whose flag in `flags` [num_sequences] is set, as a pair. Only
+    sequences with tokens in the mask count."""
     return _mean(flags, _present(inputs))
 
 
@@ -91,12 +92,13 @@ def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Ten
     """Clip fractions of an objective that clips whole sequences; fields of `clipped` are
     [num_sequences].
 
-    "clip/sequence/...": the share of clipped sequences among those with masked tokens.
-    "clip/token/...": the share of masked tokens in clipped sequences, as the GSPO paper counts.
+    "clip/sequence/...": the share of clipped sequences among those with tokens in the mask.
+    "clip/token/...": the share of tokens in clipped sequences among the tokens in the mask, as the
+    GSPO paper counts.
     Both exist in two kinds. Binding: the clip changes the surrogate and cuts the gradient off, at
-    the lower bound (low) or the upper one (high). Outside: the ratio is out of the range, whatever
-    the sign of the advantage. Sequences with an advantage of 0 count in the denominators and are
-    never binding.
+    the lower bound (low) or the upper one (high). Outside: the ratio is out of the range, for any
+    sign of the advantage. Sequences with an advantage of 0 count in the denominators and are never
+    binding.
     """
     flags = torch.stack([clipped.outside, clipped.low, clipped.high])
     lengths = inputs.sequence_lengths.double() * inputs.is_primary_shard
@@ -108,9 +110,9 @@ def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Ten
 def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
     """Clip fractions of an objective that clips tokens; fields of `clipped` are [tokens].
 
-    "clip/token/...": the share of clipped tokens among the masked ones. "clip/sequence/...": the
-    share of sequences with at least one clipped token, among those with masked tokens. So a
-    sequence may count in both low and high. Binding and outside are explained at
+    "clip/token/...": the share of clipped tokens among the tokens in the mask. "clip/sequence/...":
+    the share of sequences with at least one clipped token, among those with tokens in the mask. So
+    a sequence may count in both low and high. Binding and outside are explained at
     `sequence_clip_metrics`.
     """
     masked = inputs.mask > 0
@@ -134,5 +136,6 @@ def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]
 
 
 def _present(inputs: LossInputs) -> Tensor:
-    """[num_sequences] bool: whether a sequence has masked tokens and is counted on this shard."""
+    """[num_sequences] bool: whether a sequence has tokens in the mask and is counted on this
+    shard."""
     return (inputs.sequence_lengths > 0) & inputs.is_primary_shard

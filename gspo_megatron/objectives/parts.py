@@ -32,8 +32,8 @@ _PER_TOKEN = (
 
 
 def check_inputs(inputs: LossInputs, *, token_advantages: bool) -> None:
-    """Assert that no tensor would broadcast, and that token advantages come only to an objective
-    that reads them (`token_advantages`)."""
+    """Assert that no tensor would broadcast, and that only an objective that reads token advantages
+    (`token_advantages`) gets them."""
     tokens, sequences = inputs.logprobs.shape, inputs.advantages.shape
     assert len(tokens) == 1, f"logprobs have shape {tuple(tokens)}, not [tokens]"
     assert len(sequences) == 1, f"advantages have shape {tuple(sequences)}, not [num_sequences]"
@@ -58,9 +58,10 @@ def check_inputs(inputs: LossInputs, *, token_advantages: bool) -> None:
 def segment_sum(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
     """Sum `values` [..., tokens] by `sequence_index` [tokens] into [..., num_sequences].
 
-    Differentiable, and the same bits at every call, on GPUs too (index_add adds in random order
-    there). Tokens may come in any order. Accumulates and returns float32, or float64 where `values`
-    is float64. A sequence without tokens has 0. An index outside [0, num_sequences) is an error.
+    The sum is differentiable. It has the same bits at every call, even on GPUs, where index_add
+    adds in random order. Tokens may come in any order. Accumulates and returns float32, or float64
+    where `values` is float64. A sequence without tokens has 0. An index outside [0, num_sequences)
+    is an error.
     """
     assert sequence_index.dim() == 1, f"sequence_index has shape {tuple(sequence_index.shape)}"
     assert values.shape[-1:] == sequence_index.shape, (
@@ -84,7 +85,8 @@ class _SegmentSum(torch.autograd.Function):
         counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # integers: exact
         in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
         rows = in_order.numel() // len(sequence_index)
-        # One vector: CUDA then sums a segment with a thread block. In a matrix it uses one thread.
+        # The matrix is flattened, because CUDA sums a segment of a vector with a thread block, but
+        # a segment of a matrix with a single thread.
         sums = torch.segment_reduce(  # ty: ignore[missing-attribute]  # torch hides it from checkers
             in_order.reshape(-1), "sum", lengths=counts.repeat(rows), unsafe=True, initial=0
         )
@@ -98,16 +100,16 @@ class _SegmentSum(torch.autograd.Function):
 
 
 def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
-    """The sums over whole sequences of each of `values` ([tokens] each), [len(values),
-    num_sequences].
+    """Sum each of `values` [tokens] over whole sequences: [len(values), num_sequences].
 
     The value is the sum over all shards of a sequence, the same on each of them. The gradient is
-    that of this rank's own tokens. Added up over the shards, the gradients are those of the whole
-    sequence. So the backward pass needs no collective, and the forward pass one.
+    only that of this rank's own tokens. The gradients of all shards add up to that of the whole
+    sequence. So the forward pass needs one collective, and the backward pass none.
     """
     local = segment_sum(torch.stack(values), inputs.sequence_index, len(inputs.advantages))
-    total = inputs.sum_over_shards(local.detach().clone())  # may reduce in place
-    # The bracket is zero, so the value is exactly `total`. It carries the gradient.
+    total = inputs.sum_over_shards(local.detach().clone())  # a copy: may reduce in place
+    # The difference is zero, so the value is exactly `total`. But the difference carries the
+    # gradient.
     return total + (local - local.detach())
 
 
@@ -121,7 +123,7 @@ def token_log_ratio(inputs: LossInputs) -> Tensor:
 
 def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
     """Mean of `log_ratio` [tokens] over whole sequences, [num_sequences] (GSPO paper, eq. 7); 0 for
-    a sequence without masked tokens. See `sequence_sums`."""
+    a sequence without tokens in the mask. See `sequence_sums`."""
     return sequence_sums(inputs, log_ratio)[0] / inputs.sequence_lengths.clamp_min(1)
 
 
@@ -148,8 +150,8 @@ def exponentiate(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clipped:
-    """A surrogate, which carries the gradient, and what the rule did. All have the ratio's
-    shape."""
+    """A surrogate, which carries the gradient, and flags for the effect of the rule. All have the
+    ratio's shape."""
 
     surrogate: Tensor
     low: Tensor  # bool: the lower bound binds, that is, it cuts the gradient off
@@ -182,8 +184,8 @@ def dual_clip(
     """`min_clip`, but for negative advantages never less than dual_clip * A (arXiv 1912.09729).
 
     Without this bound, one token outweighs the batch if its advantage is negative and its
-    probability has grown much. `high` also counts where this bound binds, and `outside` what is
-    beyond it.
+    probability has grown much. `high` is also set where this bound binds, and `outside` where the
+    ratio is beyond it.
     """
     inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
     beyond = (advantages < 0) & (ratio.detach() > dual_clip)
@@ -194,8 +196,8 @@ def dual_clip(
 def cispo_cap(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: float) -> Clipped:
     """sg[min(ratio, 1 + clip_high)] A log pi (CISPO, arXiv 2506.13585, eqs. 4-5).
 
-    The weight is limited, but the gradient is not cut off: every token keeps learning. `high` tells
-    where the limit changes the loss, which happens for advantages of both signs.
+    The weight is limited, but the gradient is not cut off: every token keeps learning. `high` is
+    set where the limit changes the loss, for advantages of both signs.
     """
     above = ratio.detach() > 1.0 + clip_high
     weights = ratio.detach().clamp(max=1.0 + clip_high)
@@ -220,8 +222,8 @@ def policy_gradient_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Clipped:
     """M sg[pi / pi_rollout] A log pi with M = 0 where `min_clip` would bind (MiniRL, arXiv
-    2512.01374). The mask uses the trainer's ratio pi / pi_old, the weight uses the policy that
-    sampled."""
+    2512.01374). The mask uses the trainer's ratio pi / pi_old, the weight uses the rollout
+    policy."""
     assert inputs.rollout_logprobs is not None, "rule masked needs the rollout's log-probs"
     bounds = min_clip(inputs, ratio.detach(), advantages, clip_low, clip_high)
     logprobs = inputs.logprobs.where(inputs.mask > 0, 0.0)
@@ -234,14 +236,15 @@ def policy_gradient_mask(
 def geometric_clip(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, log_clip: float
 ) -> Clipped:
-    """ratio A. `clip_log_ratio` has limited the tokens' log-ratios before, and the ratio is made of
-    their mean."""
+    """ratio * A. The ratio is made of the mean of the tokens' log-ratios, which `clip_log_ratio`
+    has limited before."""
     return _unclipped(ratio * advantages)
 
 
 def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Clipped:
-    """Token log-ratios limited to +-log_clip, on the side that the advantage rewards (GMPO, arXiv
-    2507.20673, eq. 4). `surrogate` has the limited log-ratios, for a geometric mean."""
+    """Token log-ratios limited to at most log_clip if the advantage is positive, and to at least
+    -log_clip if it is negative (GMPO, arXiv 2507.20673, eq. 4). `surrogate` has the limited
+    log-ratios, for a geometric mean."""
     high = (log_ratio.detach() > log_clip) & (advantages > 0)
     low = (log_ratio.detach() < -log_clip) & (advantages < 0)
     limited = log_ratio.where(~high, log_clip).where(~low, -log_clip)
@@ -251,8 +254,8 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, log_clip: float) -> Cl
 def total_variation_mask(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, max_divergence: float
 ) -> Clipped:
-    """ratio A; but 0 for a token whose probability has moved by more than `max_divergence`, if the
-    update would move it further (DPPO with binary total variation, arXiv 2602.04879)."""
+    """ratio * A, but 0 for a token whose probability has moved by more than `max_divergence`, if
+    the update would move it further (DPPO with binary total variation, arXiv 2602.04879)."""
     moved = _moved(inputs)
     return _masked(ratio * advantages, advantages, moved, moved.abs() > max_divergence)
 
@@ -275,9 +278,9 @@ def two_sided_mask(
     max_divergence: float,
     log_ratio_penalty: float,
 ) -> Clipped:
-    """ratio A, but 0 for a token whose probability has moved by more than `max_divergence` in
-    either direction; minus `log_ratio_penalty` times the squared log-ratio of every token (the loss
-    `ipo` of prime-rl)."""
+    """ratio * A, but 0 for a token whose probability has moved by more than `max_divergence` in
+    either direction. From this, `log_ratio_penalty` times the squared log-ratio is subtracted for
+    every token (the loss `ipo` of prime-rl)."""
     moved = _moved(inputs)
     outside = moved.abs() > max_divergence
     surrogate = (ratio * advantages).where(~outside, 0.0)
@@ -337,10 +340,9 @@ def _unclipped(surrogate: Tensor) -> Clipped:
 
 
 # --- Weights of terms, detached ------------------------------------------------------------------
-#
-# Corrections weigh responses that were sampled by another engine than the trainer. For a token,
-# k = pi_old / pi_rollout. The weight of a sequence uses the geometric mean of k, like GSPO's ratio.
-# A product over hundreds of tokens is very different; functions that use it say `product`.
+# Corrections are weights for responses that another engine than the trainer has sampled. For a
+# token, k = pi_old / pi_rollout. The weight of a sequence uses the geometric mean of k, like GSPO's
+# ratio. A product over hundreds of tokens is very different; functions that use it say `product`.
 
 
 def log_mismatch(inputs: LossInputs) -> Tensor:
@@ -402,12 +404,13 @@ def token_k3_mask(inputs: LossInputs, log_k: Tensor, correction_high: float) -> 
 
 
 def is_outside(log_k: Tensor, correction_low: float, correction_high: float) -> Tensor:
-    """1 where k is out of [low, high], else 0, [tokens]. `worst_token_mask` gets the sums of it."""
+    """1 where k is out of [low, high], else 0, [tokens]. `worst_token_mask` takes the sums of these
+    numbers."""
     return (~_is_within(log_k.detach(), correction_low, correction_high)).to(log_k.dtype)
 
 
-# `sums` [num_sequences] are sums over whole sequences: of log k; for k3_mask of `k3(log k)`; for
-# worst_token_mask of `is_outside(log k)`.
+# In the next functions, `sums` [num_sequences] are sums over whole sequences: of `k3(log k)` for
+# k3_mask, of `is_outside(log k)` for worst_token_mask, and of log k for the others.
 
 
 def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""The losses of preference models: pure functions of the scores, their gradients by autograd."""
+"""The losses of preference models: pure functions of the scores. Autograd computes their
+gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ def bradley_terry(
     """Return the sum of the losses of pairs, a scalar.
 
     The probability that the chosen response is better is a sigmoid of the difference of the scores.
-    The loss of a pair is -log of it, with the margin taken from the difference. Of several rejected
-    responses to a prompt each makes a pair, of weight 1 / number. `center_coefficient` adds the
-    squared sum of both scores of a pair: the differences alone leave a constant free (section 4 of
-    arXiv:2312.09244).
+    The loss of a pair is minus the log of this probability, where the margin is subtracted from the
+    difference first. If a prompt has n rejected responses, each of them makes a pair of weight 1 /
+    n. With `center_coefficient`, the squared sum of both scores of a pair is added, because the
+    differences alone do not determine the level of the scores (section 4 of arXiv:2312.09244).
 
     chosen, rejected, margins, weights: [pairs] each.
     """

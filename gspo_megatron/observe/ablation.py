@@ -67,7 +67,7 @@ class VariantRuns:
     steps: int  # number of RL steps in a finished run
     folders: Mapping[int, Path]  # run folder by seed
     runs: dict[int, Run] = field(default_factory=dict)  # finished runs by seed
-    unfinished: dict[int, str] = field(default_factory=dict)  # seed -> how far the run got
+    unfinished: dict[int, str] = field(default_factory=dict)  # seed -> text: how far the run got
 
     def load(self) -> None:
         """Read the finished runs. Leave out the others: only runs of equal length are compared.

@@ -19,23 +19,24 @@ from gspo_megatron.observe.metrics_files import RL, Record, series
 from gspo_megatron.observe.progress import number, percent
 
 WINDOW = 5  # rules use the mean over this many steps: single steps are noisy
-# The demo's norms vary by a factor of 4 from step to step. Training a row of weights by mistake
-# gave norms 60 to 400 times the usual one.
+# Gradient norms of the demo vary by a factor of 4 from step to step. A bug that trained a row of
+# weights by mistake gave norms 60 to 400 times the usual one.
 SPIKE = 10.0  # times the running median
-MEDIAN_OF = 20  # the running median is over this many steps before a step
-# Share of the first window's entropy. The demo's falls to a sixth while it is still learning.
+MEDIAN_OF = 20  # the running median is taken over this many steps before a step
+# Share of the first window's entropy. The demo's entropy falls to a sixth while it is still
+# learning.
 ENTROPY_LEFT = 0.1
 # Share of rollout.max_response_tokens: above this mean length, many responses are cut off.
 LENGTH_OF_CAP = 0.8
-LENGTH_GROWTH = 1.5  # times the first window: long answers from the start are no explosion
-REPEATED = 0.1  # share of repeated text; lists and tables repeat some words, too ...
-REPEATED_GROWTH = 2.0  # ... from the start of the run
+LENGTH_GROWTH = 1.5  # times the first window, because answers may be long from the start
+REPEATED = 0.1  # share of repeated text
+REPEATED_GROWTH = 2.0  # times the first window, because lists and tables repeat words, too
 TRUNCATED = 0.25  # share of the responses; truncated ones have no answer
 TRUNCATED_GROWTH = 2.0
-# Share of groups without a gradient: three quarters of the rollout are useless ...
+# Share of groups without a gradient: three quarters of the rollout are then useless.
 ZERO_SPREAD = 0.75
-ZERO_SPREAD_STEPS = 10  # ... and this many steps in a row are not chance
-NOISY_STEPS = 0.1  # share of the steps above the clip range; one outlier is not worth a warning
+ZERO_SPREAD_STEPS = 10  # warn after this many steps in a row; fewer may be chance
+NOISY_STEPS = 0.1  # share of steps above the clip range, because a single outlier is harmless
 SLOW_REWARDS = 0.5  # share of a step's time spent waiting for rewards
 SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
 
@@ -225,7 +226,7 @@ def _mismatch(curves: _Curves) -> Iterator[Finding]:
     recipe = resolve_objective(section)
     bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
     key = "ratio/noise_floor" if recipe.clips_sequences else "mismatch/abs_mean"
-    stale = curves.of("staleness/max")  # responses of older weights differ for another reason
+    stale = curves.of("staleness/max")  # stale responses differ for another reason
     floors = {step: floor for step, floor in curves.of(key).items() if not stale.get(step)}
     above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
     if above and len(above) >= NOISY_STEPS * len(floors):

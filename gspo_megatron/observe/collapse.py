@@ -1,17 +1,17 @@
-"""Finds out from the metrics of a run's steps that its policy collapses. docs/campaigns.md states
-the rule, and how often it was right on kept runs.
+"""Detects from the metrics of a run's steps that its policy collapses. docs/campaigns.md states the
+rule, and how often it was right on stored runs.
 
-Figures are means of the last WINDOW steps. They are compared with the run's best stretch: the up to
-STRETCH steps in a row with the highest mean reward. There is an alarm if
+The figures are means over the last WINDOW steps. They are compared with the run's best stretch: at
+most STRETCH consecutive steps, those with the highest mean reward. There is an alarm if
 
     the reward is FALL below the best one,
     it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
     a figure is not finite.
 
-A fall is a share of the best reward or, if that is larger, of the standard deviation of single
-rewards. So noise is no fall, even if rewards are small or negative. The fall must also be longer
-than noise: CLEAR standard errors of the difference, and more in a longer run, because the best of
-many stretches is a lucky one, and the worst of many windows an unlucky one.
+A fall is measured as a share of the best reward or of the standard deviation of single rewards,
+whichever is larger. So noise does not count as a fall, even if rewards are small or negative. The
+fall must also be larger than noise explains: CLEAR standard errors of the difference, and more in a
+longer run, in which the best stretch and the worst window are more extreme by chance.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gspo_megatron.observe.metrics_files import RL, phase_of
 from gspo_megatron.observe.progress import number
 
 WINDOW = 5  # steps: a single step is noisy
-FALL = 0.25  # examples/evidence: no run that converged falls so far, and each that collapsed does
+FALL = 0.25  # in examples/evidence, all collapsed runs fall so far, and no converged run does
 STRETCH = 20
-CLEAR = 2.0  # and sqrt(2 ln(windows)), the expected largest of so many normal numbers
+CLEAR = 2.0  # plus sqrt(2 ln(windows)), the expected maximum of so many normal numbers
 
 REWARD, SPREAD = "reward/mean", "reward/std"
 
 
 class Sign(NamedTuple):
     """The range of a figure: from `least` to `most` times its value in the best stretch, and at
-    most `more` above it. Figures below `floor` are never too large."""
+    most `more` above this value. A figure below `floor` is never too large."""
 
     name: str
     most: float = math.inf
@@ -46,7 +46,7 @@ class Sign(NamedTuple):
 _SIGNS = {
     "policy/entropy": Sign("entropy", most=2.0, least=0.25),
     "grad_norm": Sign("gradient norm", most=4.0),
-    # a ratio of a token is of any size without harm; so is a mismatch that is rounding
+    # floors: single tokens may have large ratios, and rounding gives some mismatch
     "ratio/token/max": Sign("largest token ratio", most=10.0, floor=20.0),
     "mismatch/k3": Sign("mismatch of trainer and rollout", most=10.0, floor=1e-3),
     "response/length_mean": Sign("length of responses", most=2.0, least=0.5),
@@ -57,30 +57,30 @@ _KEPT = (REWARD, SPREAD, *_SIGNS)
 
 
 class Alarm(NamedTuple):
-    """A collapse that was seen."""
+    """A detected collapse."""
 
     step: int
-    healthy: int  # a step whose policy was healthy for sure
+    healthy: int  # the last step whose policy was healthy for sure
     text: str
 
     @property
     def collapse(self) -> str:
-        """The beginning of all messages about it."""
+        """The beginning of all messages about the collapse."""
         return f"the policy collapses: {self.text}"
 
 
 class CollapseWatch:
-    """Applies the rule step by step. Its state does not grow, and is exact in JSON."""
+    """Applies the rule step by step. Its state has a bounded size, and JSON stores it exactly."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """`state`: the watch's state at the checkpoint that is resumed."""
         state = state or {}
         self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
         self._best: dict[str, float] = dict(state.get("best", {}))  # the best stretch
-        self._best_step: int = state.get("best_step", 0)  # its last step
+        self._best_step: int = state.get("best_step", 0)  # the last step of the best stretch
         self._best_size: int = state.get("best_size", 0)
-        self._steps: int = state.get("steps", 0)  # with rewards
-        self._squares: float = state.get("squares", 0.0)  # of the differences from step to step
+        self._steps: int = state.get("steps", 0)  # number of steps with rewards
+        self._squares: float = state.get("squares", 0.0)  # sum of squared reward changes
         self.healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
         alarm = state.get("alarm")
         self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
@@ -99,20 +99,20 @@ class CollapseWatch:
         }
 
     def forget_rewards(self) -> None:
-        """Begin again, because other prompts, rewards or lengths make other figures. What was
-        healthy stays so."""
+        """Begin again. Needed when prompts, rewards or lengths change, because they change the
+        figures. The last healthy step is kept."""
         self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
         self._steps, self._squares, self.alarm = 0, 0.0, None
 
     @property
     def healthy_step(self) -> int:
-        """The number of steps after which the run was healthy for sure, because the whole window
-        after it looked healthy, too."""
+        """The last step after which the run was healthy for sure: the whole window after it looked
+        healthy, too."""
         return max(self.healthy - WINDOW, 0)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take the metrics of one more step. Returns the alarm if there is one at this step. After
-        an alarm there is none until the run is healthy again."""
+        an alarm there is no other until the run is healthy again."""
         found = self._judge(step, metrics)
         if self.healthy == step:
             self.alarm = None
@@ -140,7 +140,7 @@ class CollapseWatch:
         self._recent = [*self._recent, known][-STRETCH:]
         self._steps += 1
         if len(self._recent) < WINDOW:
-            self.healthy = step  # as far as anyone knows
+            self.healthy = step  # too few steps to judge
             return None
         stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
         if not self._best or stretch[REWARD] >= self._best[REWARD]:
@@ -158,8 +158,9 @@ class CollapseWatch:
         return f"steps up to {self._best_step} -> up to {step}: {', '.join(figures)}"
 
     def _noise(self) -> float:
-        """Return the largest fall of the reward that noise alone explains in so long a run."""
-        variance = self._squares / (self._steps - 1) / 2  # of a step
+        """Return the largest fall of the reward that noise alone explains in a run of this
+        length."""
+        variance = self._squares / (self._steps - 1) / 2  # of one step's reward
         error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
         return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
 

@@ -1,5 +1,4 @@
-"""What happened to a run before its last steps: where it branched off, and its rollbacks. The
-report shows it."""
+"""The history of a run for its report: where it branched off, and its rollbacks."""
 
 from __future__ import annotations
 
@@ -10,17 +9,17 @@ from typing import Any
 from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 
-BRANCH_FILE = "branch.json"  # in the folder of a branch: checkpoint.lineage
-ROLLBACKS_FILE = "checkpoints/rollbacks.json"  # in the run folder: checkpoint.rollback
+BRANCH_FILE = "branch.json"  # in the folder of a branch; written by checkpoint.lineage
+ROLLBACKS_FILE = "checkpoints/rollbacks.json"  # written by checkpoint.rollback
 
 
 def kept_metrics(number: int) -> str:
-    """Return the name of the file with the metrics that a rollback has taken back."""
+    """Return the name of the file that keeps the metrics which a rollback has removed."""
     return Path(METRICS_FILE).with_suffix(f".rollback_{number}.jsonl").name
 
 
 def history(run: Path) -> list[str]:
-    """Return the run's history, a sentence an event; empty for a run that has none."""
+    """Return the run's history, one sentence for each event; empty for a run without events."""
     branch, record = _read(run / BRANCH_FILE), _read(run / ROLLBACKS_FILE)
     told = [_of_branch(branch)] if branch else []
     rollbacks = record.get("rollbacks", [])
@@ -28,7 +27,7 @@ def history(run: Path) -> list[str]:
 
 
 def _of_branch(branch: Mapping[str, Any]) -> str:
-    """Tell where a branch and the runs above it branched off."""
+    """Say where a branch and the runs above it in the lineage branched off."""
     lines: Sequence[Mapping[str, Any]] = [branch, *branch.get("lineage", [])]
     places = [f"{each.get('run')} after step {each.get('step')}" for each in lines]
     return f"This run is a branch of {', itself a branch of '.join(places)}."
@@ -44,7 +43,8 @@ def _of_rollback(told: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a file holds; empty if it is missing or damaged, which its writer reports."""
+    """Return the content of a JSON file; {} if it is missing or damaged, because its writer reports
+    that."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, *WRONG_VALUES):

@@ -16,8 +16,8 @@ _RESAMPLED_AT_ONCE = 10_000_000  # numbers in memory at a time
 def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Return the 95% bootstrap percentile interval of the mean over problems.
 
-    It says how far another choice of problems could move the mean. If there is one problem, or all
-    have the same value, both bounds are this value."""
+    The interval says how far another choice of problems could move the mean. If there is one
+    problem, or all have the same value, both bounds are this value."""
     values = np.asarray(of_problems, dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():
         return float(values[0]), float(values[0])
@@ -38,7 +38,8 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95% interval (Wilson's score) of a share of `count` independent trials.
 
-    It has a width even if all trials were right or all wrong. Raises ValueError if count < 1."""
+    The interval has a width even if all trials were right or all were wrong. Raises ValueError if
+    count < 1."""
     if count < 1:
         raise ValueError(f"an interval of {count} trials")
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

@@ -22,16 +22,16 @@ from gspo_megatron.files import make_folder
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
-DRAWS_FILE = "draws.jsonl"  # what came of each prompt of each step: a record a group
+DRAWS_FILE = "draws.jsonl"  # one record for each group: what became of a prompt of a step
 SAMPLES_FILE = "samples.jsonl"
-CHANGES_FILE = "changes.jsonl"  # a record where a run goes on with other values of its keys
-PHASE_CONFIG = "config.from_step_"  # and the step: all values of a phase
+CHANGES_FILE = "changes.jsonl"  # one record for each step after which configuration values change
+PHASE_CONFIG = "config.from_step_"  # name goes on with a step: all values from this step on
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
-# each is a separate run
+# stages that are runs of their own
 PRETRAINING, FINE_TUNING, PREFERENCES = "pretrain", "sft", "reward_model"
-# In the order of training: going back to a phase drops the records of later phases. Runs of earlier
-# versions have a warm start before RL.
+# In the order of training, because going back to a phase drops the records of later phases. Runs of
+# earlier versions have a warm start before RL.
 STAGES = (PRETRAINING, FINE_TUNING, PREFERENCES)
 _PHASES = (*STAGES, "warm_start", RL)
 # Matches the seed in a run's name: "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4".

@@ -104,7 +104,7 @@ class Page:
     title: str
     panels: tuple[Panel, ...]
     phase: str = RL
-    needs: str = ""  # a metric without which the run has no such page
+    needs: str = ""  # runs without this metric do not get the page
 
 
 def _clip_panel(unit: str) -> Panel:
@@ -158,7 +158,8 @@ _RATIOS = (
     Panel("Token ratio", "ratio − 1", ("ratio/token/",), kind="fan"),
     _clip_panel("token"),
 )
-# A reward model that is gamed: its score rises while the others leave the ground.
+# Signs that the policy games a reward model: the score rises, and divergence, length or repeated
+# text rise, too.
 _GAMING = (
     Panel("Score of the reward model", "mean score", ("reward_model/mean",)),
     Panel("Divergence from the start", "nats", ("kl/reference_k3", "kl/reference_k1")),

@@ -158,7 +158,7 @@ class Summary(NamedTuple):
 
 
 def main_phase(records: Sequence[Record]) -> str:
-    """Return the phase to report: the stage that the run is of, else RL."""
+    """Return the phase to report: the stage of STAGES that the run has, else RL."""
     phases = {phase_of(record) for record in records}
     return next((each for each in STAGES if each in phases), RL)
 

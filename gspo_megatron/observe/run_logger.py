@@ -78,18 +78,18 @@ class RunLogger:
     def begin_phase(
         self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
     ) -> None:
-        """Write down that the run goes on after `step` with the values of `phase`. These are the
-        values of `run`, except for `changed`, which has a line for each key. Without changes, the
-        run was resumed within a phase."""
+        """Record that the run goes on after `step` with the configuration `phase`. It differs from
+        `run` in the keys of `changed`, one line for each. If `changed` is empty, the run was
+        resumed without changes."""
         if not self.is_main:
             return
         self.write_config(run)
         with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
-            file.truncate_after(step - 1 if changed else step)  # a border that is reached again
+            file.truncate_after(step - 1 if changed else step)  # the run may repeat a change
             if changed:
                 file.append({"phase": RL, "step": step, "changed": list(changed)})
         for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
-            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run went back
+            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run has gone back
                 path.unlink()
         text = to_shown_yaml(phase, {})
         if changed or step == 0:
@@ -109,7 +109,8 @@ class RunLogger:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk: a checkpoint must not be newer than they are.
+        """Wait until all records are on the disk, because a checkpoint must not be newer than its
+        records.
 
         Raises UserError on the main rank if the disk refuses; the launcher stops the other ranks.
         """
@@ -135,7 +136,7 @@ class RunLogger:
             self._trackers.log(step, {"phase": phase, **metrics})
 
     def write_draws(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write what came of the prompts of a step: see `rl.rollouts.draw_records`."""
+        """Write what became of the prompts of a step: see `rl.rollouts.draw_records`."""
         if self.is_main:
             for record in records:
                 self._draws.append(record)

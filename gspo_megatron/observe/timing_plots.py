@@ -53,9 +53,9 @@ def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
 
     The phases of a step are shown end to end; time between phases is added at the end of the step.
     Evaluations and checkpoints are left out, as in perf/step_seconds. The servers generate while
-    the trainer waits for responses. If engine/busy_share says that they were busy for longer, the
-    rest was generated ahead. It is shown directly after: its length is measured, its position is
-    not.
+    the trainer waits for responses. If engine/busy_share says that the servers were busy for
+    longer, they have generated the rest ahead. This rest is shown directly after the wait: its
+    length is measured, but its position is not.
     """
     by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
     spans: list[Span] = []

@@ -179,7 +179,8 @@ class TrackerSet:
     def note(self) -> None:
         """Write SENT_FILE for the next start.
 
-        This comes after sending: a run that is killed in between sends a step twice, not never."""
+        Call it after sending. If the run is killed in between, a step is sent twice instead of
+        never."""
         if self._run_dir is None or not self._sent:
             return
         lines = [json.dumps({"tracker": name, **last}) for name, last in self._sent.items()]

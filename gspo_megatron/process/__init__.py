@@ -1,1 +1,1 @@
-"""Processes and what surrounds them: launcher, signals, heartbeat, sandbox."""
+"""Processes of a run: launcher, signals, heartbeat, sandbox, workers."""

@@ -132,6 +132,6 @@ def _drop_unread_output() -> bool:
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)  # or the interpreter complains when it flushes at its end
+    os.dup2(nowhere, descriptor)  # else the interpreter reports an error when it flushes at its end
     os.close(nowhere)
     return True

@@ -5,8 +5,8 @@ thread of each rank notices that nothing happens, writes the stacks of all threa
 process.
 
 A heartbeat is a forward pass, or a piece of long work without forward passes: a tensor written or
-read, a response scored. A rank that waits for others has no heartbeats. Before it ends the run, it
-looks at a shared file to see whether another rank still has heartbeats.
+read, a response scored. A rank that waits for others has no heartbeats. Before such a rank ends the
+run, it looks at a shared file to see whether another rank still has heartbeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
 HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
 
-_FIRST = "first"  # in HANGS: made by the first rank that ends the run
+_FIRST = "first"  # file in HANGS, made by the first rank that ends the run
 _MOVING = ".moving"  # in the run folder: touched repeatedly by ranks with heartbeats
 _TICKS = 20  # checks of the clock within the time-out
 _LONGEST_TICK = 5.0
@@ -69,7 +69,7 @@ class Heartbeat:
         self._folder, self._rank, self._world_size = folder / HANGS, rank, world_size
         self._moving = folder / _MOVING
         self._timeout = timeout
-        # The others need time to write their stacks before their launcher ends them.
+        # The other ranks need time to write their stacks before their launcher ends them.
         self._grace = min(30.0, max(2.0, timeout / 10))
         self._last = time.monotonic()
         self._ended = threading.Event()
@@ -101,7 +101,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         tick = min(_LONGEST_TICK, self._timeout / _TICKS)
-        touched = others = self._last  # when this rank touched the file; when another one did
+        touched = others = self._last  # last touch by this rank, and by another rank
         seen: int | None = None
         while not self._ended.wait(tick):
             self._arm()
@@ -117,7 +117,7 @@ class Heartbeat:
             # Only a rank that has been silent for half the time-out looks at the shared files. The
             # clocks of hosts differ, so it compares the file's time at two looks: if it changed,
             # another rank has heartbeats. Ranks do not reach the time-out at the same moment. When
-            # the first one has, all silent ranks end with it.
+            # the first rank has reached it, all silent ranks end, too.
             is_suspicious = silence > self._timeout / 2
             before, seen = seen, self._time_of_others() if is_suspicious else None
             if before is not None and seen is not None and seen != before:
@@ -133,8 +133,8 @@ class Heartbeat:
 
     def _arm(self) -> None:
         """Let faulthandler print the stacks and end the process if the watching thread is blocked.
-        A thread that does not release the interpreter blocks the watching thread too, but
-        faulthandler needs no interpreter."""
+        A thread that does not release the GIL blocks the watching thread, too, but faulthandler
+        does not need the GIL."""
         faulthandler.dump_traceback_later(self._timeout + 2 * self._grace, exit=True)
 
     def _end(self, silence: float) -> None:

@@ -41,7 +41,8 @@ def keep(lifeline: int) -> None:
     """Fork, and return in the child only. `lifeline` is the reading end of a pipe. At its end of
     file the keeper ends everything."""
     # Slurm and terminals send signals to whole jobs, but only the owner decides when this process
-    # ends. Programs that the child starts would inherit ignored signals; they inherit no handlers.
+    # ends. So these signals get a handler that does nothing. They are not ignored, because programs
+    # that the child starts would inherit that, but they do not inherit handlers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children

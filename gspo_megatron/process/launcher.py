@@ -51,25 +51,28 @@ def launch(
     saves_on_signals: bool = False,
     node: Node | None = None,
 ) -> int:
-    """Run `command` as ranks 0 to world_size - 1 on this machine and wait for all of them. With a
-    `node` of several, only as the ranks of this machine; launchers on the others start the rest.
+    """Run `command` as ranks 0 to world_size - 1 on this machine, and wait for all of them. If the
+    job has several machines, `node` is the place of this one: then only the ranks of this machine
+    are started, and launchers on the other machines start theirs.
 
     Returns 0 if all ranks end with 0, and STOPPED if some end with STOPPED. After a failure,
     returns the exit code of the rank that caused it (128 + n if signal n killed it). After SIGINT,
     SIGTERM or SIGHUP to the launcher, returns 128 + n. SIGUSR1 is passed on to the ranks. No rank
     outlives the call. Raises UserError if MASTER_PORT is set and cannot be used.
 
-    `grace_seconds`: from the request to end until SIGKILL. `settle_seconds`: other ranks have this
-    long to fail too, because the first rank that dies may not be the cause. `saves_on_signals`: the
-    ranks save the run after SIGTERM and SIGINT too, and take the time they need. A second signal
-    ends them. If a rank cannot save yet, the first signal ends it, and then all others.
+    `grace_seconds`: time from the request to end until SIGKILL. `settle_seconds`: after a failure,
+    the other ranks have this long to fail, too, because the first rank that dies may not be the
+    cause. `saves_on_signals`: after SIGTERM and SIGINT the ranks save the run, and take the time
+    that they need. A second signal ends them. If a rank cannot save yet, the first signal ends it,
+    and then all others.
     """
-    # Linux ties a rank's life to the thread that started it, and signals come to the main thread.
+    # Linux ends a rank when the thread that started it ends, and signals arrive in the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
     job = _Job(grace_seconds, settle_seconds, saves_on_signals)
     if node is not None and node.count == 1:
         node = None
-    # Among several machines rank 0 opens the socket itself, at the address that the others reach.
+    # With several machines, rank 0 opens the socket itself, at an address that other machines
+    # reach.
     store = store_socket(os.environ) if node is None else contextlib.nullcontext()
     with store as listener, _signals_to(job.signals) as pass_on_from_now:
         try:
@@ -83,7 +86,7 @@ def launch(
                 of_store = None if number or listener is None else listener.fileno()
                 job.ranks.append(_Rank(command, {**os.environ, **added}, of_store))
             if listener is not None:
-                listener.close()  # rank 0 has it
+                listener.close()  # rank 0 has inherited it
             pass_on_from_now()
             job.supervise()
         finally:
@@ -103,7 +106,7 @@ def rank_environment(
     """Return the variables that make a process rank `number` of `world_size` on this machine. If
     `environ` sets the number of threads or gloo's network interface, that setting stays."""
     defaults = {
-        # else every rank takes all cores
+        # otherwise every rank would use all cores
         "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -122,8 +125,9 @@ def rank_environment(
 def environment_on_node(
     environ: Mapping[str, str], number: int, world_size: int, node: Node
 ) -> dict[str, str]:
-    """Return the variables that make a process the rank of this number on its machine, which is one
-    of several. Gloo's network interface is that of the way to machine 0 (platform.rendezvous)."""
+    """Return the variables that make a process the rank with this number on its machine, if the job
+    has several machines. Gloo uses the network interface that leads to machine 0
+    (platform.rendezvous)."""
     here = world_size // node.count
     added = rank_environment(environ, number, here, node.port)
     if "GLOO_SOCKET_IFNAME" not in environ:
@@ -140,7 +144,7 @@ def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
     """Yield the socket at which rank 0 will answer the other ranks: on loopback, at MASTER_PORT if
     it is set, else at a free port.
 
-    The socket listens from now on, and rank 0 takes it over. So no other program can take the port
+    The socket listens from now on, and rank 0 inherits it. So no other program can take the port
     while rank 0 imports torch. Raises UserError if MASTER_PORT is not a port or is in use.
     """
     given = environ.get("MASTER_PORT", "")
@@ -224,8 +228,8 @@ class _Rank:
             self._process.send_signal(signum)
 
     def kill_group(self) -> None:
-        """End the process and its children. Do not call it long after the process has ended: the
-        system uses its number again."""
+        """End the process and its children. Do not call it long after the process has ended,
+        because the system may give the process id to another process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -237,7 +241,8 @@ class _Rank:
         return self.failure.is_user_error if self.failure else self.code == USER_ERROR
 
     def obscurity(self) -> int:
-        """Return how little this rank's end explains. The least obscure failure is the cause."""
+        """Return how little this rank's end explains, from 0 on. The failure with the lowest number
+        counts as the cause."""
         if self.is_user_error():
             return 0
         return 2 if is_lost_connection("\n".join(self.output())) else 1
@@ -309,7 +314,7 @@ class _Job:
         if signum == signal.SIGUSR1:
             self.send(signum)
         elif self.is_stopping:
-            self.end_by(signal.SIGKILL)  # asked for twice
+            self.end_by(signal.SIGKILL)  # the second request
         elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
             self.saving_by = signum
             if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
@@ -334,14 +339,14 @@ class _Job:
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
     """Collect signals to this process. Yields a function to call once the ranks have started. Until
-    then SIGUSR1 is ignored. The ranks inherit that, because it would end a rank that is not ready
-    for it."""
+    then SIGUSR1 is ignored. The ranks inherit this, because SIGUSR1 would end a rank that has no
+    handler yet."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means that it shall not end
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup SIGHUP must not end it
         handlers[signal.SIGHUP] = handle
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
@@ -353,7 +358,7 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
 
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
-    cause = min(failed, key=_Rank.obscurity)  # if several explain as much, the first of them
+    cause = min(failed, key=_Rank.obscurity)  # the first if several are equal
     failure = cause.failure
     if cause.is_user_error():
         # Rank 0 without a report has printed its message already.

@@ -1,5 +1,6 @@
-"""This machine's place in a job of several machines, without Slurm: in a pod of Kubernetes or on a
-node of SkyPilot the launcher starts the ranks of its machine, and joins those of the others."""
+"""The place of this machine in a job of several machines without Slurm: a pod of Kubernetes or a
+node of SkyPilot. There, the launcher on each machine starts the ranks of its machine, and these
+join the ranks of the other machines."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from gspo_megatron.addresses import addresses_of
 from gspo_megatron.errors import UserError
 
 _PORT = 29500  # torchrun's default
-# Set by torchrun, by our launcher, and by nothing that starts one process for each machine.
+# torchrun and our launcher set this variable for ranks. Schedulers that start one process on each
+# machine do not set it.
 _OF_A_RANK = "LOCAL_RANK"
-# The name of a pod that is not there yet. Without a gang scheduler pods start minutes apart.
+# Limit of the wait for the name of a pod that has not started yet. Without a gang scheduler, pods
+# start minutes apart.
 NAME_SECONDS = 900.0
 _QUIET_SECONDS = 10.0
 
@@ -41,10 +44,10 @@ class Node:
 def node_of_job(environ: Mapping[str, str]) -> Node | None:
     """Return the place of this machine, if a scheduler started this process once on each machine.
 
-    The variables are those of torchrun's own options (PET_NNODES and others), which PyTorchJob and
-    TrainJob of Kubeflow set, as does deploy/kubernetes/jobset.yaml; or those of SkyPilot. A rank
-    has no such place: its launcher has read the variables. Raises UserError if variables are
-    missing or senseless.
+    It reads the variables of torchrun's options (PET_NNODES and others), which Kubeflow's
+    PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or those of SkyPilot. In a rank
+    it returns None, because the rank's launcher has read the variables already. Raises UserError if
+    variables are missing or senseless.
     """
     if _OF_A_RANK in environ:
         return None
@@ -67,7 +70,7 @@ def _of_skypilot(environ: Mapping[str, str]) -> Node:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Node:
-    # In a PyTorchJob, RANK is the number of the pod: it is not read here.
+    # In a PyTorchJob, RANK is the number of the pod, so it is not read here.
     if ":" in environ["PET_NNODES"]:
         raise UserError(
             f"PET_NNODES = {environ['PET_NNODES']!r}: a job that changes its size; allowed: one "
@@ -76,7 +79,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     count = _number(environ, "PET_NNODES")
     number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
     text = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE", "")
-    ranks = int(text) if text.isascii() and text.isdigit() else None  # or auto, gpu, cpu
+    ranks = int(text) if text.isascii() and text.isdigit() else None  # else auto, gpu or cpu
     master = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
     port_name = "PET_MASTER_PORT" if environ.get("PET_MASTER_PORT") else "MASTER_PORT"
     if not master and count > 1:
@@ -85,7 +88,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
             "machine 0, so that the ranks find each other"
         )
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
-        master = socket.gethostname()  # some releases of PyTorchJob say so to the first pod
+        master = socket.gethostname()  # some releases of PyTorchJob set localhost here
     port = _number(environ, port_name, default=_PORT)
     return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
 
@@ -102,11 +105,11 @@ def _checked(node: Node, number_variable: str) -> Node:
 
 
 def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
-    """Return the number of ranks on all machines. nproc: what the user wants on each of them;
-    layout: the number that the layout takes at least.
+    """Return the number of ranks on all machines. nproc: the number that the user wants on each
+    machine; layout: the number of ranks that the layout needs at least.
 
-    Without either the scheduler's word, the GPUs of this machine, and the layout decide.
-    Raises UserError if the layout cannot be divided.
+    Without `nproc`, the number comes from the scheduler, else from the GPUs of this machine, else
+    from the layout. Raises UserError if the layout cannot be divided.
     """
     each = nproc or node.ranks or _gpus_here()
     if each is None:
@@ -121,7 +124,7 @@ def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
 
 def wait_for_master(node: Node, seconds: float = NAME_SECONDS) -> None:
     """Wait until the name of machine 0 has an address: the DNS of Kubernetes knows a pod only some
-    time after its start. Raises UserError after so many seconds."""
+    time after its start. Raises UserError if that takes longer than `seconds`."""
     begin, told = time.monotonic(), False
     while not addresses_of(node.master):
         waited = time.monotonic() - begin

@@ -22,19 +22,20 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# A run with more ranks than this, and than cores, starts on one machine only with --nproc. A layout
-# for a cluster may have been started on a login node by mistake.
+# If a layout needs more ranks than this, and more than there are cores, one machine starts them
+# only with --nproc. The user may have started a cluster's layout on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
 
 
 def join_launcher() -> None:
-    """Keep the file for this rank's failure, and let the kernel end the rank when the launcher is
-    killed. Call it early in a rank that our launcher started; in other processes it does nothing.
-    Raises SystemExit if the launcher has ended already."""
+    """Take over the file to which this rank writes its failure, and let the kernel end the rank
+    when the launcher is killed. Call it early in a rank that our launcher started; in other
+    processes it does nothing. Raises SystemExit if the launcher has ended already."""
     global _failure_descriptor
-    # Removed from the environment, because processes that this one starts are not its ranks.
+    # The variable is removed from the environment, because processes that this rank starts are no
+    # ranks.
     launcher = os.environ.pop(LAUNCHER_PID, None)
     descriptor = os.environ.pop(FAILURE_DESCRIPTOR, None)
     if descriptor is not None:
@@ -44,13 +45,13 @@ def join_launcher() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the call above
+    if os.getppid() != int(launcher):  # the launcher died before the call above
         raise SystemExit("the launcher of this rank has ended")
 
 
 def failure_descriptor() -> int | None:
-    """Return, at the first call, the descriptor to which this rank writes its failure for the
-    launcher. Otherwise return None."""
+    """Return the descriptor to which this rank writes its failure for the launcher. Later calls
+    return None, and so do processes without our launcher."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor
@@ -61,9 +62,9 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
 
     In a task of srun, this adds torchrun's variables to `environ`. If MASTER_ADDR is not set, it
     becomes the first node of the step. If MASTER_PORT is not set, it is computed from the job's
-    number. A process that a scheduler started once on each machine is no rank, but starts ranks
-    (process/nodes.py). Raises UserError if variables are missing or contradict each other, or if
-    the node list is unreadable.
+    number. A process that a scheduler has started once on each machine is not a rank; it starts the
+    ranks (process/nodes.py). Raises UserError if variables are missing or contradict each other, or
+    if the node list is unreadable.
     """
     if node_of_job(environ) is not None:
         return None
@@ -76,8 +77,8 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
             environ["MASTER_ADDR"] = first_host(nodes)
         if not environ.get("MASTER_PORT"):
-            # All ranks must compute the same port, but two jobs on a node different ports. Linux
-            # gives the ports from 32768 on to programs that ask for any port.
+            # All ranks of a job must compute the same port, but two jobs on a node need different
+            # ports. Linux gives the ports from 32768 on to programs that ask for any port.
             environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
@@ -100,8 +101,8 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several. A batch script, which runs once, has
-    SLURM_PROCID and SLURM_NTASKS too; only srun's processes have a step number."""
+    """Whether srun started this process as one of several. A batch script, which runs only once,
+    also has SLURM_PROCID and SLURM_NTASKS; but only processes of srun have a step number."""
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
     return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
 
@@ -124,8 +125,9 @@ def first_host(nodes: str) -> str:
 def decide_world_size(
     config: AnyConfig, nproc: int | None, rank_of: int | None, node: Node | None = None
 ) -> int:
-    """Return the number of ranks of the run. `rank_of`: their number, if they have been started.
-    `node`: of several machines, on each of which `nproc` ranks start.
+    """Return the number of ranks of the run. `rank_of`: their number, if this process is one of
+    them already. `node`: the place of this machine, if `nproc` ranks start on each of several
+    machines.
 
     Raises UserError if `nproc` contradicts `rank_of`, or if one machine would start many ranks and
     `nproc` is not given.

@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read in a bubblewrap sandbox.
+"""Runs untrusted programs in a bubblewrap sandbox.
 
 A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
 environment, and a read-only root that holds no more than Python needs. Its own /tmp and a small
@@ -30,16 +30,16 @@ from typing import Any
 from gspo_megatron.process import sandbox_filter, sandbox_harness, sandbox_memory
 from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 
-_PYTHON = "/python"  # where the interpreter is in the sandbox, unless it is below /usr
+_PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 _NOBODY = 65534
-_START_SECONDS = 60.0  # for a sandbox to start its program
+_START_SECONDS = 60.0  # limit for a sandbox to start its program
 _TAIL = 2000  # characters of stderr that are kept for the reason
-_SHARED_BYTES = 1 << 20  # of /dev/shm; a semaphore takes a page
-_OVERHEAD_MB = 64  # for the sandbox itself, and for buffers of the kernel
+_SHARED_BYTES = 1 << 20  # size of /dev/shm; a semaphore takes one page
+_OVERHEAD_MB = 64  # memory for the sandbox itself and for buffers of the kernel
 # oom_score_adj lets the kernel end the sandbox first if memory gets scarce. It is set before bwrap
-# starts: a process can undo what it sets for itself, but not what it inherits. The program can read
-# bwrap's environment in /proc/1, so bwrap gets none.
+# starts, because a process can undo a value that it has set itself, but not one that it has
+# inherited. The program can read bwrap's environment in /proc/1, so bwrap gets an empty one.
 _ENTER = """
 echo 1000 > /proc/self/oom_score_adj || exit 1
 if [ -n "$1" ]; then echo 0 > "$1" || exit 1; fi
@@ -56,9 +56,9 @@ class SandboxError(Exception):
 class Limits:
     """What one program may use."""
 
-    seconds: float = 10.0  # of CPU time; twice as many of wall time
+    seconds: float = 10.0  # CPU time; the limit of wall time is twice as long
     memory_mb: int = 1024  # address space of each process; with a cgroup, memory of all together
-    processes: int = 32  # and threads
+    processes: int = 32  # processes and threads together
     disk_mb: int = 64  # in /tmp
     output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
 
@@ -69,7 +69,7 @@ class Outcome:
 
     failure: str | None
     stdout: bytes
-    result: bytes  # of the roles `call` and `judge`
+    result: bytes  # only from `call` and `judge`
 
 
 @functools.cache
@@ -139,7 +139,7 @@ def judge(
     with ours, theirs:
         solution = _Sandbox("serve", program, limits, channel=theirs.fileno())
         with solution:
-            theirs.close()  # or nobody would notice that the solution has ended
+            theirs.close()  # otherwise the end of the solution would not be noticed
             tester = _Sandbox("judge", b"", limits, request, channel=ours.fileno())
             with tester:
                 ours.close()
@@ -166,7 +166,7 @@ class _Sandbox:
         with ExitStack() as ours:
             told, status = os.pipe()
             ours.callback(os.close, status)
-            # closed at once if the sandbox cannot start, else at its end
+            # closed at once if the sandbox cannot start, else when it ends
             unstarted = ours.enter_context(ExitStack())
             unstarted.callback(os.close, told)
             files = {
@@ -229,7 +229,7 @@ class _Sandbox:
             for each in sandboxes:
                 for name, pipe in each._pipes.items():
                     selector.register(pipe, selectors.EVENT_READ, (each, name))
-            # bwrap holds the pipes too, so they end with it and not before
+            # bwrap holds the pipes, too, so they are open until it ends
             while failure is None and num_open:
                 for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
                     each, name = key.data
@@ -267,7 +267,8 @@ class _Sandbox:
         if code == 128 + signal.SIGXCPU:
             return self._time_limit
         text = self._found["stderr"].decode(errors="replace").strip()[-_TAIL:]
-        # Headings are left out too: processes that fail at the same time mix their lines.
+        # Headings of tracebacks are left out, too: if processes fail at the same time, their lines
+        # mix, and a heading may be the last line.
         told = [
             line
             for line in text.splitlines()
@@ -343,7 +344,7 @@ def _words(limits: Limits) -> list[str]:
     if not _is_below_usr():
         words += ["--ro-bind", sys.base_prefix, _PYTHON]
     words += ["--proc", "/proc"]
-    for name in ("/proc/keys", "/proc/key-users"):  # show keys of the user's other processes
+    for name in ("/proc/keys", "/proc/key-users"):  # they show keys of the user's other processes
         if os.path.exists(name):
             words += ["--ro-bind", "/dev/null", name]
     words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]

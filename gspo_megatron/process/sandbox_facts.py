@@ -1,4 +1,5 @@
-"""What protects this machine from programs of the reward `code`, for `gspo-megatron doctor`."""
+"""Checks what protects this machine from programs of the reward `code`, for `gspo-megatron
+doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
 
-Row = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
+Row = tuple[str, str, str]  # name, what was found, and what to do ("" if nothing)
 
 # A program for the sandbox that tries what the filter must deny.
 _PROBE = b"""

@@ -197,7 +197,8 @@ def instructions(machine: str | None = None) -> list[Instruction]:
 
 
 def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
-    """Return the calls whose arguments decide, each with instructions that end in a decision."""
+    """Return the calls that are denied only with some arguments, each with instructions that
+    decide."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     family, kind, protocol = (_argument(n) for n in range(3))
     no_family = _error(errno.EAFNOSUPPORT)
@@ -236,8 +237,8 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
         (its.fcntl, [_argument(1), *_unless((_SET_PIPE_SIZE,))]),
         (its.ioctl, [_argument(1), *_unless(_PUT_INTO_TERMINAL)]),
         (
-            # Only joining a new keyring without a name is allowed, because it holds nothing. What
-            # is put anywhere else could be read later.
+            # A program may only join a new keyring without a name, which is empty. Data in any
+            # other keyring could be read later.
             its.keyctl,
             [
                 _argument(0),

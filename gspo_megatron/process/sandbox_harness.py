@@ -120,8 +120,9 @@ def _limit(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
-        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: the program owns its /dev/stdin
-    # Leave the run's keyring for a new one. A kernel without keyrings refuses this.
+        libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, so that the program owns its /dev/stdin
+    # Leave the run's keyring and join a new one. A kernel without keyrings refuses this, without
+    # harm.
     join = [ctypes.c_long(number) for number in (settings["keyctl"], 1, 0, 0, 0, 0)]
     libc.syscall(*join)
     for name, limits in settings["limits"].items():
@@ -158,14 +159,15 @@ def _end(code: int) -> None:
     os._exit(code)  # threads of the solution may be left
 
 
-# Asserts: the tests run in one sandbox, and the solution in another one. The solution gets names
-# and arguments, and returns plain values. It sees no test, and the tests run none of its code.
+# Tests with asserts run in one sandbox, and the solution runs in another. The solution gets names
+# and arguments, and returns plain values. It sees no test, and its code does not run in the sandbox
+# of the tests.
 
 
 def _serve(channel: socket.socket) -> None:
     """Answer the judge's requests for names, attributes and calls of the solution."""
     names = _load(name="solution")
-    objects: list[Any] = []  # values that are not plain; the judge gets their numbers here
+    objects: list[Any] = []  # values that are not plain; the judge gets their indices
 
     def number_of(value: Any) -> int:
         objects.append(value)
@@ -194,8 +196,8 @@ def _serve(channel: socket.socket) -> None:
 
 
 class _Names(dict):
-    """Names of the tests. `candidates` come from the solution; without any, all names that are not
-    defined elsewhere do."""
+    """Names of the tests. The names `candidates` come from the solution. Without candidates, all
+    names that are not defined elsewhere come from it."""
 
     def __init__(self, ask: Any, candidates: list[str]) -> None:
         self._ask, self._candidates = ask, candidates
@@ -213,7 +215,8 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
     stream = channel.makefile("rw", encoding="utf-8")
 
     class Remote:
-        """An object of the solution. It equals nothing else, whatever the solution says."""
+        """An object of the solution. It is equal only to itself: the solution cannot change
+        that."""
 
         def __init__(self, number: int) -> None:
             self._number = number

@@ -1,8 +1,8 @@
 """Puts each program in a sandbox into a memory cgroup, if this machine allows that.
 
-A cgroup counts what no limit of a process counts: all processes together, buffers of sockets and
-pipes, files in memory. It is made inside this process's own cgroup or beside it. That needs root,
-or a part of the tree that was delegated to the user.
+A cgroup counts memory that limits of single processes do not count: all processes together, buffers
+of sockets and pipes, files in memory. The new cgroup is made inside this process's own cgroup or
+beside it. That needs root, or a part of the cgroup tree that was delegated to the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PREFIX = "gspo_"
-_LEAVE_SECONDS = 0.05  # to wait until the kernel has removed ended processes from a cgroup
+_LEAVE_SECONDS = 0.05  # wait until the kernel has removed ended processes from a cgroup
 _TRY_SECONDS = 10.0
 # The controller's files, by version: limit, limit with swap, count of processes that were ended
 _FILES = {
@@ -66,8 +66,8 @@ class Cgroup:
         return any(int(line.split()[1]) for line in text.splitlines() if line[:9] == "oom_kill ")
 
     def close(self) -> None:
-        """Remove the cgroup, whose processes must all have ended. If nobody has reaped them yet,
-        its folder is removed with a later group, or at the end of this process."""
+        """Remove the cgroup, whose processes must all have ended. If they have not been reaped yet,
+        the folder is removed together with a later group, or at the end of this process."""
         _left.append(self.folder)
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self.folder in _left and time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def _remove_left() -> None:
 
 @functools.cache
 def place() -> Place | None:
-    """Return where cgroups with a memory limit can be made, or None. It makes one to find out."""
+    """Return where cgroups with a memory limit can be made, or None. Makes one to find out."""
     for candidate in _candidates():
         _sweep(candidate.folder)
         if _works(candidate):
@@ -112,7 +112,7 @@ def _candidates() -> Iterator[Place]:
             continue
         try:
             folder = Path(mount) / Path(own[name]).relative_to(root)
-        except ValueError:  # the mount shows another part of the tree
+        except ValueError:  # this mount shows another part of the cgroup tree
             continue
         yield Place(2 if kind == "cgroup2" else 1, folder)
         # In version 2 only leaves hold processes, so the new cgroup may have to be a sibling.

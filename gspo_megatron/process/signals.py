@@ -1,4 +1,5 @@
-"""Ctrl-C in a run that saves itself: the first asks for a checkpoint, the second ends the run.
+"""Handles Ctrl-C in a run that saves itself: the first asks for a checkpoint, the second ends the
+run.
 
 Standard library only: the launcher imports it.
 """
@@ -33,7 +34,7 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
     def first(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         request()
-        if tells:  # in a new thread: this one may be inside a print, which cannot be nested
+        if tells:  # in a new thread: this thread may be inside a print, which cannot be nested
             printing = {"file": sys.stderr, "flush": True}
             threading.Thread(target=print, args=(_TEXT,), kwargs=printing).start()
 

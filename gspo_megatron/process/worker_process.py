@@ -27,7 +27,7 @@ class Function:
     """The function that a job has loaded."""
 
     call: Callable[[Any], Any]  # or a coroutine function
-    unsendable: Callable[[Any], UserError]  # makes the error for a value that cannot be pickled
+    unsendable: Callable[[Any], UserError]  # makes the error about a value that cannot be pickled
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
 
     async def serve(number: int, given: Any) -> None:
         call = asyncio.ensure_future(function.call(given))
-        # Not wait_for, which waits even for calls that cannot be cancelled.
+        # wait_for is not used, because it would also wait for calls that ignore their cancellation.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
             call.cancel()
             writer.write(frame((number, TIMEOUT, None)))

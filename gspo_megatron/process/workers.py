@@ -1,6 +1,7 @@
 """Calls functions in worker processes, because a function may hang, crash or use up the memory.
 
-The owner then ends that process with all that it has started. Only that call fails.
+In such a case, the owner ends the worker with all processes that it has started, and only this call
+fails.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from gspo_megatron.process.worker_process import (
     frame,
 )
 
-START_SECONDS = 300.0  # to import the function's module, from a slow file system too
-END_SECONDS = 10.0  # to end what a call has started
-# A worker itself ends coroutines that take too long. If it is late by this much, one of the
-# coroutines blocks it.
+START_SECONDS = 300.0  # limit for importing the function's module, even from a slow file system
+END_SECONDS = 10.0  # limit for ending the processes that a call has started
+# A worker itself ends coroutines that take too long. If it is late by more than this, one of the
+# coroutines blocks the worker.
 GRACE_SECONDS = 1.0
 
 _PROGRAM = "from gspo_megatron.process.worker_process import main; main({data})"
@@ -116,7 +117,7 @@ class _Process:
 
     def __init__(self, job: Job, on_gone: Callable[[_Process], None]) -> None:
         self._job, self._on_gone = job, on_gone
-        self.is_ended = False  # or about to end
+        self.is_ended = False  # or is about to end
         self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # calls without an answer yet
         self._numbers = itertools.count()
         self._connected = asyncio.Event()
