@@ -47,8 +47,8 @@ CHECK_INTERVAL = 4
 # forward pass.
 REFILL_SHARE = 1 / 16
 
-# If no response is queued, ended rows leave the batch once at most this share of the rows is
-# needed. That copies the cache of the other rows, about as much data as two passes read.
+# If no response is queued and at most this share of the rows is still needed, ended rows leave the
+# batch. That copies the cache of the other rows, about as much data as two passes read.
 KEEP_SHARE = 7 / 8
 
 
@@ -171,7 +171,7 @@ class MegatronEngine:
         sequences, length = ids.shape
         # Routers get the first token of all sequences, then the second.
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
-        if not layers:  # a stage of dense layers
+        if not layers:  # a pipeline stage without MoE layers
             return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
 
@@ -301,10 +301,10 @@ class _Generation:
             prompts  prompts of the prefill; 0: no rank runs a prefill
             longest  tokens of the longest of these prompts
             left     the most tokens that a response in progress may still get
-            starts   responses to start; above 0, the limit of a response replaces `left`
+            starts   responses to start; if it is above 0, `max_tokens` replaces `left`
 
-        `needed`, `prompts` and `longest` are also the shapes of the passes if all ranks need the
-        same shapes. Otherwise a rank without work runs a dummy.
+        If all ranks need passes of the same shape, `needed`, `prompts` and `longest` are that
+        shape. Otherwise a rank without work runs a pass of one dummy row.
         """
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
         lengths, left = self.rows.progress() if rows else ([], 0)
@@ -324,7 +324,7 @@ class _Generation:
         if not any_is_time:
             starts = any_starts = prompts = 0
         if not engine.equal_batches:
-            # a rank without work runs a dummy
+            # a rank without work runs a pass of one dummy row
             most, prompts = most and max(1, needed), prompts and max(1, len(new))
             longest_of_all = longest
         steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)

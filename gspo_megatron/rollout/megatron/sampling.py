@@ -118,7 +118,7 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
     index = block * width + _first_above(cumulative, within)
-    return index.clamp(max=size - 1)  # no sum is above NaN
+    return index.clamp(max=size - 1)  # with NaN, no sum is above the threshold
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
