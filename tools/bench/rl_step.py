@@ -6,10 +6,10 @@ Both sides run the workloads of peers/workload.py on the same cores: a random Qw
 model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
 responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
 experts. The lengths are planned, the same for both. The sides take turns, round after round, each
-in its own process. Each round has a ratio, and the share of our step that its matrix products take
-alone on this machine (the limit); the last line has the medians. With --busy another program keeps
-one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
-peers/requirements.txt.
+in its own process. Each round prints the ratio of the two rates. It also prints the limit: the
+share of our step's time that its matrix products take by themselves on this machine. The last line
+has the medians. With --busy, another program keeps one core busy all the time. TRL has its own
+environment, .venv-bench, made on first use from peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SIZES = {
     "small": 1.0,
     "mid": 1.0,
     "long": 0.1,
-}  # share of the steps: one of `long` takes many seconds
+}  # share of --steps that is measured: one step of `long` takes many seconds
 
 
 def peer_python(environment: Path) -> Path:
-    """The interpreter of TRL's environment, which is made if it is missing."""
+    """Return the interpreter of TRL's environment. If the environment is missing, make it."""
     python = environment / "bin" / "python"
     requirements = PEERS / "requirements.txt"
     stamp = environment / ".complete"
@@ -65,7 +65,7 @@ def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str,
 
 @contextlib.contextmanager
 def busy_core(*, wanted: bool) -> Iterator[None]:
-    """A loop that keeps the first core busy, with the priority of any other program."""
+    """Keep the first core busy with a loop, at normal priority, if `wanted`."""
     if not wanted:
         yield
         return
@@ -79,8 +79,8 @@ def busy_core(*, wanted: bool) -> Iterator[None]:
 
 
 def print_limit(record: dict[str, Any]) -> float:
-    """Print how much of each phase's time its matrix products take alone, on this machine and in
-    this run. Returns the share of the step."""
+    """Print which share of each phase's time its matrix products take by themselves. Returns the
+    share for the whole step."""
     seconds, limit = record["seconds"], record["limit"]
     for phase, of_phase in limit.items():
         work, alone, whole = of_phase["gflop"], of_phase["alone"], seconds[phase]
@@ -92,8 +92,8 @@ def print_limit(record: dict[str, Any]) -> float:
 
 
 def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float]:
-    """Print every round and the parts of its steps. Returns the medians of our rate over TRL's, and
-    of the share of our step that its matrix products take alone."""
+    """Run and print every round. Returns the medians of two figures: our rate / TRL's rate, and the
+    limit, see `print_limit`."""
     ratios, limits, steps = [], [], max(round(steps * SIZES[size]), 1)
     print(f"{size}: tokens/s over the whole RL step, {steps} steps a round")
     for number in range(1, rounds + 1):

@@ -73,8 +73,8 @@ def reward_server_command(
     """Return the command and the environment of a server of a reward model, for reward.model.url.
 
     The arguments and errors are those of `server_command`. The server accepts only requests with
-    the key in KEY_VARIABLE. It has no routes for new weights. It answers with scores, not with their
-    sigmoids.
+    the key in KEY_VARIABLE. It has no routes for new weights, and answers with scores, not with
+    their sigmoids.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Checks that a server has the trainer's weights: by responses to fixed prompts, and sums of tensors.
+"""Checks that a server has the trainer's weights, by responses to prompts and by sums of tensors.
 
 The responses decide, because log-probs depend on everything that a server computes with. If they
 are wrong, the sums show which tensors are suspect. At the start, the sums also compare each layer's
