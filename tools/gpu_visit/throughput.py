@@ -42,8 +42,8 @@ TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query
         "moe_ffn_hidden_size": 32}  # fmt: skip
 TINY_VOCABULARY = 512
 PROFILED, MEASURED = 2, 3  # numbers of steps
-# CUPTI's names of the calls that start a kernel. WAITS names the calls that wait for the device, and
-# NO_KERNEL operators that start no kernel.
+# CUPTI's names of the calls that start a kernel. WAITS names the calls that wait for the device,
+# and NO_KERNEL the operators that start no kernel.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 NO_KERNEL = {
     *("as_strided", "view", "_unsafe_view", "_reshape_alias", "detach", "alias", "resolve_conj"),
