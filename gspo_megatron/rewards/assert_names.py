@@ -198,7 +198,7 @@ def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
 
     They get the result of another function of the solution, or return the value that such a result
     is compared with."""
-    functions = [name for name in asked if not name[:1].isupper()]  # classes only make arguments
+    functions = [name for name in asked if not name[:1].isupper()]  # a class only makes arguments
     found: dict[str, None] = {}
     for node in _nodes(trees):
         if isinstance(node, ast.Assert):

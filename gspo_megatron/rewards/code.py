@@ -300,7 +300,7 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
 
 def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
     """Return a test of an output. in_files: the program reads input.txt and writes output.txt.
-    checker: a program that prints 1 for a right output, if there are several."""
+    checker: a program that prints 1 for a right output, if several outputs are right."""
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         if in_files:

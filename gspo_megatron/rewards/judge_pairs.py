@@ -114,7 +114,7 @@ def win_rates(count: int, verdicts: Sequence[tuple[int, int, float, float]]) -> 
     wins, asked = [0.0] * count, [0] * count
     consistent = ties = unreadable = 0
     for i, j, of_i, of_j in verdicts:
-        consistent += of_i == 1.0 - of_j  # never with a NaN
+        consistent += of_i == 1.0 - of_j  # false for a NaN
         ties += (of_i == 0.5) + (of_j == 0.5)
         unreadable += math.isnan(of_i) + math.isnan(of_j)
         for first, second, verdict in ((i, j, of_i), (j, i, of_j)):

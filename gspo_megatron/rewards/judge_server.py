@@ -105,7 +105,7 @@ def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
 
 
 def keep(question: Question, said: str, **others: Any) -> None:
-    """Write an answer into the cache, if there is one. others: more fields, to read by hand."""
+    """Write an answer into the cache, if there is one. others: more fields, for people to read."""
     if question.path is not None:
         write_atomically(question.path, json.dumps({"said": said, **others}).encode())
 

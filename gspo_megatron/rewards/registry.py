@@ -29,7 +29,7 @@ from gspo_megatron.types import Prompt, Sample
 RewardFunction = Callable[..., Any]
 
 DEFAULT_MODE = "score"  # value of the option `mode` for a reward's usual form
-SHOWN_ANSWERS = 5  # show no more problems: a file of the wrong kind has one on every line
+SHOWN_ANSWERS = 5  # the most problems to show: a file of the wrong kind has one on every line
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def check_section(reward: Reward, section: RewardSection, size: int) -> None:
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
-    """Return the reward of each evaluation suite, by its name. Raises ConfigError with all
+    """Return the reward of each evaluation suite, by the suite's name. Raises ConfigError with all
     problems."""
     found, problems = {}, []
     for name, suite in suites.items():

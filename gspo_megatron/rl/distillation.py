@@ -37,7 +37,7 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     """Read a teacher's weights from a Hugging Face folder. Passes can use them in place of the
     policy's weights; the policy keeps its own. Raises DataError, on all ranks alike, if the folder
     is damaged, holds a model of another shape, or has weights that are not finite."""
-    weights = ReferencePolicy(policy, offload=offload)  # a copy of the policy's, until `swap` below
+    weights = ReferencePolicy(policy, offload=offload)  # the policy's weights, until `swap` below
     try:
         load_hf(folder, policy, ignore_custom_code=True)  # checked before the start
     finally:
@@ -57,9 +57,9 @@ def ask_folder(
     """Compute a teacher's log-probs on these ranks and store them in the micro-batches: log-probs
     of the response tokens that it judges, and of its own `top_k` most probable tokens.
 
-    number: of the teacher, by which responses name it. All micro-batches go through the model, even
-    those without a response for this teacher, because this rank may hold experts for the tokens of
-    other ranks.
+    number: the teacher's number, as in `MicroBatch.teacher_numbers`. All micro-batches go through
+    the model, even those without a response for this teacher, because this rank may hold experts
+    for the tokens of other ranks.
     """
     if not micro_batches:
         return

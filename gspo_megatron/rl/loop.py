@@ -112,7 +112,7 @@ class ReinforcementLoop:
         start = run.checkpoints.start
         self.restored: Experience | None = None
         saved = start.state.rollouts if start.state else None
-        # Responses from before `train --change` are not used: other values decided them.
+        # Responses from before `train --change` are not used: they depend on the old values.
         if start.checkpoint is not None and saved is not None and not start.begins_phase:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
@@ -413,7 +413,7 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
     config, inputs = run.config, run.inputs
     data, per_step, seed = config.data, config.rollout.prompts_per_step, config.training.seed
     if not (data.selection.is_on and inputs.train):
-        # a run that only evaluates may have no prompts, and uses none
+        # a run that only evaluates uses no training prompts, and may have none
         sizes = inputs.train_sizes or [len(inputs.train) or 1]
         return PromptLoader(sizes, per_step, seed, shuffle=data.shuffle, weights=data.weights)
     return PromptSelection(
@@ -432,11 +432,11 @@ def collect(
 ) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    `next_rows` returns, on every rank, the same `rollout.prompts_per_step` prompt numbers at each
-    call; `of_step` is the rest of the request. Dynamic sampling may need several requests, and may
-    leave ranks with different numbers of groups. Raises, on all ranks, the errors of
-    `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards of
-    turns, or if no group has rewards.
+    next_rows: each call returns the numbers of the next `rollout.prompts_per_step` prompts, the
+    same on every rank; of_step: the rest of the request. Dynamic sampling may need several
+    requests, and may leave ranks with different numbers of groups. Raises, on all ranks, the errors
+    of `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards
+    of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples, draws = [], [], []
@@ -528,7 +528,7 @@ def update_policy(
 
 
 class PhaseTimer:
-    """Measures a step, which begins now, and its phases; metrics perf/PHASE_seconds."""
+    """Measures a step, beginning now, and its phases, for the metrics perf/PHASE_seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()

@@ -69,7 +69,7 @@ class PolicyUpdater:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
         self.distillation = section.distillation
-        self.teachers = {  # computed on these ranks, by their numbers
+        self.teachers = {  # the teachers that these ranks compute, by number
             number: teacher_of(folder, policy, offload=section.reference_offload)
             for number, folder in self.distillation.folders.items()
         }
@@ -118,7 +118,7 @@ class PolicyUpdater:
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
     ) -> Tensor:
-        """Compute the advantages of rewards minus a KL penalty, [num_sequences] float32.
+        """Compute advantages from the rewards minus a KL penalty, [num_sequences] float32.
 
         The penalty is the divergence from the reference policy, summed over the response's masked
         tokens, times `kl_coefficient`.

@@ -81,7 +81,7 @@ class Collector:
         device: torch.device,
         score: FolderScores | None = None,
     ) -> None:
-        """prompts: under the configuration key that names their files; scorer: the run's own;
+        """prompts: configuration key of prompt files -> their prompts; scorer: the run's own;
         score: computes the scores of a reward model on these ranks."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
@@ -252,7 +252,7 @@ class DynamicSampling:
     enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
-    has_failed: list[bool] = field(default_factory=list)  # True: a reward is missing, never used
+    has_failed: list[bool] = field(default_factory=list)  # a reward is missing: never use it
 
     def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
         """Add the groups of one more request, in order. A failed group has no spread."""
@@ -305,7 +305,7 @@ class DynamicSampling:
 def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
-    """Return which groups of a request have rewards that differ, and in which a reward is missing.
+    """Return two lists: whether each group of a request has different rewards, and lacks a reward.
 
     Both lists are in the order of the groups, and the same on all ranks.
     """

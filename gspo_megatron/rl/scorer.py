@@ -18,8 +18,8 @@ from gspo_megatron.models.build import build_frozen
 class FrozenScorer:
     """Scores sequences on the training ranks, between passes of the trained model.
 
-    It is a second model with its own shape, vocabulary and weights on the layout of the run. It
-    holds its share of the weights, and no gradients or optimizer state."""
+    It is a second model with its own shape, vocabulary and weights, on the layout of the run. Each
+    rank holds its share of the weights, but no gradients or optimizer state."""
 
     def __init__(self, folder: str, config: AnyConfig, parallel: ResolvedParallel) -> None:
         """Load the *ForSequenceClassification folder. All ranks call it, after

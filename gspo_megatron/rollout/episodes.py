@@ -412,7 +412,7 @@ class GroupScorer:
     ) -> np.ndarray:
         """Return the sum of the normalized parts, which replaces the shaped rewards.
 
-        The penalty for an overlong response counts as one more part.
+        The penalties for overlong responses and for repetitions count as one more part.
         """
         assert group.parts is not None, "its names are there"
         weights = self.scorer.section.weights

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 # environment variable with the server's API key; the reward llm_judge reads it too
 KEY_VARIABLE = "OPENAI_API_KEY"
-_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option for the most log-probs of one token
+_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option: the most log-probs to return for a token
 
 
 # Which teacher judges which prompt

@@ -75,7 +75,8 @@ class Cut:
 
     replicas: int = 1
     token_budget: int = 4096
-    multiple: int = 1  # micro-batches per replica are a multiple of it: pp if interleaved
+    # The number of micro-batches per replica is a multiple of this: pp with interleaved pipelines.
+    multiple: int = 1
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
@@ -461,8 +462,8 @@ def _set_old_logprobs(
 ) -> None:
     """Replace the log-ratios in `sequences.rollout_logprobs` by log-probs.
 
-    They become the policy's log-probs minus the log-ratios. Only the last pipeline stage reads
-    them."""
+    The new values are the policy's log-probs minus the log-ratios. Only the last pipeline stage
+    reads them."""
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index

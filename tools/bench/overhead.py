@@ -2,7 +2,7 @@
 
     python tools/bench/overhead.py [--ranks 1 4] [--sizes mid long] [--rounds 5]
 
-All sides train the same model on the same sequences, packed into the same micro-batches, through
+Both sides train the same model on the same sequences, packed into the same micro-batches, through
 Megatron-Core's schedule, DDP and distributed optimizer, with the same number of updates:
 
     ours   the update of a GSPO step: packing, log-prob head, objective, metrics; no Routing Replay

@@ -38,9 +38,9 @@ from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# Tokens per row between two checks of which responses have ended. A check synchronises with the
-# device (and, if ranks share experts, runs a collective). A late check costs useless decoding
-# steps for rows that have ended.
+# Tokens per row between two checks. A check finds the responses that have ended. It synchronises
+# with the device (and, if ranks share experts, runs a collective). A late check costs useless
+# decoding steps for rows that have ended.
 CHECK_INTERVAL = 4
 
 # New responses start once this share of the rows is free, so that several prompts share one
@@ -129,8 +129,8 @@ class MegatronEngine:
         return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each value over all ranks in lockstep, else the values of this
-        rank."""
+        """Return the maximum of each value over all ranks, if all run the same number of passes.
+        Otherwise return the values of this rank."""
         if not self.lockstep:
             return list(values)
         agreed = torch.tensor(values, device=self.device)
@@ -248,7 +248,7 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # its prompt, if its group has partly started
+        self.prefilled: _Prefilled | None = None  # its prompt's results, if its group has started
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:

@@ -316,6 +316,6 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    if left:  # gather() of nothing belongs to another loop
+    if left:  # gather() without tasks would use another loop
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()

@@ -113,7 +113,7 @@ class NodeAgent:
     def _way_to_service(self) -> str:
         """Return this node's address towards the service. Raises RolloutError.
 
-        The address of this host's name may be reachable only from this host.
+        The address that the host's name has is not used: it may be reachable only from this host.
         """
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:

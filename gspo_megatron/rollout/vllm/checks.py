@@ -54,7 +54,7 @@ class Needs:
     """What a run needs from its servers."""
 
     max_model_len: int
-    dtype: str  # vLLM's name of it
+    dtype: str  # vLLM's name of the data type
     with_routes: bool
     must_stream: bool = False  # rank 0 must be able to stream new weights to the server
     tokenized: Tokenized | None = None

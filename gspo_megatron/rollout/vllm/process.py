@@ -227,9 +227,9 @@ def needed_arguments(
 ) -> dict[str, Any]:
     """Return the options that every server of a run needs.
 
-    folder: the weights; dtype: vLLM's name of it; routes: report the experts of tokens; workers:
-    number of workers that share the tensors; latent: the model has multi-head latent attention;
-    delta_nets: it has gated delta nets.
+    folder: the weights; dtype: vLLM's name of the data type; routes: report the experts of tokens;
+    workers: number of workers that share the tensors; latent: the model has multi-head latent
+    attention; delta_nets: the model has gated delta nets.
     """
     own: dict[str, Any] = {}
     if on_cpu:

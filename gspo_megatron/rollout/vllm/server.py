@@ -133,7 +133,7 @@ class Server:
     tokens: float = 0.0  # tokens generated so far, by its own count
     kv_usage: float = 0.0  # share of its KV cache in use
     heard: float = 0.0  # when it last answered or generated a token
-    load_seconds: float = 0.0  # time to load the newest weights; it was paused
+    load_seconds: float = 0.0  # time to load the newest weights, during a pause
     check_seconds: float = 0.0
     bringing: asyncio.Task[None] | None = None  # its start, restart or update
 

@@ -142,7 +142,7 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        # The address of this host's name may be one that rank 0 cannot reach.
+        # not the address that the host's name has, because rank 0 may not be able to reach it
         own = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
         return make_group(plan["backend"], shared, rank, world_size, seconds, own)
