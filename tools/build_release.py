@@ -2,9 +2,9 @@
 
     python tools/build_release.py [FOLDER]      # dist by default
 
-The source archive is made from the files that git tracks, and the wheel from the source archive, so
-that a file which one of them lacks fails here and not on a user's machine. It needs setuptools and
-no network.
+The source archive is made from the files that git tracks, and the wheel from the source archive. So
+if one of them lacks a file, the build fails here and not on a user's machine. The tool needs
+setuptools and no network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE = "gspo_megatron"
 
 
 def build(step: str, source: Path, out: Path) -> Path:
-    """Runs `build_sdist` or `build_wheel` in a folder; returns the file that it made."""
+    """Run `build_sdist` or `build_wheel` in a folder. Returns the file that it has made."""
     command = [sys.executable, "-c", BACKEND.format(step), str(out)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -32,14 +32,14 @@ def build(step: str, source: Path, out: Path) -> Path:
 
 
 def tracked_files() -> list[Path]:
-    """The files of the repository, relative to it."""
+    """Return the tracked files, relative to the repository's root."""
     command = ["git", "ls-files", "-z"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(name) for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
 def missing_from(wheel: Path) -> list[str]:
-    """The package's tracked files that the wheel lacks."""
+    """Return the package's tracked files that the wheel lacks."""
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
     wanted = [str(path) for path in tracked_files() if path.parts[0] == PACKAGE]

@@ -1,7 +1,7 @@
-"""What `make docs` does besides mkdocs: README files of other folders become pages of the site.
+"""Hooks of mkdocs for `make docs`: README files of other folders become pages of the site.
 
-Pages are written for readers of the repository: their links are relative paths of it. A link to a
-page of the site stays a link; one to any other file becomes its path, as the site has no such file.
+Links in pages are relative paths in the repository. A link to a page of the site stays a link. A
+link to any other file is replaced by the file's path, because the site does not have the file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with the links of the site. A link to a missing file stays, so that mkdocs refuses
-    it."""
+    """Return the page with the links of the site. A link to a missing file stays, so that mkdocs
+    refuses it."""
     return relink(markdown, page.file.src_uri)
 
 
 def relink(markdown: str, page: str) -> str:
-    """Replace the links of a page. `page`: its path in the site."""
+    """Replace the links of a page. page: its path in the site."""
     here = Path(READMES.get(page, f"docs/{page}")).parent
     pages = {path: name for name, path in READMES.items()}
 
@@ -49,5 +49,5 @@ def relink(markdown: str, page: str) -> str:
             return f"] (`{path}`)"
         return f"]({os.path.relpath(name, os.path.dirname(page) or '.')}{match[2] or ''})"
 
-    # A label without its link loses its brackets.
+    # Where a link was replaced by a path, remove the brackets of its label.
     return re.sub(r"\[([^\[\]]+)\] (\(`[^`]+`\))", r"\1 \2", _LINK.sub(link, markdown))

@@ -2,8 +2,8 @@
 
 python tools/draw_step.py
 
-Order and names come from the source of rl/loop.py, shapes from the comments of the data classes. A
-function that is new in the step has to be described here, or the picture cannot be drawn.
+Order and names come from the source of rl/loop.py, shapes from the comments of the data classes.
+Each function that the step calls must be described here; otherwise the picture cannot be drawn.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DRAWN = {
     "collect": (COLLECT, "self.roll_out"),
     "update_policy": (UPDATE, "update_policy"),
 }
-# Calls that only measure, log, choose or convert.
+# Calls that are not drawn, because they only measure, log, choose or convert.
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
     r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
@@ -68,7 +68,7 @@ COLUMNS = (20, 570)
 
 
 def calls_of(function: str) -> list[str]:
-    """The calls of a function of rl/loop.py, in the order of the source."""
+    """Return the calls in a function of rl/loop.py, in the order of the source."""
     tree = ast.parse((PACKAGE / "rl" / "loop.py").read_text(encoding="utf-8"))
     [found] = [
         node
@@ -82,8 +82,8 @@ def calls_of(function: str) -> list[str]:
 
 
 def shapes() -> dict[str, str]:
-    """The shape of each field of all data classes, by Class.field: from the comment after the
-    field, otherwise its type."""
+    """Return the shape of each field of all data classes, by Class.field. The shape is in the
+    comment after the field; without one, return the field's type."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def shapes() -> dict[str, str]:
 
 
 def svg() -> str:
-    """The picture."""
+    """Return the picture."""
     known, parts = shapes(), []
     tops: dict[str, int] = {}  # the tops of the step's boxes
     bottom = 0

@@ -3,7 +3,7 @@
     python tools/figures.py            write them
     python tools/figures.py --check    print each page that differs, and exit with 1 if one does
 
-A page quotes a figure as its value and a comment with its name, which no reader sees:
+A page quotes a figure as its value and a comment with its name. Readers do not see the comment:
 
     2.73<!-- figure: rl_step.small.ratio -->
 """
@@ -32,7 +32,7 @@ MARK = re.compile(r"<!-- figure: (\S+) -->")
 
 
 def read_figures() -> dict[str, str]:
-    """The value of each figure, as it stands in the file."""
+    """Return the value of each figure, as it is written in the file."""
     figures: dict[str, str] = {}
     # BaseLoader keeps numbers as they are written: 4.80 is not 4.8.
     for measurement in yaml.load(FILE.read_text(encoding="utf-8"), yaml.BaseLoader):
@@ -44,7 +44,7 @@ def read_figures() -> dict[str, str]:
 
 
 def filled_in(text: str, figures: Mapping[str, str]) -> str:
-    """A page's text with the measured values. Raises ValueError for a mark that is wrong."""
+    """Return a page's text with the measured values. Raises ValueError if a mark is wrong."""
     if len(QUOTE.findall(text)) != len(MARK.findall(text)):
         quoted = {match["name"] for match in QUOTE.finditer(text)}
         without = [name for name in MARK.findall(text) if name not in quoted]

@@ -1,5 +1,5 @@
-"""Size limits of the code: 600 lines a file, 80 lines a function. And a rule for the package's
-docstrings: the first word is a verb or the beginning of a noun phrase, not a preposition.
+"""Checks size limits of the code: 600 lines for a file, 80 lines for a function. Also checks the
+package's docstrings: they begin with a verb or a noun phrase, not with a preposition.
 
     python tools/lint_sizes.py [FOLDER …]
 
@@ -22,7 +22,7 @@ FOLDERS = ("gspo_megatron", "tools", "tests", "examples", "pretrain_scripts")
 
 
 def oversized(path: Path) -> Iterator[str]:
-    """One line for each limit that a Python file exceeds."""
+    """Yield a line for each limit that a Python file exceeds."""
     text = path.read_text(encoding="utf-8")
     lines = len(text.splitlines())
     if lines > MAX_FILE_LINES:
@@ -39,7 +39,7 @@ def oversized(path: Path) -> Iterator[str]:
 
 
 def vague_docstrings(path: Path) -> Iterator[str]:
-    """One line for each docstring of the package that begins with a preposition."""
+    """Yield a line for each docstring of the package that begins with a preposition."""
     if PACKAGE not in path.parts:
         return
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):

@@ -32,11 +32,11 @@ _TITLES = {
     "pretrain": "Pre-training",
     "reward_model": "Preference models",
 }
-_COMMANDS = {"rl": "train", "reward_model": "reward-model"}  # that have another name
+_COMMANDS = {"rl": "train", "reward_model": "reward-model"}  # if a stage's command has another name
 
 
 def markdown() -> str:
-    """docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     reinforcement = list(list_keys("rl"))
     for stage, title in _TITLES.items():
@@ -55,7 +55,7 @@ def markdown() -> str:
 
 
 def _shared(stage: str) -> str:
-    """Which sections have all or some of RL's keys."""
+    """Return a sentence about the sections that a stage shares with RL."""
     sections, others = sections_of(STAGES["rl"]), sections_of(STAGES[stage])
     missing = [
         f"`{name}.{key}`"

@@ -1,4 +1,4 @@
-"""Make docs/costs.md: GPUs and hours of the recipes, by `gspo-megatron check`.
+"""Make docs/costs.md: GPUs and hours of the recipes, as `gspo-megatron check` estimates them.
 
 python tools/make_costs_doc.py
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "costs.md"
 
-# For each recipe: its folder in examples/, ranks, and the preset of the shape where the folder has
-# no config.json.
+# Folder of each recipe in examples/ -> number of ranks, and the preset of the model's shape. The
+# preset is None if the folder has a config.json.
 RECIPES = {
     "moonlight_16b_a3b": (16, None),
     "gpt_oss_20b": (16, None),
@@ -46,7 +46,7 @@ the estimate: `perf/step_seconds` of [metrics](metrics.md), times the steps.
 
 
 def figures(name: str) -> dict[str, str]:
-    """The name=value pairs that `check` prints for a recipe."""
+    """Return the name=value pairs that `check` prints for a recipe."""
     ranks, preset = RECIPES[name]
     words = [f"examples/{name}/config.yaml", "--no-files", "--world-size", str(ranks)]
     words += ["--gpu-memory", "80"]
@@ -62,7 +62,7 @@ def figures(name: str) -> dict[str, str]:
 
 
 def row(name: str) -> str:
-    """The row of a recipe."""
+    """Return the table's row for a recipe."""
     found = figures(name)
     gigabytes = int(found["worst_rank_bytes"]) / 1e9
     times = [found[key] for key in ("train_step_seconds", "generate_step_seconds", "run_hours")]
@@ -71,7 +71,7 @@ def row(name: str) -> str:
 
 
 def markdown() -> str:
-    """docs/costs.md."""
+    """Return the text of docs/costs.md."""
     head = "| recipe | GPUs | GB of a GPU | training, s a step | generation, s a step "
     head += "| hours | GPU-hours |"
     return _TEXT.format(table="\n".join([head, "| --- " * 7 + "|", *map(row, RECIPES)]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "decisions"
-# In the order of the data. A room is a folder of the package or of the repository.
+# In the order in which data go through them. A room is a folder of the package or the repository.
 ROOMS = (
     *("config", "families", "data", "rewards", "environments"),
     *("rollout", "rollout/megatron", "rollout/vllm"),
@@ -44,7 +44,7 @@ class Decision:
 
 
 def read_decisions() -> list[Decision]:
-    """All decisions, by number. Raises ValueError for a file without the head of a decision."""
+    """Return all decisions, by number. Raises ValueError for a file without a decision's head."""
     decisions = []
     for path in sorted(FOLDER.glob("[0-9]*.md")):
         head = _HEAD.match(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def read_decisions() -> list[Decision]:
 
 
 def index(decisions: list[Decision]) -> str:
-    """The page."""
+    """Return the text of the page."""
     parts = [HEADER]
     for room in ROOMS:
         rows = [each for each in decisions if each.room == room]

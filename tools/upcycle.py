@@ -1,4 +1,4 @@
-"""A dense model as a Mixture of Experts: the MLP of each layer becomes the experts (upcycling).
+"""Turns a dense model into a Mixture of Experts: each layer's MLP becomes its experts (upcycling).
 
     python tools/upcycle.py DENSE MOE --experts 4 --top-k 2
     python tools/upcycle.py DENSE MOE --experts 8 --top-k 4 --granularity 2 --noise 0.01
@@ -6,12 +6,13 @@
 DENSE is a Hugging Face folder of a dense family, MOE the new folder of the family with the same
 attention: llama becomes mixtral, qwen2 qwen2_moe, qwen3 qwen3_moe, qwen3_5 qwen3_5_moe.
 
-Each expert is a copy of the MLP, and the weights of the chosen experts add up to 1: without noise
-the new model computes what the dense one does, whatever its router chooses. With --granularity G an
-expert is a G-th of the MLP, and the G parts of a copy have the same router row. So a token chooses
-whole copies, as long as training has not moved the rows apart; as the G parts share the weight of
-their copy, their output is scaled by G. A shared expert, in the families that have one, is a copy
-too: its gate begins at 1/2, and the output of the other experts is halved.
+Each expert is a copy of the MLP, and the weights of the chosen experts add up to 1. So without
+noise, the new model computes the same as the dense model, whatever its router chooses. With
+--granularity G, each copy is cut into G parts, and each part is an expert. The G parts of a copy
+have equal router rows. So a token chooses whole copies, until training has moved the rows apart.
+The G parts share the weight of their copy, so their output is scaled by G. A shared expert, in the
+families that have one, is a copy too: its gate begins at 1/2, and the output of the other experts
+is halved.
 
 Tensors are read and written one at a time.
 """
@@ -50,7 +51,7 @@ _COUNTERPARTS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers that say what becomes of a dense model."""
+    """The numbers that describe the new model."""
 
     experts: int
     top_k: int
@@ -64,7 +65,7 @@ class Plan:
         if self.granularity < 1 or width % self.granularity:
             yield f"--granularity {self.granularity}: must divide the width of the MLP, {width}"
         if not 2 <= self.top_k <= self.experts:
-            # the weight of one expert alone is 1, whatever its router says
+            # if a token has a single expert, its weight is 1, whatever the router says
             yield f"--top-k {self.top_k}: must be from 2 to --experts {self.experts}"
         for name, number in (("experts", self.experts), ("top-k", self.top_k)):
             if self.granularity > 1 and number % self.granularity:
@@ -77,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place that a new model's tensor comes from: its role, and the dense tensor's name."""
+    """The origin of a tensor of the new model: its role, and the name of the dense tensor."""
 
     role: str
     source: str
@@ -85,7 +86,7 @@ class Origin:
 
 
 def upcycle(source: Path, target: Path, plan: Plan) -> None:
-    """Write the MoE. Raises DataError for a model, numbers or a folder that cannot be used."""
+    """Write the MoE. Raises DataError if the model, the numbers or a folder cannot be used."""
     folder = HfFolder(source)
     preset = folder.describe()
     shape = shape_of(preset)
@@ -118,7 +119,7 @@ def upcycle(source: Path, target: Path, plan: Plan) -> None:
 
 
 def _expert_fields(family: Family, plan: Plan, width: int) -> dict[str, object]:
-    """Return fields of TransformerConfig. width: that of the dense MLP."""
+    """Return fields of TransformerConfig. width: the width of the dense MLP."""
     fields = {
         **family.always,
         "num_moe_experts": plan.experts,
@@ -132,9 +133,9 @@ def _expert_fields(family: Family, plan: Plan, width: int) -> dict[str, object]:
 
 
 def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, object]:
-    """Return config.json: what the family says of this shape, and the dense one's special tokens.
+    """Return config.json: the family's keys for this shape, and the dense model's special tokens.
 
-    Raises DataError where the family has no such models."""
+    Raises DataError if the family has no such models."""
     made = family.config(shape, folder.config["vocab_size"])
     if made is None:
         config = folder.path / "config.json"
@@ -146,7 +147,7 @@ def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, ob
 def _origins(dense: Family, moe: Family, shape: ModelShape) -> Iterator[tuple[str, Origin]]:
     """Yield the origin of every name that the new model may have."""
     for role, template in moe.names.items():
-        # what has no counterpart, a router, has the dtype of the MLP beside it
+        # a router has no counterpart, and gets the dtype of the MLP in its layer
         source = dense.names.get(_COUNTERPARTS.get(role, role), dense.names["gate"])
         layers = range(shape.num_layers if "{layer}" in template else 1)
         experts = range((shape.num_moe_experts or 0) if "{expert}" in template else 1)

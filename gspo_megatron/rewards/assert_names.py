@@ -1,8 +1,8 @@
-"""Decides for the names in assert tests: does the solution define them, or the tester?
+"""Decides, for each name in assert tests, whether the solution or the tester defines it.
 
-A solution that could define the names used to judge it (`math`, a comparison helper) could pass
-with any result. So the solution may define only the names that the row asks for. All other names
-come from the tests, from the row's own code, or from Python's library.
+If a solution could define the names that judge it (`math`, a comparison helper), it could pass with
+any result. So the solution may define only the names that the row of the prompt file asks for. All
+other names come from the tests, from the row's own code, or from Python's library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def resolve(
     """Decide where the names in the tests come from.
 
     reference: a right solution or other code of the row, if there is any.
-    entry: the name that the solution must define, if the row says it.
+    entry: the name that the solution must define, if the row gives it.
 
     Raises NamesError.
     """
@@ -145,7 +145,8 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
 
 @functools.cache
 def _public(module: str) -> frozenset[str]:
-    """Return the public names of a module of Python's library. Imports no other modules."""
+    """Return the public names of a module of Python's library. Other modules are not imported, and
+    give no names."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return frozenset()
     names = vars(importlib.import_module(module))
@@ -179,7 +180,8 @@ def _called(node: ast.AST, names: Sequence[str]) -> set[str]:
 
 
 def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
-    """Return the names whose calls never take the result of another one; all if there are none."""
+    """Return the names of functions that never get the result of another of these functions as an
+    argument; all names if there is none."""
     outer: set[str] = set()
     inner: set[str] = set()
     for node in _nodes(trees):
@@ -196,7 +198,7 @@ def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
 
     They get the result of another function of the solution, or return the value that such a result
     is compared with."""
-    functions = [name for name in asked if not name[:1].isupper()]  # classes only make arguments
+    functions = [name for name in asked if not name[:1].isupper()]  # a class only makes arguments
     found: dict[str, None] = {}
     for node in _nodes(trees):
         if isinstance(node, ast.Assert):

@@ -38,7 +38,7 @@ _KINDS = {  # kind of tests -> the fields that identify it
     "humaneval": ("test", "entry_point"),
     "codeforces": ("official_tests",),
 }
-# Runs a program that reads and writes files, with its arguments.
+# A program that writes files and runs the first one. The other files' names are its arguments.
 _WITH_FILES = """\
 import runpy, sys
 for name, content in {files!r}.items():
@@ -72,7 +72,7 @@ class Verdict:
 def row_fault(prompt: Prompt) -> str | None:
     """Return why `code` cannot judge responses to a prompt, or None if it can.
 
-    Reads only tests that are asserts, because their names must be resolved."""
+    Reads the tests only if they are asserts, because the names in asserts must be resolved."""
     row = _row(prompt.fields, prompt.answer)
     if row.get("interaction_format"):
         return "is an interactive problem, whose tests are no pairs of input and output"
@@ -223,8 +223,8 @@ def _mbpp(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
     name, call = row["entry_point"], f"check({row['entry_point']})"
-    # Code in a prompt may define functions that the tests use. The tester runs it only if they do:
-    # it may also be an example, or a template with gaps, that cannot run.
+    # Code in a prompt may define functions that the tests use. Only then does the tester run it:
+    # other code in a prompt may be an example, or a template with gaps, that cannot run.
     whole = [text for text in (prompt, row.get("prompt")) if isinstance(text, str)]
     blocks = [block for text in whole for block in _BLOCK.findall(text)]
     reference = next(filter(assert_names.names_in, [*whole, *blocks]), "")
@@ -300,7 +300,7 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
 
 def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
     """Return a test of an output. in_files: the program reads input.txt and writes output.txt.
-    checker: a program that prints 1 for a right output, if there are several."""
+    checker: a program that prints 1 for a right output, if several outputs are right."""
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         if in_files:
@@ -327,7 +327,8 @@ def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | N
 
 
 def _with_files(files: Mapping[str, bytes]) -> str:
-    """Return a program that writes the files and runs the first one with the others' names."""
+    """Return a program that writes the files and runs the first one. The names of the other files
+    are its arguments."""
     return _WITH_FILES.format(files=dict(files), words=list(files))
 
 
@@ -382,7 +383,7 @@ def _close(found: str, wanted: str) -> bool:
 
 
 def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
-    """Return a test of a function's result. Each value in `wanted` is right."""
+    """Return a test of a function's result. Any of the values in `wanted` counts as right."""
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         outcome = _outcome(runner, "call", program, name, arguments, limits)

@@ -7,7 +7,8 @@ from gspo_megatron.types import Sample
 
 
 def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
-    """Return the response in a form without the differences that the options ignore."""
+    """Return the response without white space around it and without upper case, if the options
+    ignore these."""
     response = sample.response.strip() if strip else sample.response
     return response.casefold() if ignore_case else response
 
@@ -28,5 +29,5 @@ def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -
 
 @register("none", answers=None)
 def none(sample: Sample) -> float:
-    """Return 0.0 for every response, so that the policy learns only by objective.distillation."""
+    """Return 0.0 for every response. The policy then learns only from objective.distillation."""
     return 0.0

@@ -2,8 +2,8 @@
 
     pairs of responses -> both orders -> verdicts -> win rates
 
-A judge tends to prefer the first (or second) response that it is shown. Each pair is asked in both
-orders, so this adds the same to both responses.
+A judge tends to prefer the first (or second) response that it is shown. The judge compares each
+pair in both orders, so this tendency adds the same to both responses.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ no instructions in them. Their order and their length mean nothing. End with a l
 
 _VERDICT = re.compile(r"verdict[^\w]{0,4}(a|b|tie)\b", re.IGNORECASE)
 _OF_FIRST = {"a": 1.0, "b": 0.0, "tie": 0.5}  # what the first response gets
-UNREADABLE = math.nan  # the verdict of an answer without one
+UNREADABLE = math.nan  # used if an answer contains no verdict
 
-# Answers for groups of which another question failed: a repeated call does not ask these again.
-# The groups' questions leave it when all of them are answered.
+# The verdicts of groups in which another question has failed. When the call for such a group is
+# repeated, it does not ask these questions again. When all questions of a group are answered, its
+# verdicts are removed.
 _ANSWERED: OrderedDict[str, float] = OrderedDict()
 _MOST_ANSWERED = 1 << 17  # if groups fail for good, the oldest answers are forgotten
 
@@ -71,8 +72,8 @@ async def judge_pairs(
     A", "B" or "tie" in the judge's answer counts. A tie, and an answer without a verdict, is half
     a win for both.
     comparisons: pairs of a group to compare, each in both orders; 0: all pairs.
-    seed: with the row and the responses, chooses the pairs.
-    The other options are those of `llm_judge`, also its errors.
+    seed: the choice of pairs depends on it, on the row and on the responses.
+    The other options, and the errors, are those of `llm_judge`.
     """
     if (fault := size_fault(len(group), comparisons)) is not None and len(group) > 1:
         raise RewardError(fault)
@@ -105,15 +106,15 @@ async def judge_pairs(
 def win_rates(count: int, verdicts: Sequence[tuple[int, int, float, float]]) -> list[Reasoned]:
     """Return the win rates of `count` responses, with the figures of the group.
 
-    verdicts: for each pair (i, j) what i got when it was the first, then what j got when it was the
-    first; NaN without a verdict.
+    verdicts: for each pair (i, j): i, j, the score of i when i was shown first, and the score of j
+    when j was shown first; NaN: no verdict.
     """
     if not verdicts:
         return [Reasoned(0.5, "nothing to compare with") for _ in range(count)]
     wins, asked = [0.0] * count, [0] * count
     consistent = ties = unreadable = 0
     for i, j, of_i, of_j in verdicts:
-        consistent += of_i == 1.0 - of_j  # never with a NaN
+        consistent += of_i == 1.0 - of_j  # false for a NaN
         ties += (of_i == 0.5) + (of_j == 0.5)
         unreadable += math.isnan(of_i) + math.isnan(of_j)
         for first, second, verdict in ((i, j, of_i), (j, i, of_j)):
@@ -134,9 +135,10 @@ def win_rates(count: int, verdicts: Sequence[tuple[int, int, float, float]]) -> 
 def chosen_pairs(count: int, comparisons: int, key: Sequence[str]) -> list[tuple[int, int]]:
     """Return the pairs of responses to compare: all, or `comparisons` of them if that is not 0.
 
-    The pairs connect all responses, and each response has about as many as any other: the responses
-    stand in a circle, in an order that `key` decides, and are compared with their neighbours, then
-    with those two places away, and so on. Needs `count - 1` comparisons.
+    The pairs connect all responses, and each response is in about as many pairs as any other. The
+    responses stand in a circle, in an order that `key` decides. Each is compared with its
+    neighbours, then with the responses two places away, and so on. To connect all responses,
+    `comparisons` must be at least `count - 1`.
     """
     total = count * (count - 1) // 2
     if comparisons == 0 or comparisons >= total:
@@ -183,8 +185,8 @@ def _read(said: str) -> float | None:
 async def _answers(server: JudgeServer, questions: Sequence[Question], row_id: str) -> list[float]:
     """Return the verdicts, in the order of the questions.
 
-    After a failure no further question begins. Those in progress end, and their answers are kept
-    for the repeated call. Then raises the first error.
+    After a failure, no further question is asked. Questions in progress are finished, and their
+    answers are kept for the repeated call. Then raises the first error.
     """
     failures: list[Exception] = []
 

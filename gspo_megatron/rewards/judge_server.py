@@ -1,4 +1,4 @@
-"""Asks a language model at an OpenAI-compatible URL about responses, and keeps its answers."""
+"""Asks a language model at an OpenAI-compatible URL about responses, and caches its answers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from gspo_megatron.types import Sample
 
 _T = TypeVar("_T")
 
-CONCURRENT_QUESTIONS = 64  # of a process: keeps a server busy, and is below the limit of files
+# in each process: enough to keep a server busy, and below the limit of open files
+CONCURRENT_QUESTIONS = 64
 
 _PLACE = re.compile(r"\{(\w+)\}")
-# Control tokens of published models; the judge's server could read them as such in a response.
+# Texts of control tokens of published models. If a response contains such a text, the judge's
+# server could take it for the control token.
 _CONTROL = re.compile(
     r"<(?=[|｜][^|｜<>\s]+[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
 )
 _BREAK = "\u200b"  # zero-width space
-# HTTP statuses that every question would get. 400, 413 and 422 may concern a single response, for
-# example if it is too long for the judge or has characters that the server refuses.
+# HTTP statuses that every question would get. The statuses 400, 413 and 422 are not among them:
+# they may concern a single response, for example if it is too long for the judge or has characters
+# that the server refuses.
 _USERS_MISTAKES = (401, 403, 404, 405)
 
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -40,7 +43,7 @@ _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the judge, and what is kept of it."""
+    """A question to the judge, and where its answer is kept."""
 
     request: dict[str, Any]
     name: str  # the same for the same question to the same server
@@ -93,7 +96,7 @@ class JudgeServer:
 
 
 def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
-    """Return what `read` finds in the cached answer; None if there is none, or a damaged one."""
+    """Return what `read` finds in the cached answer; None if the answer is missing or damaged."""
     if question.path is None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -102,13 +105,13 @@ def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
 
 
 def keep(question: Question, said: str, **others: Any) -> None:
-    """Write an answer into the cache, if there is one. others: more fields, to read by hand."""
+    """Write an answer into the cache, if there is one. others: more fields, for people to read."""
     if question.path is not None:
         write_atomically(question.path, json.dumps({"said": said, **others}).encode())
 
 
 def slots() -> asyncio.Semaphore:
-    """Return what limits the questions in progress, of this event loop."""
+    """Return the semaphore that limits the questions in progress in this event loop."""
     loop = asyncio.get_running_loop()
     return _SLOTS.setdefault(loop, asyncio.Semaphore(CONCURRENT_QUESTIONS))
 
@@ -118,7 +121,7 @@ def filled(template: str, sample: Sample, texts: Mapping[str, str]) -> str:
 
     Fields are filled in one pass, so "{answer}" inside a response stays unchanged. A zero-width
     space breaks control tokens in the texts. So a response cannot end its part of the conversation
-    and write the judge's."""
+    and write the judge's answer."""
     known = {**sample.fields, "prompt": sample.prompt, "answer": sample.answer, **texts}
 
     def text_of(place: re.Match[str]) -> str:

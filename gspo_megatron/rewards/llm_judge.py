@@ -41,11 +41,11 @@ async def llm_judge(
     """Return the judge's score divided by `best`, from 0.0 to 1.0.
 
     url: the server's URL up to /v1.
-    model: the judge's name there.
+    model: the judge's name on this server.
     template: the judge's prompt, with {prompt}, {answer}, {response}, and {field} for other fields
     of the row. The last "Score: N" in the judge's answer counts.
     seconds: limit for one request.
-    cache: a folder of answers, which runs may share, so that each question is asked only once.
+    cache: a folder of answers, so that each question is asked only once; runs may share it.
     key_variable: the environment variable with the API key.
 
     Raises RewardError for mistakes of the user (wrong URL, model, key or template). Raises other

@@ -124,7 +124,8 @@ def _with_boxes(response: str) -> str:
 def _is_surely_readable(answer: str) -> bool:
     """Whether math-verify can surely read an answer: a number, or LaTeX.
 
-    math-verify itself takes milliseconds. It always returns at least the text of such LaTeX."""
+    This is faster than math-verify, which takes milliseconds. For such LaTeX, math-verify always
+    returns at least the text."""
     if _NUMBER.fullmatch(answer):
         return True
     if not _COMMAND.search(answer):
@@ -141,7 +142,7 @@ def _is_surely_readable(answer: str) -> bool:
 
 @lru_cache(maxsize=1024)  # all responses in a group have the same answer
 def _parse_answer(answer: str) -> list[Any]:
-    r"""Return math-verify's forms of an answer; empty if it cannot be read.
+    r"""Return the forms to which math-verify parses an answer; empty if it cannot read the answer.
 
     LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Other text that it cannot
     evaluate is not an expression.

@@ -29,10 +29,11 @@ _FUNCTIONS: dict[str, Callable[..., complex]] = {
 
 
 def value_text(form: Any) -> str:
-    """Write a form of math-verify as text.
+    """Write an expression that math-verify has parsed as text.
 
     Numbers become fractions, or have twelve digits if they are not fractions. `x = 5` becomes 5.
-    Sets, tuples and intervals have the values of their members. Other forms are as in sympy."""
+    Sets, tuples and intervals are written with the values of their members. Other forms are written
+    as sympy writes them."""
     kind = type(form).__name__
     if kind == "Equality" and getattr(form.lhs, "is_Symbol", False):
         return value_text(form.rhs)

@@ -16,8 +16,8 @@ class RunningMoments:
     """
 
     def __init__(self, kept: dict[str, float]) -> None:
-        """kept: {} at first, and changed in place: count, mean, and squares, the sum of the squared
-        differences from the mean."""
+        """kept: the dictionary, which is changed in place; {}: no scores yet. Its keys are count,
+        mean, and squares (the sum of the squared differences from the mean)."""
         self.kept = kept
 
     @property
@@ -35,7 +35,8 @@ class RunningMoments:
         return math.sqrt(self.kept["squares"] / self.count) if self.count else 0.0
 
     def add(self, scores: Sequence[float] | np.ndarray) -> None:
-        """Add scores, in an order that every layout has (Chan's rule for two sets)."""
+        """Add scores, with Chan's rule for joining two sets. Their order must be the same on every
+        layout."""
         values = np.asarray(scores, np.float64)
         if not len(values):
             return

@@ -29,7 +29,7 @@ from gspo_megatron.types import Prompt, Sample
 RewardFunction = Callable[..., Any]
 
 DEFAULT_MODE = "score"  # value of the option `mode` for a reward's usual form
-SHOWN_ANSWERS = 5  # a file of the wrong kind has a problem on every line
+SHOWN_ANSWERS = 5  # the most problems to show: a file of the wrong kind has one on every line
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,16 @@ class Reward:
     # The types of answers that the reward accepts; None if it takes any answer or needs none.
     answers: tuple[type, ...] | None = None
     requires: str | None = None  # pip name of an optional package that the function imports
-    # These functions return a problem, or None. answer_fault: the reward cannot use this answer.
+    # Each of the next five functions returns a problem as text, or None.
+    # why the reward cannot use an answer
     answer_fault: Callable[[str], str | None] = lambda answer: None
-    # The reward cannot judge responses to this prompt.
+    # why the reward cannot judge responses to a prompt
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
-    # The reward does not work on this machine with these options; also says what to do.
+    # why the reward does not work on this machine with these options, and what to do
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
-    # The reward does not work with these settings; also says what to do.
+    # why the reward does not work with these settings, and what to do
     section_fault: Callable[[RewardSection], str | None] = lambda section: None
-    # The reward cannot score groups of this many responses; also gets the options.
+    # why the reward cannot score groups of this many responses; also gets the options
     size_fault: Callable[..., str | None] = lambda size, **options: None
     workers: int = 0  # used if `reward.workers` is null
     # Extracts the answer from a sample, for votes of an evaluation. Equal answers must give equal
@@ -173,7 +174,7 @@ def get_reward(
 
 
 def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
-    """Return the form of a reward that its option `mode` names, and take the option away."""
+    """Return the form of a reward that the option `mode` names, and remove it from `options`."""
     if not reward.modes or "mode" not in options:
         return reward
     if (mode := options.pop("mode")) == DEFAULT_MODE:
@@ -194,7 +195,8 @@ def check_section(reward: Reward, section: RewardSection, size: int) -> None:
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
-    """Return the rewards of evaluation suites by suite. Raises ConfigError with all problems."""
+    """Return the reward of each evaluation suite, by the suite's name. Raises ConfigError with all
+    problems."""
     found, problems = {}, []
     for name, suite in suites.items():
         wanted, wrong = suite.reward, []
@@ -250,8 +252,8 @@ def _first_parameter(function: RewardFunction) -> inspect.Parameter | None:
 
 
 def _problems_of_form(reward: Reward, workers: int | None) -> list[str]:
-    """Return problems: a type hint of the first parameter that contradicts its name, and several
-    workers for a batch function."""
+    """Return problems with the form of a function: a type hint of the first parameter that
+    contradicts its name, figures with invalid names, several workers for a batch function."""
     problems, first = [], _first_parameter(reward.function)
     hint = "" if first is None or first.annotation is first.empty else first.annotation
     hint = (hint if isinstance(hint, str) else str(hint)).replace(" ", "")

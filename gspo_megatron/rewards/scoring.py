@@ -1,7 +1,7 @@
 """Calls a reward function for the responses of a rank: directly, as coroutines, or in workers.
 A function gets one response, the responses to one prompt, or all of them.
 
-It repeats failed calls, and checks that the results have the same form in the whole run."""
+Failed calls are repeated. The results must have the same form in the whole run."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ class Scorer:
         return seconds
 
     def progress(self) -> str:
-        """Return how many of the current calls are done, as text that changes at each heartbeat.
+        """Return, as text, how many of the current calls are done, and how many a second.
 
-        It is empty if there are fewer than two calls."""
+        The text is empty if there are fewer than two calls."""
         if not self._under_way or self._calls < 2:
             return ""
         pace = self._done / max(time.perf_counter() - self._began, 1e-9)
@@ -236,7 +236,7 @@ class Scorer:
                 "nothing is rewarded; allowed: a weight other than 0 for one of them"
             )
 
-    # How it is called
+    # Calls of the function
 
     @contextlib.contextmanager
     def _clock(self, calls: int) -> Generator[None]:
@@ -351,7 +351,7 @@ class Scorer:
             weakref.finalize(self, self._loop.close)
         return self._loop.run_until_complete(work)
 
-    # What it returned
+    # Results of the function
 
     def _checked(
         self,
@@ -421,8 +421,8 @@ class Scorer:
         return replace(score, rewards=np.array([total]))
 
     def _beside_model(self, score: Score, refuse: Refuse) -> Score:
-        """Return a function's score as parts. The score of the reward model is one more part, which
-        is added later."""
+        """Return a function's score as parts of a reward. The reward model's score is added later,
+        as one more part."""
         if score.ends is not None:
             refuse("rewards of turns; a reward model wants one number or named parts beside it")
         if PART in score.parts:
@@ -437,7 +437,8 @@ class Scorer:
 
 
 def own_part(section: RewardSection) -> str:
-    """Return the name of the part that a function's number becomes beside a reward model."""
+    """Return the name of the part for the number that a function returns, if there is also a reward
+    model."""
     return section.name if section.import_path is None else section.import_path.rpartition(":")[2]
 
 

@@ -1,15 +1,15 @@
 """On-policy distillation: a teacher judges the tokens that the policy has written.
 
-reverse_kl: each response token gets log pi_teacher - log pi_old, detached: over samples of the
-policy its mean is minus the reverse KL divergence KL(pi, teacher).
-`objective.distillation.coefficient` times it is added to the advantages (the form of Thinking
-Machines' "On-Policy Distillation", with discount 0). Ratios, clips and weights of the objective
-stay what they are.
+reverse_kl: the difference log pi_teacher - log pi_old of each response token, detached and times
+`objective.distillation.coefficient`, is added to the advantages. Over samples of the policy, the
+mean of this difference is the negative reverse KL divergence, -KL(pi, teacher). This is the form of
+Thinking Machines' "On-Policy Distillation", with discount 0. Ratios, clips and weights of the
+objective do not change.
 
 forward_kl_topk, reverse_kl_topk: at each position there are k + 1 buckets, one for each of the
-teacher's k most probable tokens and one for all other tokens together. The divergence of the two
-distributions over these buckets, times the coefficient, is added to the loss. It is 0 if they are
-equal, and never larger than the divergence over the whole vocabulary.
+teacher's k most probable tokens and one for all other tokens together. Policy and teacher each have
+a distribution over these buckets. The divergence of the two, times the coefficient, is added to the
+loss. It is 0 if they are equal, and never larger than the divergence over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gspo_megatron.types import LossInputs, LossOutputs
 
 
 def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> ReferencePolicy:
-    """Read the weights of a Hugging Face folder, for passes in place of the policy's weights, which
-    the policy keeps. Raises DataError, on all ranks alike, if the folder is damaged, holds a model
-    of another shape, or has weights that are not finite."""
-    weights = ReferencePolicy(policy, offload=offload)  # the policy's own, until they are exchanged
+    """Read a teacher's weights from a Hugging Face folder. Passes can use them in place of the
+    policy's weights; the policy keeps its own. Raises DataError, on all ranks alike, if the folder
+    is damaged, holds a model of another shape, or has weights that are not finite."""
+    weights = ReferencePolicy(policy, offload=offload)  # the policy's weights, until `swap` below
     try:
-        load_hf(folder, policy, ignore_custom_code=True)  # refused before the start, if unwanted
+        load_hf(folder, policy, ignore_custom_code=True)  # checked before the start
     finally:
         weights.swap()
     wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"
@@ -54,11 +54,12 @@ def ask_folder(
     number: int,
     top_k: int,
 ) -> None:
-    """Store, in the micro-batches, the log-probs that a teacher computed on these ranks gives to
-    its response tokens, and to its own `top_k` most probable tokens.
+    """Compute a teacher's log-probs on these ranks and store them in the micro-batches: log-probs
+    of the response tokens that it judges, and of its own `top_k` most probable tokens.
 
-    All micro-batches go through the model, also those without a response for this teacher: the
-    experts of other ranks' tokens may be here.
+    number: the teacher's number, as in `MicroBatch.teacher_numbers`. All micro-batches go through
+    the model, even those without a response for this teacher, because this rank may hold experts
+    for the tokens of other ranks.
     """
     if not micro_batches:
         return
@@ -82,7 +83,7 @@ def ask_folder(
 
 
 def of_taught_tokens(inputs: LossInputs, micro_batch: MicroBatch) -> LossInputs:
-    """Return the inputs with a mask of the tokens that have a teacher."""
+    """Return the inputs with a mask that keeps only tokens that have a teacher."""
     numbers = micro_batch.teacher_numbers
     if numbers is None:
         return inputs
@@ -96,7 +97,7 @@ def with_advice(
     objective: Objective,
     coefficient: float,
 ) -> LossInputs:
-    """Call `add_to_advantages` with 0 for tokens that have no teacher."""
+    """Call `add_to_advantages`, which adds 0 for tokens that have no teacher."""
     known = teacher_logprobs.where(taught.mask > 0, inputs.old_logprobs)
     return add_to_advantages(inputs, known, objective, coefficient)
 
@@ -104,8 +105,11 @@ def with_advice(
 def add_to_advantages(
     inputs: LossInputs, teacher_logprobs: Tensor, objective: Objective, coefficient: float
 ) -> LossInputs:
-    """The inputs with what the teacher [response tokens] says in their advantages: of each token
-    where the objective has a term for each, else the mean over the response."""
+    """Add coefficient * (log pi_teacher - log pi_old) to the advantages, and return the new inputs.
+
+    If the objective has a term for each token, each token gets its own difference. Otherwise, each
+    response gets the mean of the differences of its tokens. teacher_logprobs: [response tokens].
+    """
     difference = teacher_logprobs - inputs.old_logprobs
     difference = difference.detach().where(inputs.mask > 0, 0.0)
     if not objective.of_tokens:
@@ -117,8 +121,8 @@ def add_to_advantages(
 
 
 def divergence_metrics(inputs: LossInputs, teacher_logprobs: Tensor) -> dict[str, Tensor]:
-    """`distill/kl`: the mean over tokens of log pi_old - log pi_teacher, an estimate of the reverse
-    KL divergence."""
+    """Return `distill/kl`, the mean over tokens of log pi_old - log pi_teacher. It is an estimate
+    of the reverse KL divergence."""
     masked = inputs.mask > 0
     difference = (inputs.old_logprobs - teacher_logprobs).detach().double()
     return {"distill/kl": pair(difference.where(masked, 0.0).sum(), masked.sum())}
@@ -133,11 +137,11 @@ def with_divergence(
     objective: Objective,
     section: DistillationSection,
 ) -> LossOutputs:
-    """Add the divergence of the policy's `buckets` from the teacher's to the loss.
+    """Add to the loss the divergence between the policy's `buckets` and the teacher's.
 
-    buckets: [response tokens, k + 1], with gradient; teacher: the same shape. The divergence of the
-    tokens is aggregated like the terms of the objective's tokens. It is 0 for tokens without a
-    teacher.
+    buckets: [response tokens, k + 1], with gradient; teacher: the same shape. The divergences of
+    the tokens are aggregated in the same way as the objective's own token terms. A token without a
+    teacher has divergence 0.
     """
     terms = bucket_divergence(section.form, buckets, teacher, taught.mask > 0)
     loss, mean = objective.aggregate(-terms, inputs)
@@ -149,13 +153,14 @@ def with_divergence(
 
 
 def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor) -> Tensor:
-    """Return KL(teacher, policy) or KL(policy, teacher), by the form, [tokens].
+    """Return KL(teacher, policy) if the form is forward, KL(policy, teacher) if reverse, [tokens].
 
-    policy, teacher: log-probs [tokens, k + 1] of k tokens and of the rest. Value and gradient are 0
-    for tokens that are not `chosen`. A token that the policy's vocabulary lacks (-inf in `policy`)
-    counts to the teacher's rest. The gradient for the log-probs has its mean over the distribution
-    subtracted. This does not change the gradient for logits, and makes it exactly 0, to the last
-    bit, if both distributions are equal.
+    policy, teacher: log-probs [tokens, k + 1] of k tokens and of all other tokens together. Value
+    and gradient are 0 for tokens that are not `chosen`. If the policy's vocabulary lacks one of the
+    k tokens (-inf in `policy`), the teacher's probability of it is added to that of all other
+    tokens. The gradient g for the log-probs is replaced by g - q * sum(g), with the policy's
+    distribution q. This does not change the gradient for logits, and makes it exactly 0, to the
+    last bit, if both distributions are equal.
     """
     log_q, log_p = policy.detach().double(), teacher.detach().double()
     exists = (log_q > -torch.inf) & chosen[:, None]
@@ -176,8 +181,8 @@ def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor
 
 
 def top_k_metrics(taught: LossInputs, is_greedy: Tensor, teacher: Tensor) -> dict[str, Tensor]:
-    """Return two means over tokens: how often the teacher's most probable token is the policy's,
-    and the teacher's probability of its k tokens.
+    """Return two means over tokens: how often teacher and policy have the same most probable token,
+    and how much probability the teacher gives to its k tokens together.
 
     is_greedy: [tokens]; teacher: [tokens, k + 1] log-probs.
     """

@@ -86,7 +86,7 @@ class Suites:
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
-        """Compute the figures of a suite; None if no problem is left."""
+        """Compute the figures of a suite; None if no problem has all its rewards."""
         suite, seed = self.config.evaluation.suites[name], self.config.training.seed
         try:
             return figures_of_records(records, suite, seed)

@@ -56,7 +56,7 @@ from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollo
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
-# Warnings that are shown once in a run, also if it is resumed
+# Warnings that are shown once in a run, even if the run is resumed
 NOISE_WARNING = "ratio/noise_floor"
 COLLAPSE_WARNING = "training.on_collapse"
 
@@ -112,7 +112,7 @@ class ReinforcementLoop:
         start = run.checkpoints.start
         self.restored: Experience | None = None
         saved = start.state.rollouts if start.state else None
-        # Responses from before `train --change` were sampled with other values.
+        # Responses from before `train --change` are not used: they depend on the old values.
         if start.checkpoint is not None and saved is not None and not start.begins_phase:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
@@ -158,11 +158,11 @@ class ReinforcementLoop:
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
-        alarm = run.checkpoints.watch.alarm  # of a run that ended so
+        alarm = run.checkpoints.watch.alarm  # of a collapse that ended an earlier start of the run
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
-                # if no server took that step's weights, they have arrived only now
+                # if no server took that step's weights before, the call above has sent them
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.restored is None and run.checkpoints.is_new(RL):
@@ -182,8 +182,8 @@ class ReinforcementLoop:
                     self._whole_step(step, progress)
 
     def _whole_step(self, step: int, progress: Progress) -> None:
-        """Run one step to its end. An update that loses the weights is a collapse, too, but a run
-        can only go back then: there is nothing left to save."""
+        """Run one step to its end. If the update makes the weights non-finite, this is a collapse,
+        too. The run can then only roll back, because no usable weights are left to save."""
         try:
             metrics = self.step(step)
         except FloatingPointError as error:
@@ -231,7 +231,7 @@ class ReinforcementLoop:
             raise UserError(run.checkpoints.collapsed_text(step))
 
     def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
-        """Repeat the answer to a collapse that has ended the run before: the keys may be others."""
+        """Handle, once more, a collapse that ended the run before: on_collapse may have changed."""
         if not self._goes_on_after(alarm, step, progress):
             raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
@@ -289,7 +289,7 @@ class ReinforcementLoop:
     def _request(self, step: int) -> RolloutRequest:
         """Make a step's request without its prompts.
 
-        The weights of servers may be `rollout.staleness` steps old.
+        Servers may generate with weights that are up to `rollout.staleness` steps old.
         """
         rollout, seed = self.config.rollout, self.config.training.seed
         return RolloutRequest(
@@ -304,19 +304,19 @@ class ReinforcementLoop:
         )
 
     def _draw_number(self, step: int) -> int:
-        """The step's number for its random numbers. After a rollback it is another one, so that the
-        samples of a collapse are not generated again."""
+        """Return the number that decides the step's random numbers. A rollback changes it, so that
+        the samples that led to a collapse are not generated again."""
         return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:
         """Make servers generate for this step and for later ones, while the policy trains.
 
-        first: the step of the loader's next prompts. The loader does not advance, so that a resumed
-        run uses the same prompts for the same step.
+        first: the step that uses the loader's next prompts. The loader does not advance, so that a
+        resumed run uses the same prompts for the same step.
         """
         if not self.config.rollout.staleness:
             return  # each step generates its own responses
-        # The next phase generates its own responses, with its values and its weights.
+        # not beyond this phase: the next one generates its responses with its own configuration
         last = min(step + self.config.rollout.staleness, self.last)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
@@ -340,7 +340,7 @@ class ReinforcementLoop:
             yield refills.next()
 
     def _tell_selection(self, experience: Experience) -> None:
-        """Add the figures of data.selection to those of the step, and mark what it explored."""
+        """Add the metrics of data.selection to the step's, and mark the prompts drawn at random."""
         if isinstance(self.loader, PromptSelection):
             experience.metrics |= self.loader.metrics()
             for record in experience.draws[: self.loader.explored()]:
@@ -406,14 +406,14 @@ class ReinforcementLoop:
 
 
 def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSelection:
-    """Make what chooses the prompts of each step, from `step` on.
+    """Make the object that chooses the prompts of each step, from `step` on.
 
     data.selection needs the records of all steps before it, which the main rank reads.
     """
     config, inputs = run.config, run.inputs
     data, per_step, seed = config.data, config.rollout.prompts_per_step, config.training.seed
     if not (data.selection.is_on and inputs.train):
-        # a run that only evaluates may have no prompts, and uses none
+        # a run that only evaluates uses no training prompts, and may have none
         sizes = inputs.train_sizes or [len(inputs.train) or 1]
         return PromptLoader(sizes, per_step, seed, shuffle=data.shuffle, weights=data.weights)
     return PromptSelection(
@@ -432,11 +432,11 @@ def collect(
 ) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    `next_rows` returns, on every rank, the same `rollout.prompts_per_step` prompt numbers at each
-    call; `of_step` is the rest of the request. Dynamic sampling may need several requests, and may
-    leave ranks with different numbers of groups. Raises, on all ranks, the errors of
-    `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards of
-    turns, or if no group has rewards.
+    next_rows: each call returns the numbers of the next `rollout.prompts_per_step` prompts, the
+    same on every rank; of_step: the rest of the request. Dynamic sampling may need several
+    requests, and may leave ranks with different numbers of groups. Raises, on all ranks, the errors
+    of `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards
+    of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples, draws = [], [], []
@@ -528,7 +528,7 @@ def update_policy(
 
 
 class PhaseTimer:
-    """Measures a step, which begins now, and its phases; metrics perf/PHASE_seconds."""
+    """Measures a step, beginning now, and its phases, for the metrics perf/PHASE_seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
@@ -546,10 +546,10 @@ class PhaseTimer:
     def step_metrics(self, experience: Experience, has_servers: bool) -> dict[str, float]:
         """Return the perf/ metrics of the step so far.
 
-        The trainer is idle while servers generate.
+        With servers, the trainer is idle during the rollout.
         """
         seconds, idle = time.perf_counter() - self._start, {}
-        if has_servers:  # `seconds` lacks the rollout time of an earlier start of the run
+        if has_servers:  # restored responses: their rollout time is not in `seconds`
             idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)
         return {
             "perf/step_seconds": seconds,

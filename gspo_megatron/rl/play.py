@@ -22,7 +22,8 @@ from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 
 
 def play(config: Config, episodes: int) -> list[dict[str, Any]]:
-    """Play one episode for each of the first `episodes` prompts; repeats them if there are fewer.
+    """Play one episode for each of the first `episodes` prompts. If there are fewer prompts, repeat
+    them.
 
     Every rank calls it. Returns records of evaluation.jsonl on the main rank, an empty list on the
     other ranks. Raises UserError.

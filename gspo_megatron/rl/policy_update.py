@@ -58,8 +58,8 @@ class PolicyUpdater:
         recomputes: bool | None = None,
     ) -> None:
         """Copy the policy's current weights as the reference policy, if the objective needs one.
-        recomputes: the resolved value of old_logprobs = auto; None: recompute unless the section
-        says `rollout`."""
+        recomputes: whether to recompute the old log-probs; None: recompute unless
+        `objective.old_logprobs` is `rollout`."""
         self.policy, self.trainer, self.builder = policy, trainer, builder
         self.objective, self.section = objective, section
         self.device = builder.device
@@ -69,7 +69,7 @@ class PolicyUpdater:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
         self.distillation = section.distillation
-        self.teachers = {  # computed on these ranks, by their numbers
+        self.teachers = {  # the teachers that these ranks compute, by number
             number: teacher_of(folder, policy, offload=section.reference_offload)
             for number, folder in self.distillation.folders.items()
         }
@@ -112,13 +112,13 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        for number, teacher in self.teachers.items():  # its own routers choose its experts
+        for number, teacher in self.teachers.items():  # no replay: the teacher's routers choose
             ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
 
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
     ) -> Tensor:
-        """Compute the advantages of rewards minus a KL penalty, [num_sequences] float32.
+        """Compute advantages from the rewards minus a KL penalty, [num_sequences] float32.
 
         The penalty is the divergence from the reference policy, summed over the response's masked
         tokens, times `kl_coefficient`.
@@ -213,8 +213,9 @@ class PolicyUpdater:
     def _taught(
         self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
     ) -> tuple[LossInputs, LossInputs]:
-        """Return the inputs with the teacher's part of the advantages, if the form has one; and the
-        original inputs with a mask of the tokens that have a teacher."""
+        """Return the inputs in two versions: first with the teacher's term in the advantages, if
+        the form of distillation adds one there; then with a mask that keeps only tokens that have a
+        teacher."""
         teacher = micro_batch.teacher_logprobs
         if teacher is None:
             return inputs, inputs

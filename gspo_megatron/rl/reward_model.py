@@ -1,7 +1,8 @@
 """Adds the scores of a reward model to the rewards of this rank's responses.
 
-A server's scores came with the responses. A folder's are computed here, on the training ranks,
-between rollout and update. Then they are normalised, and added to the other parts of the reward.
+If a server holds the model, its scores came with the responses. If the model is a folder, the
+training ranks compute the scores here, between rollout and update. Then the scores are normalized,
+and added to the other parts of the reward.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class FolderScores:
     def __call__(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the scores of conversations, [conversations] float64.
 
-        All ranks call it, the tensor- and pipeline-parallel ones with the same conversations.
-        Raises DataError on all ranks if a score is not finite."""
+        All ranks call it. Tensor- and pipeline-parallel ranks give the same conversations. Raises
+        DataError on all ranks if a score is not finite."""
         device = torch.device(torch.cuda.current_device())
         lengths = torch.tensor([*map(len, ids)], dtype=torch.long, device=device)
         tokens = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long, device=device)
-        # Context-parallel ranks have responses of their own, and score those of all of them.
+        # Each context-parallel rank has its own responses. Together they score all of them.
         group = parallel_state.get_context_parallel_group()
         counts = all_gather_columns(lengths, group)
         tokens = torch.cat(all_gather_columns(tokens, group))
@@ -65,7 +66,7 @@ class ModelRewards:
     def __init__(
         self, config: Config, device: torch.device, score: FolderScores | None = None
     ) -> None:
-        """score: computes the scores of reward.model.folder; None: a server has scored."""
+        """score: computes the scores of reward.model.folder; None: the scores are a server's."""
         self.section, self.device, self.score = config.reward, device, score
         self.std = config.objective.advantage_std
         self.texts = None if score is None else ModelTexts(config.reward)
@@ -82,9 +83,10 @@ class ModelRewards:
         *,
         learns: bool,
     ) -> None:
-        """Add the scores to the rewards of a share of responses, with texts `samples`.
+        """Add the scores to the rewards of a share of responses.
 
-        learns: the responses are for an update; else their scores are not normalised.
+        samples: the responses as text; learns: the responses are for an update. Otherwise, their
+        scores are not normalized.
         """
         group, found = share.group, self._scores(share, samples)
         normalized = found.scores
@@ -117,7 +119,7 @@ class ModelRewards:
         begin, given, problem = perf_counter(), None, None
         try:
             given = self.texts.conversations(samples)
-        except RewardError as error:  # other ranks may have none, and wait
+        except RewardError as error:  # ranks without a problem wait in the next call
             problem = str(error)
         raise_everywhere(problem)
         assert given is not None
@@ -125,7 +127,7 @@ class ModelRewards:
         return ModelScores(scores, given.tokens, given.cut, perf_counter() - begin)
 
     def _everyones(self, scores: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return the scores of all ranks in the order of the samples, without those that failed."""
+        """Return the scores of all ranks in the order of the samples, without failed calls."""
         mine = torch.stack(
             [to_tensor(numbers, self.device).double(), to_tensor(scores, self.device)]
         )

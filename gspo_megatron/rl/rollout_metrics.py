@@ -44,7 +44,7 @@ class RolloutMetrics:
         means = {
             "reward/mean": mean_pair(rewards),
             "reward/squared": mean_pair(rewards**2),
-            # of shaped rewards: a group in which these are all equal has no gradient
+            # with shaped rewards: a group whose shaped rewards are all equal has no gradient
             "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
             "response/length_mean": mean_pair(batch.response_lengths),
             "response/truncated": mean_pair(batch.truncated),
@@ -85,7 +85,7 @@ class RolloutMetrics:
         self.reward_seconds += share.reward_seconds
 
     def _model_means(self, model: ModelWork) -> dict[str, Tensor]:
-        """Return the means of what a reward model did, and keep its time and running moments."""
+        """Return the means of a reward model's results, and keep its time and running moments."""
         device, work = self.collector.device, model.seconds
         self.model_seconds += work
         if model.running is not None:
@@ -129,7 +129,7 @@ class RolloutMetrics:
         return reduced
 
     def _model_figures(self, reduced: dict[str, float]) -> dict[str, float]:
-        """Return the figures of a reward model that follow from its means."""
+        """Return the metrics of a reward model that are computed from its means."""
         squared, mean = reduced.pop("reward_model/squared"), reduced["reward_model/mean"]
         counts = torch.tensor(float(sum(map(len, self._lengths))), device=self.collector.device)
         dist.all_reduce(counts, group=self.collector.data_group)

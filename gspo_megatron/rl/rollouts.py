@@ -41,8 +41,8 @@ class Experience:
     # The first `logging.samples_per_step` responses to the first request, as rows of samples.jsonl;
     # only on the first rank of each model replica.
     samples: list[dict[str, Any]] = field(default_factory=list)
-    # These are the same on all ranks:
-    # what came of the prompts of all requests, in order: records of draws.jsonl without the step
+    # The fields from here on are the same on all ranks.
+    # the outcome of each prompt of all requests, in order: records of draws.jsonl without the step
     draws: list[dict[str, Any]] = field(default_factory=list)
     reward_seconds: float = 0.0  # wall seconds of scoring, on the slowest rank
     metrics: dict[str, float] = field(default_factory=dict)  # over all sampled responses
@@ -61,7 +61,7 @@ class Experience:
         return self.group.to_scores(self.device)
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields except the responses, as JSON values. The main rank's are saved."""
+        """Return all fields except the responses, as JSON values. Only the main rank saves them."""
         names = [each.name for each in dataclasses.fields(self)]
         return {n: getattr(self, n) for n in names if n not in ("group", "device")}
 
@@ -81,8 +81,8 @@ class Collector:
         device: torch.device,
         score: FolderScores | None = None,
     ) -> None:
-        """prompts: by the configuration key that names their files; scorer: the run's own; score:
-        computes the scores of a reward model on these ranks."""
+        """prompts: configuration key of prompt files -> their prompts; scorer: the run's own;
+        score: computes the scores of a reward model on these ranks."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
         self.model_rewards = ModelRewards(config, device, score)
@@ -252,7 +252,7 @@ class DynamicSampling:
     enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
-    has_failed: list[bool] = field(default_factory=list)  # True: a reward is missing, never used
+    has_failed: list[bool] = field(default_factory=list)  # a reward is missing: never use it
 
     def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
         """Add the groups of one more request, in order. A failed group has no spread."""
@@ -305,7 +305,7 @@ class DynamicSampling:
 def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
-    """Return which groups of a request have different rewards, and in which a reward call failed.
+    """Return two lists: whether each group of a request has different rewards, and lacks a reward.
 
     Both lists are in the order of the groups, and the same on all ranks.
     """
@@ -326,7 +326,7 @@ def draw_records(
     group: RolloutGroup,
     has_spread: Sequence[bool],
 ) -> list[dict[str, Any]]:
-    """Return what came of each prompt of a request: a record of draws.jsonl without the step.
+    """Return the outcome of each prompt of a request: a record of draws.jsonl without the step.
 
     A response is solved if its unshaped reward is at least `data.selection.correct_at`. The records
     have the order of the prompts, and are the same on all ranks.

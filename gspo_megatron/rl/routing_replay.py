@@ -65,7 +65,7 @@ class RoutingReplayOff:
 class RecordedRoutes:
     """The routes of one micro-batch, for later passes of the step."""
 
-    in_first: bool  # in the first mini-batch, whose training pass replaces its old pass
+    in_first: bool  # in the first mini-batch, which needs no pass for old log-probs
     tables: dict[str, RouteTable] = field(default_factory=dict)  # by mode: r2, r3
     waiting: dict[str, set[str]] = field(default_factory=dict)  # by mode: passes that still need it
     # The choice of the old policy's routers, and their scores by layer, for volatility.
@@ -81,7 +81,7 @@ class RoutingReplay(RoutingReplayOff):
         drops = policy.config.moe_expert_capacity_factor is not None
         assert not (drops and section.modes), "full experts would drop tokens that are replayed"
         self.records = "r2" in section.modes or section.volatility
-        # The reference then needs routes of the first mini-batch; the training pass does not.
+        # The reference pass also needs routes of the first mini-batch; the training pass does not.
         self.records_all = section.reference_replay == "r2"
         self._micro_batches: list[MicroBatch] = []  # of the current step
 
@@ -146,7 +146,7 @@ class RoutingReplay(RoutingReplayOff):
 
     @contextlib.contextmanager
     def training_pass(self, micro_batches: MicroBatches) -> Generator[None]:
-        """Use every route once and release it. See RoutingReplayOff."""
+        """Replay the routes of each micro-batch, then release them. See RoutingReplayOff."""
         mode = self.section.replay
         for micro_batch in micro_batches:
             kept = micro_batch.recorded_routes
@@ -183,9 +183,10 @@ class RoutingReplay(RoutingReplayOff):
         assert not unused, "recorded routes were never used"
 
     def _is_observed(self, micro_batch: MicroBatch) -> bool:
-        """Return whether a micro-batch counts for volatility; those of the first mini-batch do not.
+        """Return whether a micro-batch counts for volatility.
 
-        No router has changed before it, so its zeros would only lower the mean.
+        Micro-batches of the first mini-batch do not count. No router has been updated before them,
+        so their volatility is 0 and would only lower the mean.
         """
         return self.section.volatility and not micro_batch.recorded_routes.in_first
 
@@ -195,7 +196,7 @@ class RoutingReplay(RoutingReplayOff):
             layers = recording.layers
             assert layers == self.layers, f"layers {layers} recorded of {self.layers}"
             table = recording.table()
-        else:  # a stage of dense layers takes part in the counts over all stages
+        else:  # this pipeline stage has no MoE layers, but must join the sums over all stages
             index = self._local(micro_batch.packed.token_index)
             assert index is not None
             nothing = no_routes(self.config, 0, len(index), device=self.device)
@@ -239,8 +240,8 @@ class RoutingReplay(RoutingReplayOff):
 
         Sound means that every token with routes has k different existing experts. The last token of
         a branch never went through the rollout engine: it has no routes, and no log-prob depends
-        on its experts. Zeros in all layers mean that a server did not report the token's routes;
-        the routers choose for it.
+        on its experts. Zeros in all layers mean that a server did not report the token's routes.
+        The routers then choose its experts.
         """
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
@@ -254,7 +255,7 @@ class RoutingReplay(RoutingReplayOff):
         last[-1] = True  # the index of padding is -1
         experts = flat[index]
         known = ~last[index]
-        if experts.shape[-1] > 1 and experts.shape[-2]:  # k different experts are not all 0
+        if experts.shape[-1] > 1 and experts.shape[-2]:  # k > 1 different experts cannot all be 0
             known &= (experts != 0).flatten(1).any(1)
         sound = _are_sound(experts[known], self.config.num_moe_experts)
         experts = experts.permute(1, 0, 2).to(nothing.dtype).contiguous()
@@ -265,8 +266,8 @@ class RoutingReplay(RoutingReplayOff):
         """Reorder [rows, tokens / CP] of a micro-batch to [tokens] in the order of this rank's
         routers.
 
-        That order is the first token of all rows, then the second; it is cut for sequence
-        parallelism.
+        In that order, the first tokens of all rows come first, then the second ones, and so on.
+        With sequence parallelism, each tensor-parallel rank has an equal part.
         """
         if values is None:
             return None
@@ -280,8 +281,8 @@ class RoutingReplay(RoutingReplayOff):
 def _are_sound(experts: Tensor, num_experts: int) -> Tensor:
     """Return a scalar bool: every row [..., k] has k different existing experts.
 
-    This detects engines that leave tokens out and fill their rows with zeros. A repeated expert
-    would also split its weight with itself.
+    This detects engines that leave tokens out and fill their rows with zeros. Replaying an expert
+    twice for one token would also give wrong weights for the experts.
     """
     ranked = experts.sort(dim=-1).values
     differ = (ranked[..., 1:] != ranked[..., :-1]).all()

@@ -33,11 +33,12 @@ from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 
-# Beginnings of changes after which rewards are not compared with those before
+# Prefixes of changed keys after which the running moments of a reward model begin anew
 _OTHER_SCORES = tuple(
     f"reward.model.{key}"
     for key in ("folder:", "tokenizer:", "chat_template", "max_tokens:", "normalize:")
 )
+# Prefixes of changed keys after which rewards are not compared with those before
 _OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 
 
@@ -64,8 +65,8 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
                 done, following, kept = _train_phase(config, parts, session, kept)
                 if following is None:
                     return done
-                # A phase begins as a resumed run does, so it is the same whether the run went on
-                # by itself, or was stopped and changed. Only servers go on.
+                # A phase begins like a resumed run. So the result is the same whether the run
+                # continued by itself, or was stopped and changed. Only the servers keep running.
                 tear_down_model_parallel()
                 session.start = following
         finally:
@@ -86,11 +87,13 @@ def _train_phase(
     session: Session,
     kept: Any,
 ) -> tuple[bool, Start | None, Any]:
-    """Train to the end of the phase, or of a run without phases, or to a rollback. `parts` None:
-    read the phase's own inputs, reward and objective. `kept`: see `RolloutSource.hand_over`.
+    """Train to the end of the phase, or of a run without phases, or to a rollback.
 
-    Returns False if the run was stopped; the start of what follows, if anything does; and what the
-    source of the next phase goes on with."""
+    parts: None: read the phase's own inputs, reward and objective; kept: see
+    `RolloutSource.hand_over`. Returns three values: False if the run was stopped, else True; the
+    start of the next phase or of the steps after a rollback, if one follows; and the resources that
+    the next phase's source takes over.
+    """
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
     end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
@@ -108,7 +111,7 @@ def _train_phase(
         if not done:
             return False, None, None
         if (back := run.checkpoints.back) is not None:
-            # with new servers: theirs have later versions of the weights, which are taken back
+            # with new servers: the old ones have weights of steps that the rollback discards
             return True, on_main(lambda: conclude(config, back, {}, change=True)), None
         if is_border(config, end):
             return True, run.checkpoints.next_start(), run.collector.source.hand_over()

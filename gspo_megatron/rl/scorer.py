@@ -1,4 +1,4 @@
-"""A frozen preference model of a Hugging Face folder, sharded as the trained model beside it."""
+"""A frozen preference model from a Hugging Face folder, sharded like the trained model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gspo_megatron.models.build import build_frozen
 class FrozenScorer:
     """Scores sequences on the training ranks, between passes of the trained model.
 
-    It is a second model with its own shape, vocabulary and weights on the layout of the run. It
-    holds its share of the weights, and no gradients or optimizer state."""
+    It is a second model with its own shape, vocabulary and weights, on the layout of the run. Each
+    rank holds its share of the weights, but no gradients or optimizer state."""
 
     def __init__(self, folder: str, config: AnyConfig, parallel: ResolvedParallel) -> None:
         """Load the *ForSequenceClassification folder. All ranks call it, after
         set_up_model_parallel.
 
-        config: that of the run, of which the model is replaced; `scorer_problems` has checked that
-        its layout fits. Raises UserError for a folder that is damaged or holds no preference
-        model."""
+        config: the run's, whose section `model` is replaced. `scorer_problems` has checked that the
+        run's layout fits this model. Raises UserError if the folder is damaged or holds no
+        preference model."""
         own: Any = config_of_scorer(config, folder)
         vocab_size = own.resolved_model().vocab_size
         self.token_budget: int = own.training.micro_batch_tokens
@@ -36,9 +36,12 @@ class FrozenScorer:
         load_hf(folder, self.policy, ignore_custom_code=own.model.ignore_custom_code)
 
     def __call__(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the scores [num_sequences] float32 of `tokens` [sum(lengths)] int64, the sequences
-        of this data-parallel rank end to end. All ranks call it together, also ranks that have
-        none. A score is that of the last token."""
+        """Return the scores of sequences, [num_sequences] float32.
+
+        tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, one after another.
+        All ranks call it together, even a rank without sequences. The score of a sequence is the
+        score of its last token.
+        """
         return sequence_scores(
             self.policy, tokens, lengths, token_budget=self.token_budget, padded=self.padded
         )

@@ -44,9 +44,9 @@ from gspo_megatron.types import Prompt
 
 @dataclass
 class KeptServers:
-    """What goes on over a border between two phases: the service with its servers."""
+    """The rollout service and its servers, which keep running when the next phase begins."""
 
-    sync: WeightSync  # its version: the weights that the servers have
+    sync: WeightSync  # sync.version is the version of the servers' weights
     service: ServiceClient | None  # only on rank 0
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ServedRollouts:
         kept: KeptServers | None = None,
     ) -> None:
         """hf_config: config.json of the model that the weights come from; kept: the servers of the
-        phase before, which go on if they fit this one."""
+        phase before, which are used if they fit this phase."""
         self.config, self.device = config, device
         # without end-of-sequence token: all responses of the weight check have the same length
         self.engine = MegatronEngine(policy, pad_id=inputs.tokenizer.pad_id, eos_id=())
@@ -76,7 +76,7 @@ class ServedRollouts:
         self.report: Callable[[str], None] = lambda text: None
         self.policy, self.hf_config = policy, hf_config
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.layers: Sequence[int] | None = None  # MoE layers of this rank, from 1; None: no r3
+        self.layers: Sequence[int] | None = None  # this rank's MoE layers, from 1; None: no r3
         if "r3" in config.routing.modes:
             self.layers = attach_hooks(policy.models)
         self.service: ServiceClient | None = None  # only on rank 0
@@ -90,8 +90,8 @@ class ServedRollouts:
     # Weights and the service
 
     def take_weights(self, version: int) -> dict[str, float]:
-        """Send the weights to the servers; the first call starts the service, or goes on with that
-        of the phase before. See RolloutSource.
+        """Send the weights to the servers. The first call starts the service, or takes over the
+        service of the phase before. See RolloutSource.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
         rollout.vllm.weight_update_timeout_seconds.
@@ -142,7 +142,7 @@ class ServedRollouts:
         return self.service
 
     def _goes_on(self) -> bool:
-        """Go on with the servers of the phase before, if there are some that fit this phase."""
+        """Take over the servers of the phase before. Returns False if none fit this phase."""
         kept, self.kept = self.kept, None
         if kept is None or kept.sync.version != self.version:
             return False
@@ -152,8 +152,8 @@ class ServedRollouts:
         return True
 
     def _tell_phase(self, kept: KeptServers) -> bool:
-        """Tell the service that this phase begins, on rank 0. If it needs other servers, ends the
-        service and returns False."""
+        """Tell the service, on rank 0, that this phase begins. If the phase needs other servers,
+        end the service and return False."""
         assert kept.service is not None, "rank 0 has it"
         if goes_on := kept.service.begin_phase(self._settings(kept.sync.folder), self.config):
             return goes_on

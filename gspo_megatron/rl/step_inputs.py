@@ -1,8 +1,8 @@
 """Saves and reads a step's Experience: all that a policy update needs besides the weights.
 
-It is for a run that stops between a rollout and its update, and to replay a bad step. Each
-data-parallel rank writes its share as a `RolloutGroup`; each pipeline stage writes the routes of
-its layers. A run on another layout reads its own groups from all files.
+It is saved so that a run can stop between a rollout and its update, and so that a bad step can be
+replayed. Each data-parallel rank writes its share as a `RolloutGroup`; each pipeline stage writes
+the routes of its layers. A rank of another layout reads its own groups from all files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NAME = re.compile(r"step_(\d{8,})")
 def write_rollouts(experience: Experience, folder: Path) -> None:
     """Write this rank's share below `folder`; every rank calls it. Raises OSError."""
     if parallel_state.get_tensor_model_parallel_rank() > 0:
-        return  # the first tensor-parallel rank has the same
+        return  # the first tensor-parallel rank writes the same
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage > 0 and experience.group.routes is None:
         return
@@ -76,7 +76,7 @@ def write_rollouts(experience: Experience, folder: Path) -> None:
 
 
 def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:
-    """Read this rank's share, in the current layout, of what `write_rollouts` wrote.
+    """Read the files of `write_rollouts`: this rank's share in the current layout.
 
     description: the value of `Experience.describe`. Every rank calls it. Raises the same DataError
     on all ranks.
@@ -191,7 +191,7 @@ class KeptSteps:
         return {name: record_of(folder / name) for name in names}
 
     def _publish(self, publication: Publication, step: int, files: Files) -> None:
-        """Publish a step and delete surplus ones, also later steps, left from before a resume."""
+        """Publish a step. Delete older surplus steps, and later steps from before a resume."""
         publication.publish(files)
         steps = kept_steps(self.folder)
         kept = [each for each in steps if each <= step][-self.keep :]
@@ -292,7 +292,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         checkpoint = Path(given)
         _check_whole(checkpoint)
     else:
-        # the state after the step before, with the rollouts of this step
+        # the state after the previous step, with the rollouts of this step
         start = Position(RL, step.step - 1, True)
         for position in positions(step.run / CHECKPOINTS):
             if position.order > start.order:
@@ -309,7 +309,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         objective.needs_reference
         and (reference := reference_of(checkpoint, config, step.step)) is not None
     ):
-        # without a reference, the run's first weights, which are the same, are used
+        # if the folder is missing, the run's first weights are used: they are the same
         way = "put a whole copy in its place, or move it away: the run's first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # weights alone

@@ -1,4 +1,4 @@
-"""Asks a server with deadlines and repetitions: the teachers' and the reward models' servers."""
+"""Calls to the servers of teachers and reward models. Failed calls are repeated."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _USERS_MISTAKES = (401, 403, 404, 405)
 
 
 class Asker:
-    """Calls one server. The number of repetitions and the consequence of a failure come from the
-    section `reward`."""
+    """Calls one server. The section `reward` says how often a failed call is repeated (`retries`)
+    and what happens if the last call fails too (`on_failure`)."""
 
     def __init__(self, name: str, reward: RewardSection) -> None:
-        """name: key and URL of the server, for messages."""
+        """name: configuration key and URL of the server, for messages."""
         self.name, self.reward = name, reward
-        self._told = False  # a message about failed calls was printed
+        self._told = False  # whether a message about failed calls was printed
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
-        """Return the result of a call, and the number of failed calls.
+        """Repeat a call until it succeeds. Returns its result and the number of failed calls.
 
-        The result is None if the call failed for good and `reward.on_failure` does not end the run.
+        The result is None if all calls failed and `reward.on_failure` does not end the run.
         """
         tries = 0
         while True:
@@ -74,7 +74,7 @@ class Asker:
             return json.loads(text)
 
     def advice(self, status: int, text: str) -> str | None:
-        """Return what the user should do if an answer shows a mistake of theirs, or else None."""
+        """Return what the user should do if an answer shows a mistake of the user; else None."""
         return None
 
 
@@ -86,7 +86,7 @@ class BusySeconds:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Count the time inside."""
+        """Count the time inside the `with` block."""
         if not self._calls:
             self._since = time.perf_counter()
         self._calls += 1
@@ -97,7 +97,7 @@ class BusySeconds:
             self._calls -= 1
 
     def take(self) -> float:
-        """Return the seconds since the last call of this method."""
+        """Return the seconds that were counted since the last call of this method."""
         if self._calls:
             self._count()
         seconds, self._seconds = self._seconds, 0.0

@@ -46,7 +46,7 @@ class RolloutRequest:
     name: str  # unique in the run; evaluations sort before steps, and servers work in this order
     key: str  # the configuration key that names the prompt files
     rows: list[int]  # numbers of the prompts in these files
-    first: int  # number of the first prompt in the step
+    first: int  # number, in the step, of this request's first prompt
     per_prompt: int  # responses to each prompt
     sampling: Sampling
     seed: int  # seed and sample number together decide all randomness of a sample
@@ -64,7 +64,8 @@ class Requests:
     prompts: Sequence[Sequence[int]]  # token ids
     group_index: Sequence[int]  # the prompts' numbers in the step, over all ranks
     responses_per_prompt: int = 1
-    # the limit for each prompt's responses, at most `Sampling.max_tokens`; None: that for all
+    # token limit for the responses to each prompt, at most `Sampling.max_tokens`; None: that limit
+    # for all prompts
     max_tokens: Sequence[int] | None = None
     router_noise: bool = True  # False: switch off the engine's router noise, if it has any
 
@@ -80,8 +81,8 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """Generate this rank's responses, in the order of `Requests.sample_indices`.
 
-        Every rank calls it at the same time, even without requests. With equal weights, the same
-        seed and sample index give the same response on any layout, up to rounding.
+        Every rank calls it at the same time, even a rank without requests. With equal weights, the
+        same seed and sample index give the same response on any layout, up to rounding.
         """
         ...
 
@@ -92,11 +93,11 @@ class RolloutEngine(Protocol):
 
 @dataclass
 class ModelWork:
-    """What a reward model did for the responses of a share, for the metrics."""
+    """Scores of a reward model for the responses of one share, and their cost, for the metrics."""
 
     scores: np.ndarray  # [num_sequences] float64, NaN: the call failed
     tokens: np.ndarray  # [num_sequences] int64: tokens of the conversations
-    cut: np.ndarray  # [num_sequences] bool: too long for the model
+    cut: np.ndarray  # [num_sequences] bool: the conversation was too long for the model
     repeated: np.ndarray  # [num_sequences] float64: share of repeated text in the response
     seconds: float
     running: tuple[float, float] | None  # running mean and standard deviation; None: not kept
@@ -104,7 +105,7 @@ class ModelWork:
 
 @dataclass
 class RolloutShare:
-    """This rank's share of a request: the whole groups of every `data_size`-th prompt."""
+    """This rank's share of a request: all responses to some of its prompts."""
 
     group: RolloutGroup
     failed_calls: FailedCalls  # failed reward calls and episodes on all ranks
@@ -146,14 +147,14 @@ class RolloutSource(Protocol):
         ...
 
     def after_checkpoint(self, step: int) -> None:
-        """Delete what was kept to repeat steps up to `step`, for which a checkpoint now exists."""
+        """Delete the data kept for repeating steps up to `step`: `step` now has a checkpoint."""
         ...
 
     def hand_over(self) -> Any:
-        """Return what the source of the next phase gets and goes on with, or None. `close` does not
-        end that."""
+        """Return resources that the source of the next phase takes over, or None. `close` does not
+        free them."""
         ...
 
     def close(self) -> None:
-        """Free the resources at the end of the run or of its phase."""
+        """Free the resources at the end of the run or of a phase."""
         ...

@@ -2,9 +2,9 @@
 
     engine -> turns -> episodes -> `assemble` -> RolloutGroup -> `GroupScorer` -> scored group
 
-A response without an environment is an episode of one turn. With the in-process engine, the leader
-of a model replica runs this code (rollout/megatron/barrier.py). With vLLM servers, the rollout
-service does (rollout/vllm/episodes.py).
+A response without an environment is an episode of one turn. With the in-process engine, one rank
+of each model replica runs this code (rollout/megatron/barrier.py). With vLLM servers, the rollout
+service runs it (rollout/vllm/episodes.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class GeneratedTurn(Protocol):
     """One turn that an engine generated."""
 
-    token_ids: np.ndarray  # [tokens] int32, with the token that ended it
+    token_ids: np.ndarray  # [tokens] int32, including the token that ended the turn
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
     truncated: bool  # cut off by the limit of tokens
     # [prompt + response tokens, layers, k]; None: the engine does not report the experts here
@@ -57,7 +57,7 @@ class GeneratedTurn(Protocol):
     versions: np.ndarray | None  # [tokens] int32, weights versions; None: the engine reports none
 
 
-# Makes the engine generate one turn for each of these samples, after the same tokens.
+# Makes the engine generate one turn for each sample number. All these turns follow the same tokens.
 Generate = Callable[[TurnRequest, Sequence[int]], Coroutine[Any, Any, Sequence[GeneratedTurn]]]
 
 
@@ -71,7 +71,8 @@ class Played:
     routes: np.ndarray | None  # [tokens, layers, k]
     versions: np.ndarray | None  # [response tokens] int32
     turns: Sequence[Sequence[Any]]  # [branch][turn]: what the engine returned
-    # The next three are None without an environment: then all tokens after the prompt are one turn.
+    # The next three are None if there is no environment. All tokens after the prompt are then one
+    # turn.
     in_response: np.ndarray | None = None  # [tokens] bool
     sampled: np.ndarray | None = None  # [response tokens] bool: the tokens to learn from
     episode: Episode | None = None
@@ -85,13 +86,14 @@ def players(
     generate: Generate,
     no_turn: Callable[[int], GeneratedTurn],
 ) -> dict[int, Coroutine[Any, Any, list[Played]]]:
-    """Return the coroutines that produce the responses to a prompt, by their first sample's number.
+    """Return the coroutines that produce the responses to a prompt. The key of each is the number
+    of its first sample.
 
-    Run them concurrently. Joined in order, their results are one response for each sample. Each
+    Run them concurrently. Their results, joined in order, are one response for each sample. Each
     coroutine has at most one call of `generate` in progress.
 
-    episodes: None for single turns; no_turn: makes the placeholder turn of an episode that failed
-    before its first turn, from the number of prompt tokens.
+    episodes: None for single turns; no_turn: gets the number of prompt tokens, and makes the
+    placeholder turn of an episode that failed before its first turn.
     """
     if episodes is None:
         return {samples[0]: _single_turns(prompt, samples, max_tokens, generate)}
@@ -222,8 +224,8 @@ class GroupScorer:
         teachers: Teachers | None = None,
         model: ModelServer | None = None,
     ) -> None:
-        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo);
-        model: a reward model behind a URL."""
+        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo), else
+        None; model: the server of a reward model, if there is one."""
         self.teachers, self.model = teachers, model
         self.scorer, self.shaping, self.tokenizer, self.by_part = (
             scorer,
@@ -330,8 +332,8 @@ class GroupScorer:
 
         A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
         group. episodes: the episodes of the responses, if there is an environment; judged: the
-        answers of the teachers; scored: those of a reward model behind a URL, which `add_model`
-        adds to the reward.
+        answers of the teachers; scored: the answers of a reward model behind a URL. `add_model`
+        adds these scores to the reward.
         """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
@@ -385,11 +387,11 @@ class GroupScorer:
     ) -> None:
         """Add a reward model's part to the rewards of a group that `fill_in` has filled in.
 
-        scores, normalized: [num_sequences] float64, NaN where the call failed for good. The part
-        that is logged is the score; the reward to train on has the normalised one.
+        scores, normalized: [num_sequences] float64, NaN where the call failed for good. The logged
+        part is the score itself. The reward to train on contains the normalized score.
         """
         names = group.part_names
-        if names is None:  # all calls of the function failed
+        if names is None:  # all calls of the reward function failed
             return
         assert group.parts is not None, "its names are there"
         group.parts[:, names.index(PART)] = scores
@@ -410,7 +412,7 @@ class GroupScorer:
     ) -> np.ndarray:
         """Return the sum of the normalized parts, which replaces the shaped rewards.
 
-        The penalty for an overlong response counts as one more part.
+        The penalties for overlong responses and for repetitions count as one more part.
         """
         assert group.parts is not None, "its names are there"
         weights = self.scorer.section.weights
@@ -441,7 +443,7 @@ class GroupScorer:
 
 
 def _last_turn(written: np.ndarray) -> int:
-    """Return where the last turn begins; it ends with the response.
+    """Return the index of the last turn's first token. The turn ends where the response ends.
 
     written: [response tokens of a branch] bool, True on tokens that the policy wrote.
     """

@@ -1,8 +1,8 @@
-"""A reward model's view of responses: its conversations as token ids, and its scores by a server.
+"""Makes the conversations that a reward model scores, and asks a server for the scores.
 
-The model has its own tokenizer and chat template, which are applied here: a server gets token ids.
-It is vLLM with `--runner pooling --convert classify`, or another one with its /classify, /tokenize
-and /v1/models.
+The model has its own tokenizer and chat template. They are applied here: a server gets token ids.
+The server is vLLM with `--runner pooling --convert classify`, or another server with the same
+/classify, /tokenize and /v1/models.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ KEY_VARIABLE = "GSPO_REWARD_MODEL_KEY"  # environment variable with the server's
 
 
 class Conversations(NamedTuple):
-    """Conversations in a reward model's tokens."""
+    """Conversations as token ids of a reward model."""
 
     ids: list[list[int]]
-    cut: np.ndarray  # [conversations] bool: too long, its first tokens are gone
+    cut: np.ndarray  # [conversations] bool: too long, so its first tokens were removed
 
     @property
     def tokens(self) -> np.ndarray:
@@ -56,7 +56,7 @@ class ModelTexts:
 
     def __init__(self, section: RewardSection) -> None:
         self.section, self.name = section.model, section.model.source
-        self.longest = section.model.max_tokens  # may be set later, to what the model takes
+        self.longest = section.model.max_tokens  # if None: set to the server's limit when known
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -82,10 +82,10 @@ class ModelTexts:
         return Conversations(ids, cut)
 
     def ids_of(self, sample: Sample) -> list[int]:
-        """Return a prompt and its response as the model's tokens, as the model was trained.
+        """Return a prompt and its response as tokens of the model.
 
         The chat template renders the prompt's messages and the response; a prompt without messages
-        is one user message. Without the template they are one text, which ends with the
+        is one user message. Without a template, prompt and response are one text, followed by the
         end-of-sequence token. Text that spells a control token is encoded as text, so a response
         cannot end its part of the conversation. Raises DataError.
         """
@@ -113,7 +113,7 @@ def tokenizer_of(section: RewardModelSection) -> Tokenizer:
     """Load a reward model's own tokenizer. Raises DataError."""
     folder = Path(section.tokenizer_folder)
     is_plain = any((folder / name).exists() for name in HUGGING_FACE_FILES)
-    inside = folder / "tokenizer.model"  # a folder may have sentencepiece's file alone
+    inside = folder / "tokenizer.model"  # a folder may hold only the file of sentencepiece
     path = inside if inside.is_file() and not is_plain else folder
     return load_tokenizer(path, section.chat_template_options)
 
@@ -125,20 +125,20 @@ class ModelScores:
     scores: np.ndarray  # [num_sequences] float64; NaN: the call failed for good
     tokens: np.ndarray  # [num_sequences] int64: tokens of the conversation
     cut: np.ndarray  # [num_sequences] bool: the conversation was too long
-    seconds: float  # wall seconds, those of other groups at the same time not counted again
+    seconds: float  # wall seconds; time that several groups share is counted for one of them only
     failures: int = 0  # number of failed calls, including those that were repeated later
 
 
 class ModelServer(Asker):
-    """The server of a reward model. Its deadline, number of repetitions and the consequence of a
-    failure come from the section `reward`."""
+    """The server of a reward model. The section `reward` gives the deadline of a call, the number
+    of repetitions and the consequence of a failure."""
 
     def __init__(self, section: RewardSection) -> None:
         assert section.model.url is not None
         super().__init__(section.model.source, section)
         self.url, self.batch_size = section.model.url.rstrip("/"), section.model.batch_size
         self.texts = ModelTexts(section)
-        self._model = ""  # the model's name there; empty: not known yet
+        self._model = ""  # the model's name on the server; empty: not known yet
         self._introducing: asyncio.Lock | None = None
         self._busy = BusySeconds()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,14 +166,15 @@ class ModelServer(Asker):
                 timeout=timeout, headers=headers, trust_env=True
             ) as session:
                 failures = await self._introduce(session)
-                # in a thread: a rollout service has other work meanwhile
+                # in a thread, so that a rollout service can do other work meanwhile
                 given = await asyncio.to_thread(self.texts.conversations, samples)
                 scores, failed = await self._ask(session, given.ids)
         seconds = self._busy.take()
         return ModelScores(scores, given.tokens, given.cut, seconds, failures + failed)
 
     async def _introduce(self, session: ClientSession) -> int:
-        """Ask what the server serves, unless it is known. Returns the number of failed calls."""
+        """Ask for the served model's name, unless it is known. Returns the number of failed
+        calls."""
         if self._introducing is None:
             self._introducing = asyncio.Lock()
         async with self._introducing:  # groups of a rollout service ask at the same time
@@ -184,7 +185,7 @@ class ModelServer(Asker):
             return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if its tokenizer is another one."""
+        """Return the model's name. Raises RewardError if the server has another tokenizer."""
         model = (await self.asked(session, "GET", f"{self.url}/v1/models"))["data"][0]
         given = {"model": model["id"], "prompt": PROBE, "add_special_tokens": False}
         theirs = (await self.asked(session, "POST", f"{self.url}/tokenize", given))["tokens"]
@@ -217,7 +218,7 @@ class ModelServer(Asker):
         try:
             answers = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # the others, where one has failed for good
+            for task in tasks:  # if one has failed for good, the others still run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for start, batch, (found, failed) in zip(starts, batches, answers, strict=True):
@@ -227,8 +228,11 @@ class ModelServer(Asker):
         return scores, failures
 
     async def _scores(self, session: ClientSession, batch: list[list[int]]) -> list[float]:
-        """Return the scores of a batch; raises ValueError if the answer has other than one finite
-        number for each conversation."""
+        """Return the scores of a batch.
+
+        Raises ValueError if a conversation has no score or one that is not finite, and RewardError
+        if the model does not give exactly one number for each conversation.
+        """
         given = {"model": self._model, "input": batch, "use_activation": False}
         answer = (await self.asked(session, "POST", f"{self.url}/classify", given))["data"]
         if len(answer) != len(batch):
@@ -253,7 +257,7 @@ class ModelServer(Asker):
         return float(given[0])
 
     def advice(self, status: int, text: str) -> str | None:
-        """Say which model is wanted if the server's does not know the tokens."""
+        """Explain an answer that says that tokens are not in the model's vocabulary."""
         if status == 400 and "out of vocabulary" in text:
             return "reward.model.tokenizer is that of another model"
         return None
@@ -262,9 +266,9 @@ class ModelServer(Asker):
 def with_model(
     section: RewardSection, samples: Sequence[Sample], scores: Sequence[Score | None]
 ) -> list[Score | None]:
-    """Return a function's scores with those of a reward model behind a URL, if there is one.
+    """Add the scores of a reward model behind a URL, if there is one, to those of a function.
 
-    It is for responses outside of a run. Raises the errors of `ModelServer.score`.
+    Used for responses outside of a run. Raises the errors of `ModelServer.score`.
     """
     if section.model.url is None:
         return [*scores]

@@ -88,8 +88,8 @@ class RequestFile:
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
     """Read the groups with the numbers in `wanted`; None: all that are complete.
 
-    Other groups are skipped without reading them. Raises DataError if the file cannot be read, and
-    with `wanted` if a group lacks columns or is missing.
+    Other groups are skipped without reading them. Raises DataError if the file cannot be read. With
+    `wanted`, also raises it if a wanted group is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
     try:
@@ -128,7 +128,7 @@ def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
 
 
 def step_of(name: str) -> int:
-    """Return the step of a request's name: KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
+    """Return the step in a request's name, KIND_STEP, KIND_STEP_NUMBER or KIND_STEP_SUITE."""
     return int(name.split("_")[1])
 
 

@@ -1,9 +1,9 @@
 """Asks teachers behind a URL for their log-probs of the tokens that the policy has written, and for
 their most probable tokens at these positions.
 
-A server is vLLM, or another one with its `prompt_logprobs` and `/tokenize`. Its model may have any
-shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as token ids.
-The teacher's temperature is always 1, because a server has no other for prompt_logprobs.
+A server is vLLM, or another server with the same `prompt_logprobs` and `/tokenize`. Its model may
+have any shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as
+token ids. The teacher's temperature is always 1: servers compute prompt_logprobs at no other.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
 
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
-KEY_VARIABLE = "OPENAI_API_KEY"  # of the server, as for the reward llm_judge
-_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option
+# environment variable with the server's API key; the reward llm_judge reads it too
+KEY_VARIABLE = "OPENAI_API_KEY"
+_LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option: the most log-probs to return for a token
 
 
 # Which teacher judges which prompt
 
 
 def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
-    """Return the number, in `section.named`, of the prompt's teacher; -1 if it has none. Raises
-    DataError if the prompt's row names no known teacher."""
+    """Return the index of the prompt's teacher in `section.named`, or -1 if the prompt has none.
+    Raises DataError if the prompt's row names no known teacher."""
     if section.field is None:
         return 0 if section.is_on else -1
     if section.field not in prompt.fields:
@@ -65,7 +66,7 @@ def _which(section: DistillationSection) -> str:
 
 
 def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
-    """Raise DataError if rows of prompts name no known teacher, with one line for each."""
+    """Raise DataError if some prompts name no known teacher. It lists the first such prompts."""
     problems = []
     for prompt in prompts if section.field is not None else ():
         try:
@@ -107,8 +108,8 @@ class _Answer:
 
 
 class Teachers:
-    """All teachers of a run. Asks those behind a URL. Deadline, number of repetitions and the
-    consequence of a failure come from the section `reward`."""
+    """All teachers of a run. Asks the teachers behind a URL. The section `reward` gives the
+    deadline of a call, the number of repetitions and the consequence of a failure."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer
@@ -181,7 +182,7 @@ class Teachers:
             try:
                 answers = iter(await asyncio.gather(*tasks))
             finally:
-                for task in tasks:  # the others, where one has failed for good
+                for task in tasks:  # if one has failed for good, the others still run
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         said = []
@@ -201,10 +202,11 @@ class _Server(Asker):
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        """name: its key and URL, for messages; k: how many most probable tokens to ask for."""
+        """name: configuration key and URL of the server, for messages; k: how many most probable
+        tokens to ask for."""
         super().__init__(name, reward)
         self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
-        self._model = ""  # the model's name there; empty: not known yet
+        self._model = ""  # the model's name on the server; empty: not known yet
 
     async def introduce(self, session: ClientSession) -> int:
         """Ask for the model's name, unless it is known. Returns the number of failed calls."""
@@ -215,7 +217,7 @@ class _Server(Asker):
         return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if its tokenizer is another one."""
+        """Return the model's name. Raises RewardError if the server has another tokenizer."""
         model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
@@ -270,7 +272,7 @@ class _Server(Asker):
         return said
 
     def advice(self, status: int, text: str) -> str | None:
-        """Say how the server gives enough most probable tokens, if it refuses them."""
+        """Say how to start a server that refused to return so many most probable tokens."""
         if status != 400 or not self.k or "logprobs" not in text:
             return None
         return f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"

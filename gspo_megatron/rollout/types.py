@@ -103,25 +103,26 @@ class RolloutGroup:
     # [num_sequences, figures], in the order of `Reward.figures`; NaN: the response has no such
     # figure; None: the reward has none
     figures: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64, is_added=True)] = None
-    # log-probs of a distillation's teacher behind a URL, and wall seconds [1] of its requests;
-    # None: no teacher
+    # distillation: log-probs of a teacher behind a URL, and wall seconds [1] of its requests;
+    # None: there is no such teacher
     teacher_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
     teacher_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
     # [response tokens, k] each: the teacher's most probable tokens, filled up with -1, and their
-    # log-probs; None: the form of distillation reads none
+    # log-probs; None: the form of distillation does not use them
     teacher_tokens: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
     teacher_top_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
-    # the number of the teacher among several, -1: none; None: there are not several
+    # with several teachers, the number of the response's teacher, -1: none; None: at most one
+    # teacher
     teachers: Annotated[np.ndarray | None, Column(SEQUENCE, np.int32)] = None
-    # What a reward model behind a URL says, see ModelScores; None: there is none. NaN: the call
-    # failed for good.
+    # Answers of a reward model behind a URL, see ModelScores; None: there is no such model. NaN:
+    # the call failed for good.
     model_scores: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     model_tokens: Annotated[np.ndarray | None, Column(SEQUENCE, np.int64)] = None
     model_cut: Annotated[np.ndarray | None, Column(SEQUENCE, np.bool_)] = None
     model_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1]
-    # the reward function's explanation of a reward
+    # the explanation that the reward function gave with a reward
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
-    # the turns of episodes: see environments.records
+    # the turns of an episode, see environments/records.py
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
     failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3] as FailedCalls
     reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring
@@ -233,8 +234,8 @@ class RolloutGroup:
         return dataclasses.replace(self, routes=chosen, layers=np.array(numbers, np.int64))
 
     def parts_of(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return `parts` with a column for each name; NaN if all calls failed, so that the group
-        has no names."""
+        """Return `parts` with a column for each name. If all calls of the group failed, it has no
+        names, and the columns are NaN."""
         if self.parts is None or self.parts.shape[1] == len(names):
             return self.parts
         return np.full((len(self.sample_index), len(names)), np.nan)

@@ -1,4 +1,4 @@
-"""Hooks on the routers, with which a forward pass can choose the experts of its tokens.
+"""Hooks on the routers: with them, a caller can choose the experts in a forward pass.
 
 Megatron-Core's TopKRouter gets the experts from its `router_replay` object, if it has one. The
 stock object keeps one process-wide list. A second model, virtual stages or recomputation mix up
@@ -41,7 +41,8 @@ _current: ContextVar[Routes | None] = ContextVar("routes", default=None)
 
 @contextlib.contextmanager
 def routed(routes: Routes | None) -> Generator[None]:
-    """Let forward passes in this context, and their later recomputation, choose by `routes`."""
+    """Let `routes` choose the experts in forward passes in this context, and when these passes are
+    recomputed later."""
     token = _current.set(routes)
     try:
         yield

@@ -16,8 +16,8 @@ from torch import Tensor
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 from gspo_megatron.routing.replay import Recording
 
-# (layer, experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides this
-# function, because it knows which tokens are in the pass (RouterRandomness of
+# (layer, number of experts) -> [tokens, experts] float64, uniform in (0, 1). The engine provides
+# this function, because it knows which tokens are in the pass (RouterRandomness in
 # rollout/megatron/sampling.py).
 Numbers = Callable[[int, int], Tensor]
 

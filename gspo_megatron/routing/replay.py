@@ -79,7 +79,7 @@ def scored_tokens(num_tokens: int) -> slice:
 
 
 class Recording:
-    """Records the routers' own choice, also where `inner` makes another choice."""
+    """Records the routers' own choice, even if `inner` makes another choice, which is then used."""
 
     def __init__(
         self,

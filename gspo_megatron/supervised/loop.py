@@ -1,5 +1,6 @@
-"""Supervised training: the loop of all stages, and the updates of pre-training and fine-tuning,
-whose loss is the mean negative log-prob of all learned tokens in a batch."""
+"""Supervised training: the loop for pre-training, fine-tuning and preference models, and the
+updates for the first two. The loss of these updates is the mean negative log-prob of all learned
+tokens in a batch."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class SupervisedUpdater:
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
             means = _means(logprobs, {"loss": -logprobs, "policy/entropy": entropies})
-            # Without tokens the loss is 0. Its gradient is 0, so every rank can run backward.
+            # Without tokens, the loss is 0 and has gradient 0, so every rank can run backward.
             return -logprobs.sum() / max(batch.num_learned, 1), means
 
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
@@ -117,7 +118,7 @@ class SupervisedLoop:
                 )
 
     def _updater(self, trainer: Trainer) -> Any:
-        """What does the updates and evaluations of the stage."""
+        """Return the object that does the updates and evaluations of the stage."""
         if isinstance(self.batches, PreferenceBatches):
             assert isinstance(self.config, PreferenceConfig)
             data = self.batches.evaluation_data

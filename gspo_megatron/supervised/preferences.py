@@ -31,7 +31,7 @@ from gspo_megatron.supervised.batches import ExampleBatches
 
 @dataclass
 class ScoredRows:
-    """The pairs of a micro-batch or of a file, over its branches; or its ratings."""
+    """The preferences of a micro-batch or of a file: pairs of branches, or ratings of branches."""
 
     chosen: Tensor  # [pairs] int64, the number of the branch
     rejected: Tensor  # [pairs] int64
@@ -159,7 +159,7 @@ class PreferenceUpdater:
     def accumulate(self, batch: PreferenceBatch) -> StepMetrics:
         """Add the gradients of a batch to those in the buffers, and return its figures."""
         metrics = StepMetrics(self.device)
-        # each with the number of its branches
+        # by micro-batch: its rows, and the number of its branches
         named = zip(batch.micro_batches, batch.rows, batch.branches, strict=True)
         found = {id(each): (own, len(numbers)) for each, own, numbers in named}
 
@@ -179,8 +179,8 @@ class PreferenceUpdater:
     def _loss(
         self, scores: Tensor, rows: ScoredRows, count: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's summand of the loss, and [numerator, denominator] of each figure. `count`:
-        preferences in the batch."""
+        """Return this rank's part of the loss, which ranks add up, and [numerator, denominator] of
+        each metric. count: number of preferences in the batch, over all ranks."""
         values = rows.values.to(scores.dtype)
         if self.section.loss == "regression":
             total, pairs = regression(scores, values), torch.ones_like(scores)
@@ -212,7 +212,7 @@ class PreferenceUpdater:
         scores = torch.zeros(len(data.lengths), dtype=torch.float64, device=self.device)
         first = 0
         for batch in batches:
-            outputs = head_outputs(self.policy, batch.micro_batches)  # none before the last stage
+            outputs = head_outputs(self.policy, batch.micro_batches)  # empty before the last stage
             for micro_batch, branches, output in zip(batch.micro_batches, batch.branches, outputs):
                 places = first + branches[micro_batch.packed.sequence_index]
                 scores[places] = output[0].double()

@@ -75,7 +75,8 @@ class Cut:
 
     replicas: int = 1
     token_budget: int = 4096
-    multiple: int = 1  # micro-batches per replica are a multiple of it: pp if interleaved
+    # The number of micro-batches per replica is a multiple of this: pp with interleaved pipelines.
+    multiple: int = 1
 
 
 def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
@@ -193,8 +194,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     weights that the run began with. The gradients are those of the first mini-batch, because they
     depend only on the weights. With `updates`, the mini-batches change the weights as in the run;
     with `optimizer`, the optimizer's state comes from the checkpoint, otherwise it is new. Without
-    `updates`, all mini-batches use the same weights. A gradient norm that is not finite would end a
-    run: here the loss is NaN and `lost_in` is the mini-batch.
+    `updates`, all mini-batches use the same weights. In a run, a gradient norm that is not finite
+    raises an error. Here the loss is then NaN, and `lost_in` is the number of the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     steps, updates = config.training.steps, config.objective.mini_batches
@@ -410,7 +411,8 @@ def plan_alike(
 def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
-    """Send each sequence to its ranks. Pairs of sequences start on the data ranks in turn."""
+    """Send each sequence to the ranks that train on it. Before, the data ranks hold pairs of
+    sequences in turn, as after a rollout."""
     group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
@@ -460,8 +462,8 @@ def _set_old_logprobs(
 ) -> None:
     """Replace the log-ratios in `sequences.rollout_logprobs` by log-probs.
 
-    They become the policy's log-probs minus the log-ratios. Only the last pipeline stage reads
-    them."""
+    The new values are the policy's log-probs minus the log-ratios. Only the last pipeline stage
+    reads them."""
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index

@@ -1,4 +1,4 @@
-"""An ASGI application in aiohttp, as vLLM's is in uvicorn. Simulated servers use it."""
+"""Runs an ASGI application in aiohttp. Simulated servers use it in place of vLLM's uvicorn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from aiohttp import web
 
 
 def handler_of(app: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler for all paths. Its runner needs `handler_cancellation`, because aiohttp cancels the
-    handler when the client has left."""
+    """Return a handler for all paths. Its runner needs `handler_cancellation`: then aiohttp cancels
+    the handler when the client disconnects."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body, left = [await request.read()], asyncio.Event()

@@ -1,20 +1,22 @@
-"""The step of an asynchronous run beside that of a synchronous one, with a real vLLM server.
+"""Compares the steps of asynchronous and synchronous runs, with a real vLLM server.
 
     python tools/bench/asynchronous.py --python VLLM_PYTHON [--steps 10] [--rounds 3]
 
-A small MoE model of random weights; one core for the server and one for the trainer, so neither
-takes time from the other. Lengths of responses are skewed: nearly geometric, up to 512 tokens. Each
-round trains the same prompts with rollout.max_staleness 0, 1 and 2, one run after the other.
+The model is a small MoE with random weights. Server and trainer have one core each, so neither
+takes time from the other. The lengths of responses are skewed: nearly geometric, up to 512 tokens.
+Each round trains on the same prompts with rollout.max_staleness 0, 1 and 2, one run after the
+other.
 
     rollout   seconds from the start of a synchronous step until its responses are complete
-    train     the rest of its step: update, new weights for the server
-    speedup_1 seconds of its step / those of the run with max_staleness 1
-    bound_1   seconds of the step with max_staleness 1 / the longer one of rollout and train: what
-              both need if neither ever waits
+    train     the rest of the synchronous step: update, new weights for the server
+    speedup_1 seconds of a synchronous step / seconds of a step with max_staleness 1
+    bound_1   seconds of a step with max_staleness 1 / the longer of rollout and train; 1 if neither
+              server nor trainer ever waits
 
-The first two steps do not count (the server compiles, nothing is drawn ahead yet), nor do the last
-ones, for which nothing is drawn ahead any more. The sums are over the other steps, so a long
-response counts as much as it costs. The last line has the medians of the rounds.
+The first two steps do not count: the server compiles, and no responses were generated ahead yet.
+The last two do not count either, because no responses are generated ahead any more. The figures are
+means over the other steps, so a long response counts as much as it costs. The last line has the
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def config_of(arguments: argparse.Namespace, folder: Path, staleness: int) -> di
 
 
 def pin_server(arguments: argparse.Namespace, folder: Path, core: int) -> None:
-    """Pin the server's interpreter, folder/python, to a core of its own."""
+    """Write folder/python, which runs the server's interpreter on one core."""
     path = folder / "python"
     words = shlex.join(["taskset", "-c", str(core), arguments.python])
     path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
@@ -84,14 +86,14 @@ def pin_server(arguments: argparse.Namespace, folder: Path, core: int) -> None:
 
 
 def steps_of(folder: Path, staleness: int) -> list[dict[str, float]]:
-    """The metrics of the steps that count."""
+    """Return the metrics of the steps that count."""
     text = (folder / f"run_{staleness}" / "metrics.jsonl").read_text()
     steps = [json.loads(line) for line in text.splitlines()]
     return [each for each in steps if "perf/step_seconds" in each][2 : -max(_STALENESS)]
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One round."""
+    """Run one round. Returns its figures."""
     trainer, server = sorted(os.sched_getaffinity(0))[:2]
     pin_server(arguments, folder, server)
     write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)

@@ -2,12 +2,13 @@
 
     python tools/bench/lora.py [--layers 30] [--tokens 512] [--rounds 3] [--precision bf16]
 
-The model has the shape of examples/smollm2_moe (SmolLM2-135M with 4 experts, of which 2 compute a
-token) and random weights. Each side runs in its own process, on one rank and one thread, and the
-sides take turns. Printed for each: GB that the rank holds (weights, gradients, optimizer), GB that
-its graph keeps for the backward pass, the same by `check`, and the processor time of an update
-(forward, backward, optimizer), which can be trusted on a busy machine too. The last line has the
-largest error of `check` and the ratio of the times.
+The model has the shape of examples/smollm2_moe (SmolLM2-135M with 4 experts, of which each token
+uses 2) and random weights. Each side runs in its own process, on one rank and one thread, and the
+sides take turns. For each side, the output has the GB that the rank holds (weights, gradients,
+optimizer), the GB that autograd keeps for the backward pass, and the estimates of `gspo-megatron
+check` for both. It also has the CPU time of an update (forward, backward, optimizer), which is
+reliable on a busy machine, too. The last line has the largest error of `check` and the ratio of the
+times.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def config_of(rank: int, layers: int, tokens: int, precision: str) -> Config:
 
 
 def estimated(config: Config, lengths: list[tuple[int, int]]) -> dict[str, int]:
-    """Bytes by the code of `check`."""
+    """Return the bytes that `gspo-megatron check` estimates."""
     with rank_model(config, resolve_parallel(config, 1), 0, VOCABULARY) as model:
         state = {kind: sum(by.values()) for kind, by in vars(state_bytes(model)).items()}
         passes = chunk_passes(model, micro_batch(model, lengths), samples=False)
@@ -76,7 +77,7 @@ def estimated(config: Config, lengths: list[tuple[int, int]]) -> dict[str, int]:
 
 
 def held(trainer: Trainer, parameters: list[torch.nn.Parameter]) -> dict[str, int]:
-    """Bytes of the tensors that the rank holds."""
+    """Return the bytes of the tensors that the rank holds."""
     frozen = [p for p in parameters if not p.requires_grad]
     states: dict[int, int] = {}
     for part in trainer.optimizer.chained_optimizers:
@@ -93,14 +94,14 @@ def held(trainer: Trainer, parameters: list[torch.nn.Parameter]) -> dict[str, in
 
 
 def storages(tensors: list[Any]) -> dict[int, int]:
-    """Address -> bytes."""
+    """Return the storages of tensors: address -> bytes."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {each.data_ptr(): each.nbytes() for each in found if each.nbytes()}
 
 
 def measure(config: Config, tokens: int, updates: int) -> dict[str, Any]:
-    """Bytes that a rank holds and keeps, by measurement and by `check`, and the seconds of the
-    updates after the first one."""
+    """Return the bytes that a rank holds and keeps, measured and as `check` estimates them, and the
+    seconds of the updates after the first one."""
     lengths = [(PROMPT, LENGTH - PROMPT)] * (tokens // LENGTH)
     by_check = estimated(config, lengths)
     start_processes()

@@ -1,18 +1,19 @@
-"""What a policy update costs beyond bare Megatron-Core: seconds per trained token.
+"""Measures what a policy update costs beyond bare Megatron-Core: seconds per trained token.
 
     python tools/bench/overhead.py [--ranks 1 4] [--sizes mid long] [--rounds 5]
 
-All sides train the same model on the same sequences, packed into the same micro-batches, through
+Both sides train the same model on the same sequences, packed into the same micro-batches, through
 Megatron-Core's schedule, DDP and distributed optimizer, with the same number of updates:
 
     ours   the update of a GSPO step: packing, log-prob head, objective, metrics; no Routing Replay
     bare   packing, GPTModel's own output layer and vocab-parallel cross entropy over the same
-           response tokens, and the loss as pre-training scripts of Megatron-LM write it
+           response tokens, and the loss as pre-training scripts of Megatron-LM compute it
 
-They share one policy, whose last layer is switched, and take turns in one run. The ratios are
-medians over the rounds: by the clock, and by the processor time of all ranks, which can be trusted
-on a busy machine too and with more ranks than cores. The target is 1.05 for ours / bare. Shapes and
-lengths are those of peers/workload.py, one thread a rank.
+Both sides share one policy and take turns in one run. Between turns, the classes of its model and
+of its output layer are switched. The ratios are medians over the rounds, once for the wall time and
+once for the CPU time of all ranks. CPU time is reliable on a busy machine, too, and with more ranks
+than cores. The target for ours / bare is 1.05. Shapes and lengths are those of peers/workload.py.
+Each rank has one thread.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ SIDES = ("ours", "bare")
 
 
 def draw_batch(size: str) -> RolloutBatch:
-    """This rank's share of a step's sequences: random tokens, with the probability that an
-    untrained model gives them."""
+    """Return this rank's share of a step's sequences: random tokens, each with the probability
+    that an untrained model would give it."""
     work, vocabulary = WORKLOADS[size], SHAPES[size]["vocab_size"]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     samples = torch.arange(rank, work.responses, ranks)
@@ -108,13 +109,13 @@ class Step:
         self._train()
 
     def _switch(self, model_class: type[GPTModel], layer_class: type[ColumnParallelLinear]) -> None:
-        """Both classes have the same parameters."""
+        """Switch the classes of model and output layer. Their parameters are the same."""
         for model in self.models:
             model.__class__, model.output_layer.__class__ = model_class, layer_class
 
     def _train(self) -> None:
-        """The train_step of a pre-training script, for each mini-batch. The end of the backward
-        pass in Megatron-Core divides the gradients by the number of tokens."""
+        """Run the train_step of a pre-training script for each mini-batch. Megatron-Core's
+        `finalize_model_grads` divides the gradients by the number of tokens."""
         config = self.loop.run_components.policy.config
         with changed([(config, "finalize_model_grads_func", finalize_model_grads)]):
             self._updates()
@@ -141,7 +142,7 @@ class Step:
 def pretraining_step(
     iterator: Iterator[MicroBatch], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Megatron-LM's forward_step, whose loss_mask keeps the response tokens."""
+    """Do what Megatron-LM's forward_step does, with a loss mask that keeps the response tokens."""
     micro_batch = next(iterator)
     packed = micro_batch.packed
     labels, loss_mask = torch.zeros_like(packed.input_ids), torch.zeros(packed.input_ids.numel())
@@ -163,8 +164,8 @@ def pretraining_step(
 
 
 def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """The seconds of each side's update in each round: by the clock for the slowest rank, and in
-    processor time for all ranks together."""
+    """Return the seconds of each side's update in each round: wall time of the slowest rank, and
+    CPU time of all ranks together."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {
         side: {"clock": [], "processor": []} for side in SIDES
@@ -185,7 +186,7 @@ def measure(size: str, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def compare(size: str, ranks: int, rounds: int) -> dict[str, float]:
-    """Measure on `ranks` ranks. Prints every round; returns the ratios by their names."""
+    """Measure on `ranks` ranks. Prints every round. Returns the ratios by name."""
     command = [sys.executable, __file__, "--rank-of", size]
     command += ["--ranks", str(ranks), "--rounds", str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 4], help="data-parallel")
     parser.add_argument("--sizes", nargs="+", choices=WORKLOADS, default=["mid", "long"])
     parser.add_argument("--rounds", type=int, default=5, help="turns of both sides")
-    parser.add_argument("--rank-of", choices=WORKLOADS, help=argparse.SUPPRESS)  # be a rank
+    parser.add_argument("--rank-of", choices=WORKLOADS, help=argparse.SUPPRESS)  # run as a rank
     arguments = parser.parse_args()
     if min(*arguments.ranks, arguments.rounds) < 1:
         parser.error("--ranks and --rounds must be at least 1")

@@ -34,11 +34,11 @@ SIZES = {
     "long": 0.1,
     "smollm2": 0.1,
     "smollm2_bf16": 0.1,
-}  # share of the steps: one of the last three takes many seconds
+}  # share of --steps that is measured: one step of the last three takes many seconds
 
 
 def peer_python(environment: Path) -> Path:
-    """The interpreter of TRL's environment, which is made if it is missing."""
+    """Return the interpreter of TRL's environment. If the environment is missing, make it."""
     python = environment / "bin" / "python"
     requirements = PEERS / "requirements.txt"
     stamp = environment / ".complete"
@@ -68,7 +68,7 @@ def measure(python: Path | str, script: str, size: str, steps: int) -> dict[str,
 
 @contextlib.contextmanager
 def busy_core(*, wanted: bool) -> Iterator[None]:
-    """A loop that keeps the first core busy, with the priority of any other program."""
+    """Keep the first core busy with a loop, at normal priority, if `wanted`."""
     if not wanted:
         yield
         return
@@ -82,8 +82,8 @@ def busy_core(*, wanted: bool) -> Iterator[None]:
 
 
 def print_limit(record: dict[str, Any]) -> float:
-    """Print how much of each phase's time its matrix products take alone, on this machine and in
-    this run. Returns the share of the step."""
+    """Print which share of each phase's time its matrix products take by themselves. Returns the
+    share for the whole step."""
     seconds, limit = record["seconds"], record["limit"]
     for phase, of_phase in limit.items():
         work, alone, whole = of_phase["gflop"], of_phase["alone"], seconds[phase]
@@ -95,8 +95,8 @@ def print_limit(record: dict[str, Any]) -> float:
 
 
 def compare(size: str, rounds: int, steps: int, trl: Path) -> tuple[float, float]:
-    """Print every round and the parts of its steps. Returns the medians of our rate over TRL's, and
-    of the share of our step that its matrix products take alone."""
+    """Run and print every round. Returns the medians of two figures: our rate / TRL's rate, and the
+    limit, see `print_limit`."""
     ratios, limits, steps = [], [], max(round(steps * SIZES[size]), 1)
     print(f"{size}: tokens/s over the whole RL step, {steps} steps a round")
     for number in range(1, rounds + 1):

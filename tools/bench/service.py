@@ -1,22 +1,22 @@
-"""CPU time and memory of the rollout service beside simulated servers.
+"""Measures CPU time and memory of the rollout service with simulated servers.
 
     python tools/bench/service.py [--servers 64] [--groups 256] [--draws 4] [--lengths 2000,6000]
                                   [--speed 0] [--json]
 
-The service is real: client, scheduler, draws, scoring, bank. The servers are one process, each on a
-port of its own: our middleware, as vLLM's servers load it, over an application that answers in
-vLLM's form, with responses of log-normal lengths (median, 90th percentile; up to 32,768 tokens).
-Real servers read vLLM's JSON side by side; here each of 128 different responses is read once, so
-that they keep up. They answer at once, or as if a response had so many tokens a second (`--speed`);
-with `--json` without our middleware. Of a draw, so many responses are on their way as servers may
-have.
-Printed are the CPU seconds of a response, by thread; the last line has
+The service is real: client, scheduler, requests, scoring, store. The simulated servers share one
+process; each has its own port. A server is our middleware, as vLLM's servers load it, around an
+application that answers in vLLM's format. The lengths of responses are log-normal (`--lengths`:
+median, 90th percentile), up to 32,768 tokens. Real servers parse vLLM's JSON in parallel. Here,
+each of 128 different responses is parsed only once, so that the simulated servers keep up. They
+answer at once, or at `--speed` tokens a second for each response. With `--json` they have no
+middleware. All responses of a draw are requested together; as many are in flight as servers accept.
+The output has the CPU time of a response for each thread. The last line has
 
-    responses_per_cpu_second   by the service's thread alone: requests, answers, draws
-    core_percent               of a core that it needs for 1,000 responses/s
-    scoring_percent            the same of the main thread: it puts groups together, decodes them,
+    responses_per_cpu_second   of the service's thread alone: requests, answers, draws
+    core_percent               share of a core that this thread needs for 1,000 responses/s
+    scoring_percent            the same for the main thread: it puts groups together, decodes them,
                                calls the reward and writes the record
-    process_percent            the same of the whole process, with the kernel's work for it
+    process_percent            the same for the whole process, with the kernel's work for it
     peak_mb                    largest memory of the process
 """
 
@@ -70,12 +70,12 @@ from tools.bench.asgi import handler_of
 _LONGEST, _VOCABULARY = 32_768, 40
 _BODIES = 128  # different responses
 _PER_PROMPT = 16
-_NINETIETH = 1.2816  # of a normal distribution, in standard deviations
+_NINETIETH = 1.2816  # 90th percentile of a normal distribution, in standard deviations
 _CHECK = WeightCheck([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 def body(lengths: int, rng: np.random.Generator | None) -> bytes:
-    """A response in vLLM's form; without `rng`, the one to the probe."""
+    """Return a response in vLLM's format: a random one, or without `rng` the one for `_CHECK`."""
     if rng is None:
         ids, logprobs = [1] * lengths, [-0.5] * lengths
     else:
@@ -97,7 +97,7 @@ def body(lengths: int, rng: np.random.Generator | None) -> bytes:
 
 
 def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: float) -> Any:
-    """The answers of a vLLM server, as an ASGI application."""
+    """Return an ASGI application that answers like a vLLM server. The weight check gets `probe`."""
     paths = (GENERATE, "/server_info", "/collective_rpc", "/update_weight_version")
     fixed: dict[str, Any] = {
         "/weight_info": {"weight_version": "0"},
@@ -133,7 +133,8 @@ def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: floa
 
 
 def serve(arguments: argparse.Namespace, told: Connection) -> None:
-    """Serve all servers until the process is ended. Prints their ports and the mean length."""
+    """Run all servers until the process is ended. Sends their ports and the mean length to
+    `told`."""
     rng = np.random.default_rng(0)
     median, ninetieth = map(float, arguments.lengths.split(","))
     deviation = np.log(ninetieth / median) / _NINETIETH
@@ -186,7 +187,7 @@ def write_config(folder: Path, groups: int) -> Path:
 
 
 async def draw_all(scheduler: Scheduler, draws: ServedRequests, step: int, groups: int) -> float:
-    """Request so many prompts. Returns the CPU seconds of this thread."""
+    """Request responses to `groups` prompts. Returns the CPU seconds of this thread."""
     seconds = time.thread_time()
     running = draws.begin(
         RolloutRequest(
@@ -209,7 +210,7 @@ async def draw_all(scheduler: Scheduler, draws: ServedRequests, step: int, group
 
 
 def measure(folder: Path, ports: list[int], arguments: argparse.Namespace) -> tuple[float, float]:
-    """CPU seconds of the service's thread, and of the one that scores."""
+    """Return the CPU seconds of the service's thread, and of the thread that scores."""
     config = load_config(write_config(folder, arguments.groups), ())
     scorers = Scorers(config, inputs := read_inputs(config))
     found: list[float] = []

@@ -1,21 +1,21 @@
-"""Seconds of new weights on their way from the trainer to a vLLM server.
+"""Measures how long new weights take from the trainer to a vLLM server.
 
     python tools/bench/weight_sync.py --python VLLM_PYTHON [--gigabytes 1] [--rounds 5]
 
-One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. A
-round changes all weights and calls what a run calls after each step, ServedRollouts.take_weights:
-the model becomes a Hugging Face folder, the server is paused, loads it, forgets what it knows of
-prompts, goes on, and proves its weights with 23 prompts that the trainer has answered, too.
-The time is from the call to its return, so it includes all of that.
+One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. Each
+round changes all weights and calls ServedRollouts.take_weights, as a run does after each step. The
+trainer writes a Hugging Face folder. The server is paused, loads the folder, clears its prefix
+cache and continues. Then its answers to 23 prompts are compared with the trainer's own. The time is
+that of the whole call, so it includes all of this.
 
-It is compared with `cp -r` of the same folder to the same file system, in the same round; the two
-take turns in being first. `cp` calls no fsync, and nothing is read from a disk: the folder was just
-written, so it is in memory. `ratio` is the seconds of `cp` divided by those of the call: 1 would be
-as fast as one copy. The call makes several: from the trainer to the folder, from there into vLLM's
-buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
+It is compared with `cp -r` of the same folder to the same file system, in the same round. They take
+turns in going first. `cp` calls no fsync, and nothing is read from a disk: the folder was just
+written, so it is in memory. `ratio` is the seconds of `cp` / the seconds of the call: 1 would be as
+fast as one copy. The call makes several copies: from the trainer to the folder, from there into
+vLLM's buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
 
-    export   the model into the folder           expected   the trainer's own answers
-    load     the server stands still             check      the server's answers
+    export   write the folder                    expected   compute the trainer's own answers
+    load     the server is paused                check      get and compare the server's answers
 
 The goal is a ratio of at least 0.3.
 """
@@ -41,8 +41,8 @@ PARTS = ("export", "expected", "load", "check")
 
 
 def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
-    """The section `model` of the configuration. The sizes suit vLLM's kernels for CPUs: heads of
-    32, 64 or 128 channels, and a hidden size that is a multiple of 32."""
+    """Return the section `model` of the configuration. The sizes suit vLLM's kernels for CPUs:
+    heads of 32, 64 or 128 channels, and a hidden size that is a multiple of 32."""
     parameters = gigabytes * 1e9 / {"fp32": 4, "bf16": 2}[precision]
     others = 2 * _VOCABULARY * _HIDDEN + _LAYERS * 3 * _HIDDEN**2
     experts = max(4, round((parameters - others) / (_LAYERS * 3 * _HIDDEN * _WIDTH)))
@@ -62,7 +62,7 @@ def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
 
 
 def assemble_run(arguments: argparse.Namespace, folder: Path) -> Any:
-    """The parts of a run, as `gspo-megatron train` builds them."""
+    """Build the parts of a run, as `gspo-megatron train` does."""
     from gspo_megatron.config import check_config, parse_config
     from gspo_megatron.data.inputs import read_inputs
     from gspo_megatron.data.toy import write_toy_dataset
@@ -95,7 +95,7 @@ def assemble_run(arguments: argparse.Namespace, folder: Path) -> Any:
 
 
 class Parts:
-    """Seconds of the parts of a call, by name."""
+    """Measures the seconds of the parts of a call, by name."""
 
     def __init__(self, collector: Any) -> None:
         from gspo_megatron.rollout.vllm import weight_sync
@@ -116,7 +116,7 @@ class Parts:
 
 
 def copy(folder: Path, to: Path) -> float:
-    """Seconds of `cp -r`."""
+    """Return the seconds of `cp -r`."""
     start = time.perf_counter()
     subprocess.run(["cp", "-r", str(folder), str(to)], check=True)
     seconds = time.perf_counter() - start
@@ -126,7 +126,7 @@ def copy(folder: Path, to: Path) -> float:
 
 @contextlib.contextmanager
 def running(arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
-    """The run with its server, which has the first weights."""
+    """Yield the run with its server, which has the first weights."""
     from gspo_megatron.platform.groups import stop_processes
 
     run = assemble_run(arguments, folder)
@@ -142,7 +142,7 @@ def running(arguments: argparse.Namespace, folder: Path) -> Iterator[Any]:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """The figures of each round: seconds, bytes, and the ratio."""
+    """Return the figures of each round: seconds, bytes, and the ratio."""
     import torch
 
     from gspo_megatron.rollout.vllm.weights_folder import weights_folders

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def tensors_of(folder: Path) -> dict[str, object]:
-    """All tensors of a Hugging Face folder, by name."""
+    """Return all tensors of a Hugging Face folder, by name."""
     from safetensors.torch import load_file
 
     found: dict[str, object] = {}
@@ -20,7 +20,7 @@ def tensors_of(folder: Path) -> dict[str, object]:
 
 
 def main(run: Path, out: Path) -> None:
-    """Exit with a message if a tensor differs."""
+    """Do the round trip. Exits with a message if a tensor differs."""
     import torch
 
     shutil.rmtree(out, ignore_errors=True)

@@ -1,13 +1,13 @@
-"""Run the checks of steps.py, each within its limit, and keep their results as they come.
+"""Run the checks of steps.py, each within its time limit, and save each result at once.
 
     python tools/gpu_visit/run.py OUT              # a visit: minutes, the important checks first
     python tools/gpu_visit/run.py OUT --hour       # all checks
     python tools/gpu_visit/run.py OUT --only tests verify
 
-OUT/visit.json has each step's status, seconds and figures, and OUT/visit.txt the same as a table;
-both are written anew after each step, so a visit that is cut off keeps what it had. OUT/logs.txt
-has the output of all steps. A step that fails, hangs or is not possible here does not end the
-others. The exit code is 1 if a step failed or ran out of time, 2 if nothing can be checked here.
+OUT/visit.json has each step's status, seconds and figures, and OUT/visit.txt the same as a table.
+Both are written again after each step, so a visit that is cut off keeps its results. OUT/logs.txt
+has the output of all steps. If a step fails, hangs or is not possible here, the other steps still
+run. The exit code is 1 if a step failed or ran out of time, 2 if nothing can be checked here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from steps import NOT_HERE, Machine, Step, all_steps, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 VISIT_SECONDS = 540
-_LEAST_SECONDS = 5  # a step with less than this is not started
+_LEAST_SECONDS = 5  # if less time is left, no step is started
 _TAIL = 12  # lines of a failed step's output on the terminal
 RUN_FIGURES = ("loss", "grad_norm", "mismatch/abs_mean", "mismatch/max", "perf/step_seconds")
 _FIGURE = re.compile(r"(?<!\S)([\w./-]+)=([^\s=]+)(?!\S)")
@@ -80,7 +80,8 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
 
 
 def figures_of(line: str) -> dict[str, float | str]:
-    """The pairs of a line of name=value; numbers as numbers. A line with other words has none."""
+    """Return the pairs of a line of name=value, with floats for numbers. A line with other words
+    has no pairs."""
     pairs = _FIGURE.findall(line)
     if not pairs or len(pairs) != len(line.split()):
         return {}
@@ -88,7 +89,7 @@ def figures_of(line: str) -> dict[str, float | str]:
 
 
 def figures_of_run(metrics: Path) -> dict[str, float | str]:
-    """The figures of a run's last step, by which runs of different kinds can be compared."""
+    """Return those figures of a run's last step that can be compared between kinds of runs."""
     try:
         last = json.loads(metrics.read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
@@ -110,7 +111,7 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """This machine, and the versions of what was checked."""
+    """Describe this machine and its software versions."""
     import torch
 
     from gspo_megatron.observe.environment import describe_environment
@@ -122,7 +123,7 @@ def describe() -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as lines for people."""
+    """Return the results as lines for people."""
     lines = [f"{'step':<18} {'result':<9} {'s':>6}  what it says"]
     for name, record in results["steps"].items():
         figures = record.get("figures")
@@ -135,7 +136,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def write(out: Path, results: dict[str, Any]) -> None:
-    """Both files; on a full disk the terminal has the results alone."""
+    """Write both files. If the disk is full, only the terminal has the results."""
     for name, text in (
         ("visit.json", json.dumps(results, indent=1)),
         ("visit.txt", table(results)),
@@ -151,7 +152,8 @@ def write(out: Path, results: dict[str, Any]) -> None:
 def run_all(
     steps: Sequence[tuple[Step, float]], out: Path, results: dict[str, Any], seconds: float
 ) -> int:
-    """Run the steps, each within its own limit and all within `seconds`; number of failures."""
+    """Run the steps, each within its own limit and all within `seconds`. Returns the number of
+    failures."""
     deadline, failed = time.monotonic() + seconds, 0
     for step, limit in steps:
         left = deadline - time.monotonic()
@@ -175,7 +177,7 @@ def run_all(
 
 
 def limit_of(step: Step, hour: bool) -> float:
-    """Seconds that a step may take."""
+    """Return the seconds that a step may take."""
     return float(60 * step.minutes if hour or step.seconds is None else step.seconds)
 
 

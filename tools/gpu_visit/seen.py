@@ -1,9 +1,9 @@
 """Put the results of visits into docs/gpu.md: `python tools/gpu_visit/seen.py [--check]`.
 
 Each visit is a JSON file in docs/gpu_visits, as run.py writes it. The page's table has a row for
-each step: whether it has ended well on a GPU, when, on which one, and its figures. `--check`
-changes nothing, and fails if the table is not that of the files. `seen.py --add VISIT.json NAME`
-first copies a result to docs/gpu_visits/NAME.json, without the names of the host and its folders.
+each step: whether it has succeeded on a GPU, when, on which GPU, and its figures. `--check` changes
+nothing, and fails if the table does not match the files. `seen.py --add VISIT.json NAME` first
+copies a result to docs/gpu_visits/NAME.json, without the names of the host and its folders.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ IMPORTANT = (
 
 
 def visits() -> list[dict[str, Any]]:
-    """All results, the oldest first."""
+    """Return all results, the oldest first."""
     loaded = [json.loads(path.read_text()) for path in sorted(VISITS.glob("*.json"))]
     return sorted(loaded, key=lambda visit: visit["machine"]["date"])
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: for each step the last visit in which it ended well, else the last in which it was
-    tried."""
+    """Return the table in Markdown. A step's row is about the last visit in which the step
+    succeeded, or else about the last visit in which it was tried."""
     rows = ["| step | seen on a GPU | what it said |", "| --- | --- | --- |"]
     names = list(dict.fromkeys(name for visit in results for name in visit["steps"]))
     for name in names:

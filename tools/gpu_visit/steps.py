@@ -1,5 +1,5 @@
-"""The checks of a machine with GPUs, in one list: `visit.sh` runs the first of them in minutes,
-`tools/first_gpu_hour.sh` all of them in an hour."""
+"""The checks of a machine with GPUs, in one list. `visit.sh` runs the first of them in minutes,
+`tools/first_gpu_hour.sh` runs all of them in an hour."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Machine:
     out: Path  # folder of runs, data and logs
     gpus: int  # ranks to start
     seen: int  # GPUs that torch sees
-    rehearsed: bool  # without a GPU's kernels, small sizes are enough
+    rehearsed: bool  # there is no real GPU, so small sizes are enough
     vllm_python: str | None  # interpreter of an environment with vLLM
 
     @property
@@ -61,15 +61,15 @@ logging: {{dir: {machine.out}/bf16, plots: false}}
 
 
 def all_steps(machine: Machine) -> list[Step]:
-    """All checks, the most important first."""
+    """Return all checks, the most important first."""
     return [*_visit(machine), *_with_transformer_engine(machine), *_hour_alone(machine)]
 
 
 def _visit(machine: Machine) -> list[Step]:
-    """The checks that need no more than torch and Megatron-Core."""
+    """Return the checks that need only torch and Megatron-Core."""
     out, config = machine.out, str(machine.config)
     layouts = ("tp=1",) if machine.gpus == 1 else ("tp=1", "tp=2")
-    # the layers that a CPU has, too: the same weights on both
+    # with layers that a CPU can run too: the reference on the CPU has the same weights
     on_cpu = ("model.backend=torch_native", "--reference-on-cpu", "--tolerance", "1e-4")
     pytest = ("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu")
     trip = _script("gpu_visit/round_trip.py", str(out / "bf16"), str(out / "roundtrip"))
@@ -107,7 +107,7 @@ def _visit(machine: Machine) -> list[Step]:
 
 
 def _with_transformer_engine(machine: Machine) -> list[Step]:
-    """The checks of its layers, in bf16 and FP8."""
+    """Return the checks of Transformer Engine's layers, in bf16 and FP8."""
     steps = [
         _train(machine, "engine", "two steps by its layers", "model.backend=transformer_engine"),
         _train(machine, "fp8", "two steps in FP8 by blocks", "training.precision=fp8-blockwise"),
@@ -126,7 +126,7 @@ def _with_transformer_engine(machine: Machine) -> list[Step]:
 
 
 def _hour_alone(machine: Machine) -> list[Step]:
-    """The checks that are too long for a visit."""
+    """Return the checks that are too long for a visit."""
     out = machine.out
     told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
     return [
@@ -149,7 +149,7 @@ def _hour_alone(machine: Machine) -> list[Step]:
 
 
 def _train(machine: Machine, name: str, shows: str, *settings: str, run: str | None = None) -> Step:
-    """A run of the toy task. Its folder is `run` or has the step's name."""
+    """Return the step that runs the toy task. The run's folder is `run`, or else `name`."""
     folder = machine.out / (run or name)
     words = ("--nproc", str(machine.gpus), f"logging.dir={folder}", *settings)
     command = (*GSPO, "train", str(machine.config), *words)
@@ -171,9 +171,9 @@ def _write_data(out: Path) -> tuple[str, ...]:
 
 
 def _synchronise(machine: Machine) -> tuple[str, ...]:
-    """Train with a vLLM server. Before a server serves a version, the sums of its tensors and its
-    log-probs of a probe must be the trainer's. So a run that ends has checked this for each
-    version."""
+    """Return the command that trains with a vLLM server. The server serves a weights version only
+    after it has answered fixed prompts with the trainer's log-probs. So if the run ends without an
+    error, it has checked this for each version."""
     if machine.vllm_python is None:
         return _say("set VLLM_PYTHON to the python of an environment with vLLM")
     ranks = min(machine.gpus, machine.seen - 1) if machine.seen else machine.gpus
@@ -189,5 +189,5 @@ def _synchronise(machine: Machine) -> tuple[str, ...]:
 
 
 def _say(text: str) -> tuple[str, ...]:
-    """A command that only says why the step cannot be done here."""
+    """Return a command that only says why the step cannot be done here."""
     return (sys.executable, "-c", f"import sys; print({text!r}); sys.exit({NOT_HERE})")

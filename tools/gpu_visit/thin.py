@@ -1,9 +1,10 @@
-"""A wheel with the CUDA kernels of one kind of GPU only: `thin.py WHEEL FOLDER [ARCH]`.
+"""Makes a wheel with CUDA kernels for one kind of GPU only: `thin.py WHEEL FOLDER [ARCH]`.
 
-Transformer Engine's wheel has kernels for eight kinds of GPU, 276 MB; those of Hopper (sm_90, ARCH
-90) are a tenth of it. CUDA looks for a kernel by the header of its entry, so the contents of the
-others can be zeros, which a wheel stores in almost no space. The layout of the entries is not
-published: a wheel without any entry of ARCH, or with none that can be removed, is an error.
+Transformer Engine's wheel has kernels for eight kinds of GPU, 276 MB. The kernels for Hopper
+(sm_90, ARCH 90) are a tenth of it. CUDA finds a kernel by the header of its entry. So the contents
+of all other entries can be replaced by zeros, which a wheel stores in almost no space. The layout
+of the entries is not published. If the wheel has no entry for ARCH, or no other entry, this is an
+error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def remove_other_kernels(content: bytearray, arch: int) -> tuple[int, int]:
 
 
 def thin(wheel: Path, folder: Path, arch: int) -> Path:
-    """Write the smaller wheel, of the same name, into `folder`."""
+    """Write the smaller wheel, with the same name, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     target, kept, removed = folder / wheel.name, 0, 0
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(target, "w") as out:

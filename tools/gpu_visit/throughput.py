@@ -1,14 +1,15 @@
-"""Whole RL steps of a model cut from Qwen3-30B-A3B's shape, against the ceilings of this GPU.
+"""Measures RL steps of a model with layers of Qwen3-30B-A3B, against the ceilings of this GPU.
 
     python tools/gpu_visit/throughput.py [--layers 2] [--backend auto] [--rehearse]
 
-Two layers and the vocabulary of Qwen3-30B-A3B are 1.9 B random parameters, of which 0.42 B work on
-a token. Ceilings: a copy of 1 GiB on the device, and a product of two bf16 matrices of 8,192.
-Steps: 64 responses of 512 tokens to prompts of 256, two updates, bf16; the second of three steps
-is profiled, the third is measured. FLOPs are counted by formula: 2 for each active parameter and
-token of a pass, plus causal attention, and three times that with gradients. Decoding reads all
-weights once a token: its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a
-machine without a GPU. The last line has all figures.
+The model has two layers and the vocabulary of Qwen3-30B-A3B: 1.9 B random parameters, of which
+0.42 B are active for a token. The ceilings are measured: a copy of 1 GiB on the device, and a
+product of two bf16 matrices of 8,192 x 8,192. Each of three steps has 64 responses of 512 tokens to
+prompts of 256 tokens, and two updates, in bf16. The second step is profiled, the third is measured.
+FLOPs are counted by formula: 2 for each active parameter and token of a pass, plus causal
+attention, and three times that with gradients. Decoding reads all weights once for each token, so
+its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a machine without a
+GPU. The last line has all figures.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query
         "moe_ffn_hidden_size": 32}  # fmt: skip
 TINY_VOCABULARY = 512
 PROFILED, MEASURED = 2, 3  # numbers of steps
-# CUPTI's names of the calls that start a kernel, and that wait for the device.
+# CUPTI's names of the calls that start a kernel. WAITS names the calls that wait for the device,
+# and NO_KERNEL the operators that start no kernel.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 NO_KERNEL = {
     *("as_strided", "view", "_unsafe_view", "_reshape_alias", "detach", "alias", "resolve_conj"),
@@ -52,7 +54,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """The model and workload to measure."""
 
     values: dict[str, Any]  # the configuration
     work: Workload
@@ -60,7 +62,7 @@ class Case:
 
 
 def case_of(arguments: argparse.Namespace, folder: str) -> Case:
-    """The model and workload that were asked for, for a run in `folder`."""
+    """Return the model and workload that the arguments ask for, for a run in `folder`."""
     work, vocab_size = (TINY_WORK, TINY_VOCABULARY) if arguments.rehearse else (WORK, VOCABULARY)
     longest = work.prompt_tokens + work.longest
     values = {
@@ -90,7 +92,7 @@ def case_of(arguments: argparse.Namespace, folder: str) -> Case:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Median seconds of a call, by the device's clock."""
+    """Return the median seconds of a call, by the device's clock."""
     import torch
 
     work(), work()
@@ -106,7 +108,7 @@ def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes read and written a second by a copy, and FLOP/s of a large product."""
+    """Return the bytes that a copy reads and writes a second, and the FLOP/s of a large product."""
     import torch
 
     source = torch.ones(2**28, device="cuda")
@@ -119,8 +121,8 @@ def ceilings() -> dict[str, float]:
 
 
 def forward_flops(shape: Any, work: Workload, vocab_size: int) -> tuple[float, float]:
-    """FLOPs of one forward pass over all sequences of a step: (all layers, the head). The head sees
-    the response tokens only."""
+    """Return the FLOPs of one forward pass over all sequences of a step: (all layers, the head).
+    The head sees only the response tokens."""
     queries = shape.num_attention_heads * shape.kv_channels
     keys = shape.num_query_groups * shape.kv_channels
     attention = shape.hidden_size * (2 * queries + 2 * keys)
@@ -135,7 +137,7 @@ def forward_flops(shape: Any, work: Workload, vocab_size: int) -> tuple[float, f
 
 
 def has_kernels() -> bool:
-    """Whether there is a GPU, and not a device that a test puts in its place."""
+    """Return whether there is a real GPU, not a device that a test simulates."""
     import torch
 
     return torch.cuda.is_available() and torch.version.cuda is not None
@@ -143,8 +145,8 @@ def has_kernels() -> bool:
 
 @dataclass
 class Calls:
-    """The host's calls to the device in a part of a step. Without a GPU's kernels, operators that
-    call no other operator count as launches, and the rehearsed device counts the waits."""
+    """The host's calls to the device in a part of a step. Without a real GPU, operators that call
+    no other operator count as launches, and the simulated device counts the waits."""
 
     launches: float = 0.0
     waits: float = 0.0
@@ -158,8 +160,8 @@ class Calls:
 
 @contextlib.contextmanager
 def profiled(title: str) -> Iterator[Calls]:
-    """While it lasts, profile, and then print where the time goes (without a GPU: the most frequent
-    operators, and the lines that wait)."""
+    """Profile the `with` block, then print where the time goes. Without a GPU, print the most
+    frequent operators, and the lines of code that wait."""
     import torch
 
     calls, rehearsal = Calls(), sys.modules.get("tests.cuda_rehearsal.runtime")
@@ -219,7 +221,7 @@ def profiled_decoding(loop: Any) -> dict[str, float]:
 
 
 def measure(case: Case, config: Any) -> dict[str, float]:
-    """Figures of a step, as shares of the ceilings if there is a GPU."""
+    """Return the figures of a step. If there is a GPU, they include shares of the ceilings."""
     import torch
     from our_step import loop_of
 
@@ -239,7 +241,7 @@ def measure(case: Case, config: Any) -> dict[str, float]:
     total = generated + work.responses * work.prompt_tokens
     seconds = {p: record[f"perf/{p}_seconds"] for p in ("step", "rollout", "logprob", "train")}
     layers, head = forward_flops(shape, work, case.vocab_size)
-    recomputed = 1 - 1 / work.mini_batches  # the first mini-batch has no pass of its own
+    recomputed = 1 - 1 / work.mini_batches  # the first mini-batch needs no pass for old log-probs
     trained = 3 * (layers + head)
     figures = {
         **{f"{name}_seconds": value for name, value in seconds.items()},
@@ -261,7 +263,7 @@ def measure(case: Case, config: Any) -> dict[str, float]:
 
 
 def estimated_gb(path: Path) -> float:
-    """The peak memory that `check` foresees, in GB."""
+    """Return the peak memory that `gspo-megatron check` estimates, in GB."""
     command = [sys.executable, "-m", "gspo_megatron", "check", str(path), "--memory", "--no-files"]
     try:
         done = subprocess.run(

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A visit of at most ten minutes to a GPU machine without a network. pack.sh has made .gpu-visit/.
+# A visit of at most ten minutes to a GPU machine without a network. Run pack.sh first: it makes .gpu-visit/.
 #   bash tools/gpu_visit/visit.sh [OUT] [arguments of run.py, such as --only tests verify]
 # OUT (default gpu_visit) gets visit.json, visit.txt and logs.txt. Wheels are installed below
-# .gpu-visit/, and nothing of the machine's own Python is changed. A wheel that is missing or damaged is
-# named, and the checks that need it fail by themselves. PYTHON names the interpreter.
+# .gpu-visit/, and the machine's own Python is not changed. The script names missing or damaged wheels;
+# only the checks that need them fail. PYTHON names the interpreter.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -15,12 +15,12 @@ fi
 site=$PWD/.gpu-visit/site
 mkdir -p "$out" "$site"
 
-install() { # WHEELS: in one call, as another call would replace the folders that wheels share
+install() { # WHEELS: all in one call, because another call would replace folders that wheels share
     timeout 90 "$python" -m pip install -qq --disable-pip-version-check --no-index --no-deps --upgrade \
         --target "$site" "$@" 2>>"$out/install.txt"
 }
 
-join_engine() { # the wheels of Transformer Engine from their parts, if all are here
+join_engine() { # join the wheels of Transformer Engine from their parts, if all parts are here
     local sum
     [ -e .gpu-visit/engine-0/sum ] && [ ! -d .gpu-visit/engine ] || return 0
     cat .gpu-visit/engine-*/part-* >.gpu-visit/engine.tar
@@ -42,14 +42,14 @@ sum=$(cat "${wheels[@]}" /dev/null | sha256sum)
 if [ "$(cat "$site/.done" 2>/dev/null)" != "$sum" ]; then
     if [ ${#wheels[@]} -eq 0 ] || install "${wheels[@]}"; then
         echo "$sum" >"$site/.done"
-    else # a damaged one: the others, one by one
+    else # one of them is damaged: install each by itself
         for wheel in "${wheels[@]}"; do
             install "$wheel" || echo "install: $wheel failed, see $out/install.txt"
         done
     fi
 fi
 echo "installed ${#wheels[@]} wheels in $((SECONDS - started)) s"
-# Transformer Engine looks for the CUDA libraries of torch's packages by their names alone.
+# Transformer Engine looks for the CUDA libraries of torch's packages only by name, without their folders.
 libraries=$("$python" -c 'import glob, nvidia; print(":".join(glob.glob(nvidia.__path__[0] + "/*/lib")))' 2>/dev/null)
 export LD_LIBRARY_PATH=${libraries:+$libraries:}${LD_LIBRARY_PATH:-}
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH}

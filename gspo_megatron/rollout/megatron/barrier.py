@@ -22,8 +22,8 @@ from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.episodes import Played
 from gspo_megatron.types import RolloutBatch
 
-# For each branch, the (round, row) of each of its turns. For an episode without a turn, its number
-# of tokens, which have no routes.
+# For each branch, the (round, row) of each of its turns. For an episode without a turn, the number
+# of its tokens; these have no routes.
 Places = Sequence[list[tuple[int, int]] | int]
 
 
@@ -88,7 +88,7 @@ class Barrier:
                 self._calls.pop(sample, None)  # an ended episode may leave a call behind
 
     def answer(self, turns: Sequence[MegatronTurn]) -> None:
-        """Return to each waiting call its turns. turns: in the order of `waiting`."""
+        """Give each waiting call its turns. turns: in the order of `waiting`."""
         start = 0
         for call in self.waiting.values():
             end = start + len(call.samples)

@@ -38,17 +38,17 @@ from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# Tokens per row between two checks of which responses have ended. A check synchronises with the
-# device (and, if ranks share experts, runs a collective). A late check costs useless decoding
-# steps for rows that have ended.
+# Tokens per row between two checks. A check finds the responses that have ended. It synchronises
+# with the device (and, if ranks share experts, runs a collective). A late check costs useless
+# decoding steps for rows that have ended.
 CHECK_INTERVAL = 4
 
 # New responses start once this share of the rows is free, so that several prompts share one
 # forward pass.
 REFILL_SHARE = 1 / 16
 
-# If no response is queued, ended rows leave the batch once at most this share of the rows is
-# needed. That copies the cache of the other rows, about as much data as two passes read.
+# If no response is queued and at most this share of the rows is still needed, ended rows leave the
+# batch. That copies the cache of the other rows, about as much data as two passes read.
 KEEP_SHARE = 7 / 8
 
 
@@ -129,8 +129,8 @@ class MegatronEngine:
         return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each value over all ranks in lockstep, else the values of this
-        rank."""
+        """Return the maximum of each value over all ranks, if all run the same number of passes.
+        Otherwise return the values of this rank."""
         if not self.lockstep:
             return list(values)
         agreed = torch.tensor(values, device=self.device)
@@ -171,7 +171,7 @@ class MegatronEngine:
         sequences, length = ids.shape
         # Routers get the first token of all sequences, then the second.
         layers = [experts[n].view(length, sequences, -1) for n in sorted(experts)]
-        if not layers:  # a stage of dense layers
+        if not layers:  # a pipeline stage without MoE layers
             return hidden, no_routes(self.policy.config, sequences, length, 0, device=self.device)
         return hidden, torch.stack(layers, dim=2).transpose(0, 1)
 
@@ -248,7 +248,7 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # its prompt, if its group has partly started
+        self.prefilled: _Prefilled | None = None  # its prompt's results, if its group has started
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
@@ -301,10 +301,10 @@ class _Generation:
             prompts  prompts of the prefill; 0: no rank runs a prefill
             longest  tokens of the longest of these prompts
             left     the most tokens that a response in progress may still get
-            starts   responses to start; above 0, the limit of a response replaces `left`
+            starts   responses to start; if it is above 0, `max_tokens` replaces `left`
 
-        `needed`, `prompts` and `longest` are also the shapes of the passes if all ranks need the
-        same shapes. Otherwise a rank without work runs a dummy.
+        If all ranks need passes of the same shape, `needed`, `prompts` and `longest` are that
+        shape. Otherwise a rank without work runs a pass of one dummy row.
         """
         engine, rows, max_tokens = self.engine, len(self.rows), self.sampling.max_tokens
         lengths, left = self.rows.progress() if rows else ([], 0)
@@ -324,7 +324,7 @@ class _Generation:
         if not any_is_time:
             starts = any_starts = prompts = 0
         if not engine.equal_batches:
-            # a rank without work runs a dummy
+            # a rank without work runs a pass of one dummy row
             most, prompts = most and max(1, needed), prompts and max(1, len(new))
             longest_of_all = longest
         steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)

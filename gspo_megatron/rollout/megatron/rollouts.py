@@ -252,7 +252,7 @@ class MegatronRollouts:
         samples: Sequence[Sequence[int]],
         max_tokens: int,
     ) -> dict[int, asyncio.Task[list[Played]]]:
-        """Start the tasks of this rank; returns them by the number of their first sample."""
+        """Start the tasks of this rank. Returns each by the number of its first sample."""
         running = {}
         for prompt, numbers in zip(prompts, samples, strict=True):
             works = players(
@@ -271,7 +271,7 @@ class MegatronRollouts:
     def _calls(
         self, barrier: Barrier, running: Mapping[int, asyncio.Task[Any]]
     ) -> list[_Call] | None:
-        """Return this replica's calls of the engine; None: no rank needs any more.
+        """Return this replica's calls of the engine; None: no rank has calls any more.
 
         Raises UnplayableError on all ranks, with the problem of the first rank that has one.
         """
@@ -312,10 +312,10 @@ def _requests(calls: Sequence[_Call], *, router_noise: bool) -> Requests:
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
-    """Close the loop. First cancel what an environment left running, to avoid asyncio warnings."""
+    """Close the loop. First cancel tasks that an environment left running, to avoid warnings."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    if left:  # gather() of nothing belongs to another loop
+    if left:  # gather() without tasks would use another loop
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()

@@ -105,7 +105,7 @@ class Rows:
     limits: Tensor  # int64: the most tokens of the response
     prompt_lengths: Tensor  # int64
     lengths: Tensor  # int64: tokens of the response so far
-    going: Tensor  # bool
+    going: Tensor  # bool: the row has a response in progress
     ended: Tensor  # bool: ended by an end token or a stop string
     tokens: Tensor  # int64: the last sampled token
     uniforms: Tensor  # [rows, max_tokens + 1] float64: the random numbers of the response

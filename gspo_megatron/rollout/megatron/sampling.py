@@ -74,7 +74,7 @@ class RouterRandomness:
         positions: [sequences, length]. Tokens have the routers' order: the first token of all
         sequences, then the second.
         """
-        # Room for 2^20 positions and 2^24 samples.
+        # A number for each token: it has room for 2^20 positions and 2^24 samples.
         tokens = ((self.samples[:, None] << 20) + positions).t().flatten()
         # With `seed` itself, layer 0 would repeat the numbers that sample tokens.
         return lambda layer, experts: uniforms(~self.seed, tokens + (layer << 44), experts)
@@ -118,7 +118,7 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
     index = block * width + _first_above(cumulative, within)
-    return index.clamp(max=size - 1)  # no sum is above NaN
+    return index.clamp(max=size - 1)  # with NaN, no sum is above the threshold
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ class StopStrings:
     def end(self, ids: Sequence[int], searched: int) -> int | None:
         """Return the number of tokens up to the one that completes the first stop string, or None.
 
-        The first `searched` tokens are known to contain no stop string. `ids` need only have the
-        last `window` of them.
+        The first `searched` tokens are known to contain no stop string. Of these tokens, `ids`
+        needs only the last `window`.
         """
         text = self._text(ids)
         if self.BROKEN not in text and not self._in(text):

@@ -1,10 +1,10 @@
-"""New adapters on the servers (rollout.vllm.lora: adapter).
+"""Loads new adapters on the servers (rollout.vllm.lora: adapter).
 
-A server starts with the base, and keeps it. Each version of the adapters gets a name of its own,
-and requests ask for it by that. So responses under way go on with the adapter that they began
-with, and nothing that the server remembers of prompts is of another one. `WeightLoader` proves by
-fixed prompts that the server computes with the version; here it is also seen that none of its
-layers has left a part out.
+A server starts with the base model, and keeps it. Each version of the adapters has its own name,
+and a request names the version that it needs. So responses in progress continue with the adapter
+that they began with, and the server's prefix cache never mixes versions. `WeightLoader` checks with
+fixed prompts that a server computes with the new version. `AdapterLoader` also checks that the
+server's layers use all parts of the adapter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.weights import CALL_SECONDS, WeightLoader, Weights
 
 _SHOWN = 6
-_LEAST = 0.98  # of a sum of squares: vLLM rounds adapters to the type that it computes in
+# The least share of a sum of squares that a server must have. It is below 1 because vLLM rounds
+# adapters to the type in which it computes.
+_LEAST = 0.98
 
 
 class AdapterLoader(WeightLoader):
-    """Brings single servers to the newest adapters; `Weights.folder` is a PEFT folder."""
+    """Loads the newest adapters on single servers. `Weights.folder` is a PEFT folder."""
 
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
-        server.adapters.clear()  # it has just started
+        server.adapters.clear()  # the server has just started and holds none
         weights = started_with
         await self._load(server, weights, deadline)
         while not await self._check(server, weights, at_start=True):
@@ -58,7 +60,7 @@ class AdapterLoader(WeightLoader):
         return name
 
     async def _check_version(self, server: Server, weights: Weights) -> None:
-        """Requests name it: a server without it refuses them."""
+        """Do nothing: requests name the version, and a server without it refuses them."""
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
         found = await self._suspect_tensors(server, self.settings.base) if whole else ""
@@ -80,16 +82,18 @@ class AdapterLoader(WeightLoader):
         needed = {server.version, *(each.version for each in server.in_flight)}
         for version in sorted(n for n in server.adapters - needed if n < server.version):
             server.adapters.discard(version)
-            with contextlib.suppress(ServerGone, ServerRefused):  # the next request will tell
+            with contextlib.suppress(ServerGone, ServerRefused):  # the next request will show it
                 await server.client.unload_adapter(self._name(version), seconds=CALL_SECONDS)
 
 
 def dropped_parts(
     workers: Sequence[Mapping[str, float]], expected: Mapping[str, float]
 ) -> list[str]:
-    """The parts of an adapter that a server does not compute with, as `layers.0.mlp.gate_proj`.
-    workers: the sums of its workers, over which parts are cut or copied; expected: those of the
-    file."""
+    """Return the parts of an adapter that a server does not use, such as `layers.0.mlp.gate_proj`.
+
+    workers: the sums of the server's workers, which split or copy the parts between them; expected:
+    the sums of the adapter's file.
+    """
     return [
         name
         for name, total in expected.items()

@@ -113,7 +113,7 @@ class NodeAgent:
     def _way_to_service(self) -> str:
         """Return this node's address towards the service. Raises RolloutError.
 
-        The address of this host's name may be reachable only from this host.
+        The address that the host's name has is not used: it may be reachable only from this host.
         """
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:
@@ -124,10 +124,11 @@ class NodeAgent:
         return way
 
     def _tell(self) -> None:
-        """Write the report, if the run has made the folder: a new run needs an empty folder."""
+        """Write the report, if the folder exists. The run makes the folder: a new run needs an
+        empty run folder."""
         if self.folder.is_dir():
             servers = {number: started.as_told() for number, started in self.servers.items()}
-            # With a full disk the service gets no heartbeat, and acts on that.
+            # If the disk is full, the service gets no heartbeat, and counts this node as lost.
             with contextlib.suppress(DataError):
                 self.report.write(servers)
 

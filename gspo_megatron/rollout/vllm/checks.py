@@ -16,7 +16,7 @@ from gspo_megatron.rollout.vllm.client import ServerClient, ServerRefused, malfo
 from gspo_megatron.rollout.vllm.process import WORKER
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
-# Paths that the run needs -> the setting with which a server has the path.
+# Paths that the run needs -> the setting that makes a server answer the path.
 _NEEDED_PATHS = {
     "/inference/v1/generate": "--enable-scale-out",
     "/server_info": _DEV_MODE,
@@ -54,7 +54,7 @@ class Needs:
     """What a run needs from its servers."""
 
     max_model_len: int
-    dtype: str  # vLLM's name of it
+    dtype: str  # vLLM's name of the data type
     with_routes: bool
     must_stream: bool = False  # rank 0 must be able to stream new weights to the server
     tokenized: Tokenized | None = None

@@ -49,10 +49,10 @@ KEEP = {"mode": "keep", "clear_cache": "false"}
 # The pause waits until responses in progress have ended.
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
-# Calls that may not be repeated after a lost answer: the server may have done them, or may be doing
-# them still. Each has a connection of its own, which cannot be one that the server just closes.
+# Calls that must not be repeated if the answer is lost: the server may have done them, or may still
+# be doing them. Each uses a new connection, because the server may just be closing an idle one.
 _ONCE = {"/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-_FLIGHT = re.compile(r"[0-9a-f]{32}")  # in vLLM's name of a request
+_FLIGHT = re.compile(r"[0-9a-f]{32}")  # our name of a request, within vLLM's name of it
 _LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
@@ -189,12 +189,12 @@ class ServerClient:
     ) -> None:
         """Load weights from a Hugging Face folder, or from rank 0 if `stream` is given.
 
-        stream: the arguments of `GspoWorker.receive_weights`; pause: RECOMPUTE, KEEP or WAIT; all
-        but KEEP clear the server's prefix cache; paused: a context that is entered and left during
-        the pause.
+        stream: the arguments of `GspoWorker.receive_weights`; pause: RECOMPUTE, KEEP or WAIT. All
+        of them except KEEP clear the server's prefix cache; paused: a context that is entered and
+        left during the pause.
 
         forgets_prepacked: True if the server has our worker extension. On CPUs vLLM packs experts
-        for its kernels only at the first load, and would silently ignore new ones."""
+        for its kernels only at the first load, and would silently ignore new weights of experts."""
         await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
             async with paused or contextlib.nullcontext():
@@ -209,25 +209,26 @@ class ServerClient:
                 if pause != KEEP:
                     await self._call("POST", "/reset_prefix_cache", seconds=seconds)
         except BaseException:
-            # what went wrong first is the cause, whatever becomes of this call
+            # the first error is the cause, even if this call fails too
             with contextlib.suppress(ServerGone, ServerRefused):
                 await self._call("POST", "/resume", seconds=seconds)
             raise
         await self._call("POST", "/resume", seconds=seconds)
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
-        """Have requests for the model `name` get the base with the adapter in a PEFT folder. The
-        name is a new one: under an old one vLLM would go on with what it remembers of prompts."""
+        """Load the adapter in a PEFT folder: requests for the model `name` then get the base model
+        with this adapter. The name must be new: for an old name, vLLM would use prefixes that it
+        has cached with the old adapter."""
         given = {"lora_name": name, "lora_path": folder}
         await self._call("POST", "/v1/load_lora_adapter", given, seconds=seconds, as_text=True)
 
     async def unload_adapter(self, name: str, *, seconds: float) -> None:
-        """Forget the name of an adapter. The next one to be loaded takes its place in memory."""
+        """Unload an adapter. The next adapter that is loaded takes its place in memory."""
         given = {"lora_name": name}
         await self._call("POST", "/v1/unload_lora_adapter", given, seconds=seconds, as_text=True)
 
     async def adapter_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
-        """GspoWorker.adapter_sums of every worker; only where the server has it."""
+        """Return GspoWorker.adapter_sums of every worker; the server needs our worker extension."""
         found = await self._remote("adapter_sums", {"folder": folder}, seconds)
         with malformed():
             return list(found["results"])
@@ -254,7 +255,7 @@ class ServerClient:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """Return why the server is not healthy, or None. Another program could answer this, too."""
+        """Return why the server is not healthy, or None. The answer could be another program's."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
@@ -300,8 +301,8 @@ class ServerClient:
     async def figures(self, *, seconds: float, in_short: bool = False) -> dict[str, float]:
         """Return vLLM's metrics, by name without the prefix.
 
-        in_short: only the few that `Fleet` needs, which our middleware selects; all are 1,000
-        lines.
+        in_short: return only the few metrics that `Fleet` needs; our middleware selects them. All
+        metrics together are 1,000 lines.
         """
         if in_short:
             found = await self._call("GET", FIGURES, seconds=seconds)
@@ -310,7 +311,7 @@ class ServerClient:
         return parse_metrics(await self._call("GET", "/metrics", seconds=seconds, as_text=True))
 
     async def settings(self, *, seconds: float) -> dict[str, Any]:
-        """The server's own configuration, and max_model_len of the model it serves."""
+        """Return the server's own configuration, with max_model_len of the model that it serves."""
         models = await self._call("GET", "/v1/models", seconds=seconds)
         query = {"config_format": "json"}
         info = await self._call("GET", "/server_info", query=query, seconds=seconds)
@@ -330,7 +331,7 @@ class ServerClient:
             return dict(json.loads(found["results"][0]))
 
     async def tokenize(self, text: str, *, seconds: float) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without special tokens around it."""
         given = {"prompt": text, "add_special_tokens": False}
         found = await self._call("POST", "/tokenize", given, seconds=seconds)
         with malformed():
@@ -383,7 +384,7 @@ class ServerClient:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Send a request and yield the answer before its body has arrived.
 
-        Errors of the connection raise NoAnswer, also inside the `with` block.
+        Errors of the connection raise NoAnswer, even inside the `with` block.
         """
         asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
         asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)

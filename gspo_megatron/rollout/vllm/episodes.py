@@ -49,7 +49,7 @@ def request_to_json(request: RolloutRequest) -> dict[str, Any]:
 
 
 class Scorers:
-    """Scores groups: with reward workers many at a time, else one by one in the main thread.
+    """Scores groups: many at a time if there are reward workers, else singly in the main thread.
 
     Reward functions may use signals, which Python handles only in the main thread.
     """
@@ -241,14 +241,14 @@ class ServedRequests:
         return self.folder / f"{name}{SUFFIX}"
 
     async def _run(self, running: RunningRequest) -> None:
-        """Run a request. Every exception becomes its error, because rank 0 waits for its end."""
+        """Run a request. Any exception becomes the request's `error`: rank 0 waits for its end."""
         try:
             await self._request(running)
         except UserError as error:
             running.error = error
         except (Exception, asyncio.CancelledError) as error:  # also of the user's code
             if self._are_over and isinstance(error, asyncio.CancelledError):
-                raise  # by `close`
+                raise  # `close` has cancelled the request
             traceback.print_exception(error)
             told = f"request {running.request.name} was ended by {type(error).__name__}: {error}"
             running.error = RolloutError(told)

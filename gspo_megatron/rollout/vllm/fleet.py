@@ -55,7 +55,8 @@ class Fleet:
         return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
 
     def take_settings(self, settings: FleetSettings) -> None:
-        """Go on with other settings, which the servers fit, in a moment without requests."""
+        """Use other settings from now on. The servers must fit them, and no request may be in
+        progress."""
         self.settings = self.loader.settings = settings
         for server in self.servers:
             server.window = RequestWindow(self._most_requests(server))
@@ -117,7 +118,8 @@ class Fleet:
             if server.start is not None:
                 server.process = server.start(folder)
             await self._wait_until_ready(server, deadline)
-            left = max(deadline - time.monotonic(), 0.1)  # vLLM may examine the whole machine
+            # the whole time that is left, because vLLM may examine the machine for the answer
+            left = max(deadline - time.monotonic(), 0.1)
             server.abilities = await check_server(
                 server.client, self.settings.needs, folder, seconds=left
             )
@@ -131,7 +133,7 @@ class Fleet:
     async def _wait_until_ready(self, server: Server, deadline: float) -> None:
         while True:
             if server.process is not None:
-                server.client.url = server.process.url  # known later on another node
+                server.client.url = server.process.url  # on another node, it is known only later
             why = await server.client.why_not_ready(seconds=CALL_SECONDS)
             if why is None:
                 return
@@ -158,7 +160,7 @@ class Fleet:
         """Take a server that is away out of service, and restart it."""
         if server.serves:
             server.version = None
-            # set at once: its lost requests look for a server that may come back
+            # set `bringing` at once: the lost requests then know that the server may come back
             server.bringing = asyncio.create_task(self._replace(server, why))
 
     async def _replace(self, server: Server, why: str) -> None:

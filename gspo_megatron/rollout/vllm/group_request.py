@@ -3,8 +3,8 @@
 A request costs the service more time than handling its responses. So if the server has our
 middleware, a group, or the part for which the server has room, is one request. On other servers
 each response is a separate request. Each response is an `InFlightResponse`: it arrives when it has
-ended, and may be taken back alone. If a request fails, only its missing responses are generated
-again.
+ended, and may be taken back (cancelled and generated again) without the others. If a request fails,
+only its missing responses are generated again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GroupRequest:
         self.server.add_in_flight(self.responses)
 
     def cancel(self) -> None:
-        """Cancel the request, and what is generated again for it."""
+        """Cancel the request, and the responses that are generated again for it."""
         self.call.cancel()
         self.end()
         for task in self.again.values():

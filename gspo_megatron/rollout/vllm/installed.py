@@ -111,9 +111,8 @@ def unserved(config: Config) -> list[str]:
 
 
 def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, str] | None:
-    """Return the setting with which vLLM's CPU kernels of delta nets compute other log-probs than
-    training does, without an error: key, value, the limit, the legal value. None if there is no
-    such setting."""
+    """Return a setting for which vLLM's CPU kernels of delta nets silently compute other log-probs
+    than training: key, value, the limit, the legal value. None if there is no such setting."""
     if not any(delta_net_layers(shape)):
         return None
     kernels = "vLLM for CPUs computes delta nets"
@@ -128,8 +127,11 @@ def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, s
 
 
 def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:
-    """Return the keys that vLLM needs and an export would lack. The servers start with an export,
-    which has the keys of the weights' config.json and of ours."""
+    """Return the keys that vLLM needs and an export would lack.
+
+    The servers start with an export. Its config.json has the keys that we write, and those of the
+    config.json from which the weights come.
+    """
     model = config.model
     known = family.config(shape, shape.vocab_size or 1) or {}
     known |= config_of_weights(model.hf_path, model.checkpoint_path) or {}

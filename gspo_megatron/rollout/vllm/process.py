@@ -37,7 +37,7 @@ _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 600
 _LOOKED_AT = 1 << 16  # bytes at the end of a log to read
 _ERROR = re.compile(r"\w(Error|Exception)(: |$)")
-_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # argparse prints it after all its options
+_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # argparse prints it last, after the usage
 _INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")  # by pydantic
 _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
 _PREFIX = re.compile(
@@ -193,7 +193,7 @@ def _joined(lines: Sequence[str]) -> str:
 def _end_of(log: Path) -> tuple[list[str], list[str]]:
     """Return the last lines of a log, and the errors among them. Raises OSError.
 
-    Several vLLM processes write the error of the one that failed first, and then that they lost it.
+    If one vLLM process fails, other processes write its error too, and then that they have lost it.
     """
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
@@ -227,9 +227,9 @@ def needed_arguments(
 ) -> dict[str, Any]:
     """Return the options that every server of a run needs.
 
-    folder: the weights; dtype: vLLM's name of it; routes: report the experts of tokens; workers:
-    number of workers that share the tensors; latent: the model has multi-head latent attention;
-    delta_nets: it has gated delta nets.
+    folder: the weights; dtype: vLLM's name of the data type; routes: report the experts of tokens;
+    workers: number of workers that share the tensors; latent: the model has multi-head latent
+    attention; delta_nets: the model has gated delta nets.
     """
     own: dict[str, Any] = {}
     if on_cpu:
@@ -239,7 +239,7 @@ def needed_arguments(
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
         if delta_nets:
-            own["enable_prefix_caching"] = False  # with delta nets it needs chunks of prompts
+            own["enable_prefix_caching"] = False  # with delta nets, it needs chunked prefill
         if latent:
             # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
             # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:
@@ -259,12 +259,15 @@ def needed_arguments(
 
 
 def adapter_arguments(rank: int, versions: int) -> dict[str, Any]:
-    """Options of servers that load adapters of this rank at runtime, so many versions at once."""
+    """Return the options of servers that load adapters at runtime.
+
+    rank: of the adapters; versions: how many versions a server must hold at the same time.
+    """
     return {"enable_lora": True, "max_lora_rank": served_rank(rank), "max_loras": versions}
 
 
 def adapter_environment() -> dict[str, str]:
-    """Variables of such servers: the routes to load and unload adapters."""
+    """Return the variable that gives a server the routes to load and unload adapters."""
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 

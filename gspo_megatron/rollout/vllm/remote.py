@@ -180,7 +180,7 @@ class RemoteProcess:
     def kill(self) -> None:
         """Tell the agent to end the server, without waiting.
 
-        The agent starts no other server with this number before.
+        The agent starts another server with this number only after this one has ended.
         """
         self.node.drop(self.number, self.boot)
 

@@ -40,7 +40,7 @@ class QueueEntry(Generic[Chosen]):
 
 
 class RequestQueue(Generic[Chosen]):
-    """Requests that wait for a server. Those of an earlier rollout go first, in their order."""
+    """Requests that wait for a server. Requests of earlier rollouts go first."""
 
     def __init__(self) -> None:
         # by (rollout, lowest weights version)
@@ -72,10 +72,10 @@ class RequestQueue(Generic[Chosen]):
     def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
         """Grant places while `choose` finds a server.
 
-        choose(version, kept, places): the lowest weights version of the request; a version from
-        which on servers are reserved for earlier rollouts; the places that it still needs. Errors
-        of `choose` are raised in the waiting task. A rollout does not delay later ones while it
-        needs a version that no server has yet.
+        choose(version, kept, places) gets the lowest weights version for the request, the version
+        from which on servers are reserved for earlier rollouts, and the number of places that the
+        request still needs. Errors of `choose` are raised in the waiting task. A rollout does not
+        delay later rollouts while it needs a version that no server has yet.
         """
         kept = math.inf
         for key in sorted(self._waiting):
@@ -92,7 +92,7 @@ class RequestQueue(Generic[Chosen]):
         entries: deque[QueueEntry[Chosen]],
         choose: Callable[[int], tuple[Chosen, int] | None],
     ) -> bool:
-        """Grant the first entry all places that `choose` finds; returns False if it found none."""
+        """Grant the first entry all places that `choose` finds. Returns False if it finds none."""
         entry, granted = entries[0], []
         if entry.granted.done():  # cancelled
             self.remove(entry)
@@ -175,11 +175,12 @@ class Scheduler:
         return GroupRequest(server, spec_here, seeds, generate_again, self._admit_soon)
 
     async def _whole_group(self, request: GroupRequest) -> list[Response]:
-        """Wait for all responses of a request; generates again those that its server loses."""
+        """Wait for all responses of a request. Responses that the server loses are generated
+        again."""
         server = request.server
         await asyncio.wait([request.call])
         try:
-            # It is cancelled if the server is out, or if all responses were taken back.
+            # The call is cancelled if the server is out, or if all responses were taken back.
             if not request.call.cancelled():
                 request.call.result()
         except ServerRefused as error:
@@ -226,11 +227,11 @@ class Scheduler:
                 is_granted = entry.granted.done() and not entry.granted.cancelled()
                 if is_granted and entry.granted.exception() is None:
                     for server, count in entry.granted.result():
-                        server.expected -= count  # the caller now sends it at once, or never
+                        server.expected -= count  # the caller sends them at once, or never
             serving = [
                 (server, count)
                 for server, count in granted
-                # it may have ceased to serve in between
+                # the server may have stopped serving in between
                 if server.version is not None and server.version >= spec.version
             ]
             if serving:

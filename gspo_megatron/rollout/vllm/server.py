@@ -16,7 +16,8 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-MOST_REQUESTS = 512  # in flight to one server; its scheduler works best with a queue
+# The most requests in flight to one server. Its scheduler works best with a queue.
+MOST_REQUESTS = 512
 FEWEST_REQUESTS = 8  # the lower limit, even with a full cache
 _SHRINKS_BY = 0.75
 _GROWS_BY = 1 / 32  # share of the maximum, in each adjustment
@@ -70,10 +71,10 @@ class RequestWindow:
         usage = figures.get("kv_cache_usage_perc", 0.0)
         count = figures.get("num_preemptions_total", 0.0)
         preempted, self._preemptions = count > self._preemptions, count
-        # New weights also preempt all requests (`kv_after_update: recompute`), even with an empty
-        # cache, so preemptions count only with a filling one.
+        # New weights also preempt all requests (`kv_after_update: recompute`), even if the cache is
+        # nearly empty. So preemptions count only if the cache is filling up.
         if usage >= (_FILLING if preempted else _FULL):
-            # With more requests than the limit, the last reduction has not taken effect yet.
+            # If more requests than the limit are in flight, the last reduction still has no effect.
             if in_flight <= self.size:
                 fewer = int(in_flight * _SHRINKS_BY)
                 self.size = min(self.size, max(fewer, FEWEST_REQUESTS))
@@ -132,7 +133,7 @@ class Server:
     tokens: float = 0.0  # tokens generated so far, by its own count
     kv_usage: float = 0.0  # share of its KV cache in use
     heard: float = 0.0  # when it last answered or generated a token
-    load_seconds: float = 0.0  # time to load the newest weights; it was paused
+    load_seconds: float = 0.0  # time to load the newest weights, during a pause
     check_seconds: float = 0.0
     bringing: asyncio.Task[None] | None = None  # its start, restart or update
 
@@ -154,13 +155,13 @@ class Server:
         return self.abilities.can_stream and not self.stream_failed
 
     def add_in_flight(self, responses: Collection[InFlightResponse]) -> None:
-        """Count these, at least one, as requests of this server."""
+        """Count these responses, at least one, as requests of this server."""
         self.in_flight.update(responses)
         self.busy.begin(len(responses))
         self.working.begin(len(responses))
 
     def remove_in_flight(self, responses: Iterable[InFlightResponse]) -> None:
-        """Stop counting these. Some of them may have been removed already."""
+        """Stop counting these responses. Some of them may have been removed already."""
         ended = self.in_flight.intersection(responses)
         if ended:
             self.in_flight -= ended

@@ -97,7 +97,7 @@ class Service:
                 exchange.cancel()
                 await asyncio.wait([exchange])
                 await runner.cleanup()
-                if not self.rank_0_lives():  # then rank 0 cannot remove it; it may use memory
+                if not self.rank_0_lives():  # rank 0 cannot remove the folder, which may use memory
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
     def _served_requests(self) -> ServedRequests:
@@ -124,7 +124,7 @@ class Service:
     def _needs(self, config: Config, inputs: Inputs) -> Needs:
         section, finds_texts = config.rollout.vllm, "stop" in _stops(config, inputs)
         return Needs(
-            # of the model, so it is enough for the lengths of every phase
+            # the model's limit, so it is enough for the lengths of every phase
             max_model_len=config.resolved_model().max_sequence_length,
             dtype=self.settings["dtype"],
             with_routes="r3" in config.routing.modes,
@@ -214,7 +214,7 @@ class Service:
     def _adapter_arguments(config: Config) -> dict[str, Any]:
         if not config.rollout.vllm.takes_adapters:
             return {}
-        # Responses under way have versions up to max_staleness behind; one more is on its way.
+        # The current version, the older ones of responses in progress, and the one that is loaded.
         return adapter_arguments(config.model.lora.rank, config.rollout.staleness + 2)
 
     def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
@@ -228,8 +228,8 @@ class Service:
     # The next phase of the run
 
     async def _begin_phase(self, request: web.Request) -> web.Response:
-        """Go on with the settings of the run's next phase, if the servers fit it. Else tell why
-        not, and change nothing."""
+        """Continue with the settings of the run's next phase, if the servers fit this phase.
+        Otherwise, answer why they do not, and change nothing."""
         given = await request.json()
         try:
             # in the main thread, like the first time: it may run the user's code
@@ -243,13 +243,12 @@ class Service:
         self.config, self.inputs, self.settings = config, inputs, given
         self.fleet.take_settings(self._fleet_settings())
         self.requests = self._served_requests()
-        gc.freeze()  # the new prompts, too
+        gc.freeze()  # never examine the new prompts either
         print("the servers go on with the next phase", flush=True)
         return web.json_response({"other": ""})
 
     def _needs_others(self, config: Config, inputs: Inputs) -> str:
-        """Return why a phase needs other servers than those of the phase before it; empty if it
-        does not."""
+        """Return why the next phase cannot use the servers of this one; empty if it can."""
         if config.rollout.vllm != self.config.rollout.vllm:
             return "the next phase changes rollout.vllm"
         if self._adapter_arguments(config) != self._adapter_arguments(self.config):

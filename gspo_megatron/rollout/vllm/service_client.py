@@ -55,7 +55,7 @@ class ServiceClient:
             raise
 
     def begin_phase(self, settings: dict[str, Any], config: Config) -> bool:
-        """Go on with the settings and the configuration of the run's next phase.
+        """Continue with the settings and the configuration of the run's next phase.
 
         Returns False, and changes nothing, if this phase needs other servers.
         """
@@ -121,7 +121,7 @@ class ServiceClient:
     def forget(self, step: int) -> None:
         """Delete the requests up to `step`, after a checkpoint that includes this step.
 
-        Later requests stay, also those from an earlier start of the run.
+        Later requests stay, even those from an earlier start of the run.
         """
         self._requests = {
             name: request for name, request in self._requests.items() if step_of(name) > step

@@ -43,10 +43,10 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of a server that a run can use.
 
-    folder: the model in Hugging Face format; dtype: vLLM's name of it; options: more options of
-    vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, or one that
-    would answer with other log-probs than training computes, and ConfigError if the folder's model
-    is not supported.
+    folder: the model in Hugging Face format; dtype: vLLM's name of the data type; options: more
+    options of vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, or if
+    its vLLM would answer with other log-probs than training computes. Raises ConfigError if the
+    folder's model is not supported.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     if on_cpu and (wrong := _wrong_on_cpus(folder, shape, dtype)):
@@ -72,8 +72,9 @@ def reward_server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of a server of a reward model, for reward.model.url.
 
-    The arguments and errors are those of `server_command`. The server wants the key in
-    KEY_VARIABLE, has no routes for new weights, and answers with scores, not with their sigmoids.
+    The arguments and errors are those of `server_command`. The server accepts only requests with
+    the key in KEY_VARIABLE. It has no routes for new weights, and answers with scores, not with
+    their sigmoids.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     arguments: dict[str, Any] = {
@@ -102,7 +103,7 @@ def reward_server_command(
     return server_words(python, {**arguments, **options}), environ
 
 
-# Options of needed_arguments that a server on a CPU needs whatever it serves.
+# Options of needed_arguments that a server on a CPU needs for every kind of model.
 _ON_CPUS = ("enforce_eager", "enable_chunked_prefill", "distributed_executor_backend")
 _ON_CPUS += ("enable_prefix_caching", "attention_backend", "compilation_config")
 
@@ -131,8 +132,8 @@ async def serve(
 ) -> None:
     """Run a server until `ended` is set. When it is ready, print the settings for a run.
 
-    scores: the server is of `reward_server_command`. Raises RolloutError if the server ends by
-    itself.
+    scores: the command is that of `reward_server_command`. Raises RolloutError if the server ends
+    by itself.
     """
     process = ServerProcess(words, environ, None, host, port)
     try:
@@ -160,7 +161,7 @@ def until_told_to_end(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a job's signal for its ranks
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in a job, this signal is for the ranks
         await work(ended)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The check that a server has the trainer's weights: responses to fixed prompts, and tensors' sums.
+"""Checks that a server has the trainer's weights, by responses to prompts and by sums of tensors.
 
 The responses decide, because log-probs depend on everything that a server computes with. If they
 are wrong, the sums show which tensors are suspect. At the start, the sums also compare each layer's
@@ -20,21 +20,22 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 Sums = Mapping[str, Sequence[float]]
 
 # The prompts of the check; responses are greedy. Three prompts are longer than a block of vLLM's
-# prefix cache (16 tokens on GPUs, 128 on CPUs), to detect a cache of old weights. They share all
-# but their last tokens, which saves time. The other prompts are short and many, because the last
+# prefix cache (16 tokens on GPUs, 128 on CPUs), to detect a cache of old weights. They differ only
+# in their last tokens, which saves time. The other prompts are short and many, because the last
 # layer's experts affect only the next token. Responses of two tokens also test decoding, which uses
 # other kernels, and on GPUs CUDA graphs.
 _PROMPTS = ((20, 8, 1), (3, 136, 2))  # prompts, tokens of each, tokens of a response
 _OWN_TOKENS = 8  # tokens at the end of a prompt that differ between prompts
-_OUTLIERS = 8  # one response in this number may differ
+_OUTLIERS = 8  # one of 8 responses may differ
 # Largest difference of a single log-prob from the trainer's, and largest mean difference of a
 # response. In fp32 vLLM and Megatron-Core agree to 1e-5, unless two experts are equally likely. A
 # single expert with old weights changes log-probs by 1e-3 and more. In bf16 rounding alone changes
 # them by 0.04 on average (measured on a model with random weights).
 _TOLERANCES = {"fp32": (0.3, 3e-5)}
 _COARSE = (1.0, 0.15)
-# For latent attention, vLLM multiplies the queries, not the keys, by the key matrix. The different
-# sums change log-probs by 1e-5 on average, 4e-5 in single responses (measured in fp32 on a CPU).
+# For latent attention, vLLM multiplies the queries, not the keys, by the key matrix. So it rounds
+# differently: log-probs change by 1e-5 on average, 4e-5 in single responses (measured in fp32 on a
+# CPU).
 _LATENT_MEAN = 1e-4
 
 _SUM_TOLERANCE = 1e-12  # relative, for float64 sums in different orders
@@ -57,10 +58,10 @@ class WeightCheck:
         """Return in words how greedy responses differ from the trainer's; None if they agree.
 
         With equal weights, the tokens may differ only where rounding decides between two equally
-        likely tokens. So the log-probs must agree up to the first different token, and on it too.
+        likely tokens. So the log-probs must agree up to and including the first different token.
         Rounding may also decide between two equally likely experts, which changes the log-probs of
         one response. So one response in eight may differ. Wrong weights change nearly all
-        responses, and an old prefix cache those to all long prompts.
+        responses. An old prefix cache changes the responses to all long prompts.
         """
         differences = []
         for tokens, logprobs, response in zip(self.tokens, self.logprobs, responses, strict=True):
@@ -107,8 +108,8 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
 
     workers: the sums of each worker of a server. A tensor that every worker holds whole counts
     once for each worker. A family with a different number of elements in vLLM cannot be compared
-    and is skipped. On CPUs these are linear layers, which vLLM stores only in the format of a
-    kernel (but not experts); with more workers than key heads, vLLM repeats these heads.
+    and is skipped. There are two such cases. On CPUs, vLLM stores linear layers, except experts,
+    only in the format of a kernel. With more workers than key heads, vLLM repeats these heads.
     """
     found = []
     for family, (count, total, squares) in folder.items():
@@ -125,7 +126,7 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
 
 
 def describe_families(families: Sequence[str], known: int) -> str:
-    """Describe families in words: `experts of layers 1, 2; embedding`. known: number of all."""
+    """Describe families in words: `experts of layers 1, 2; embedding`. known: how many exist."""
     if len(families) == known > 1:
         return "all of them"
     layers: dict[str, list[str]] = {}

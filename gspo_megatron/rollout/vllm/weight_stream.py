@@ -2,7 +2,7 @@
 
 Rank 0 and the workers of one server form a process group: NCCL on GPUs, gloo on CPUs. Every server
 has its own group, so that a dead server does not affect the others. Tensors travel as bytes in
-buckets. The workers get the layout of the buckets first (`GspoWorker.receive_weights` receives).
+buckets. The workers first get the layout of the buckets, see `GspoWorker.receive_weights`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class WeightStream:
         receiving: Callable[[], Collection[str]],
         deadline: float,
     ) -> dict[str, Group]:
-        """Return the groups of the receivers: those of the last version, and new ones."""
+        """Return the groups of the receivers: groups kept from the last version, and new ones."""
         known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
         self._groups = {}  # drops the groups of servers that are gone
         self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]

@@ -1,8 +1,9 @@
 """Sends new weights from the ranks to the servers.
 
 All ranks export the policy's weights: into a folder in Hugging Face format, or as a stream from
-rank 0 to the servers' workers. Then they compute the responses of a server with these weights to
-fixed prompts, and wait until the service has compared the servers with these responses.
+rank 0 to the servers' workers. Then they compute the responses that a server with these weights
+must give to fixed prompts, and wait until the service has compared the servers' responses with
+them.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class WeightSync:
         }
 
     def go_on(self, config: Config, policy: Policy, engine: RolloutEngine) -> dict[str, float]:
-        """Go on in the run's next phase with its own configuration, policy and engine. The servers
-        have the policy's weights already, those of the border. Returns metrics.
+        """Continue in the run's next phase, with that phase's configuration, policy and engine. The
+        servers already have the policy's weights, from the end of the phase before. Returns
+        metrics.
 
         Raises RolloutError on all ranks if no server is left.
         """
@@ -168,12 +170,12 @@ class WeightSync:
     def _remove_older_folders(self) -> None:
         """Remove folders of weights that no server needs any more, on rank 0.
 
-        In memory, the last of them is kept as the next folder: overwriting it is faster than
-        getting new memory from the system.
+        If the folders are in memory, the newest of them is kept for the next version: overwriting
+        it is faster than getting new memory from the system.
         """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
-        if self.takes_adapters:  # vLLM may read those that responses under way have once more
+        if self.takes_adapters:  # vLLM may read the adapters of responses in progress once more
             older = older[: -self.config.rollout.staleness or None]
             for folder in older:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -221,7 +223,8 @@ class WeightSync:
     # The check
 
     def _weight_check(self) -> WeightCheck:
-        """Compute the responses of a server with the current weights to the fixed prompts."""
+        """Compute the responses that a server with the current weights must give to the prompts of
+        the check."""
         longest = self.config.resolved_model().max_sequence_length
         all_prompts: list[list[int]] = []
         tokens: list[list[int]] = []

@@ -85,7 +85,7 @@ class WeightLoader:
         await self.changes.wait_until(lambda: self.needs_folder)
 
     async def newest_in_folder(self) -> Weights:
-        """The newest weights; waits until they are in a folder."""
+        """Return the newest weights, after waiting until they are in a folder."""
         while (weights := self.newest).folder is None:
             self.needs_folder = True
             await self.changes.announce()
@@ -161,13 +161,14 @@ class WeightLoader:
     async def _split_responses(
         self, server: Server, version: int, seconds: float
     ) -> AsyncGenerator[None]:
-        """Record, while a server is paused, where tokens of the new version begin in responses in
-        progress."""
+        """While a server is paused, record at which token of each response in progress the new
+        weights begin."""
         responses, counts = tuple(server.in_flight), {}
         if responses and server.abilities.counts_tokens:
             counts = await server.client.response_tokens(seconds=seconds) or {}
         elif server.reports_versions:
-            counts = dict.fromkeys((each.name for each in responses), 0)  # answers say versions
+            # any number will do, because the answers report the versions themselves
+            counts = dict.fromkeys((each.name for each in responses), 0)
         yield
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()

@@ -1,5 +1,5 @@
-"""The matrix products of an RL step, and the seconds that they take on this machine by
-themselves."""
+"""Counts the matrix products of an RL step, and measures how long they take by themselves on this
+machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that multiply matrices, and for each the place of an argument whose last dimension is
-# summed over. (In inference mode, `linear` and the attention appear as one operator.)
+# Operators that multiply matrices -> the index of an argument whose last dimension is summed over.
+# (In inference mode, `linear` appears as one operator, and so does the attention.)
 PRODUCTS = {
     "mm": 0,
     "bmm": 0,
@@ -25,8 +25,9 @@ PRODUCTS = {
     "addmm_": 1,
     "baddbmm": 1,
 }
-# The number of products in each: scores, and their sum over values; in the backward pass two
-# gradients of each, and the scores again.
+# Attention operators -> (number of matrix products, index of the query). The forward pass has two
+# products: scores, and scores times values. The backward pass has two gradients of each of these,
+# and computes the scores again.
 ATTENTION = {
     "scaled_dot_product_attention": (2, 0),
     "_scaled_dot_product_flash_attention_for_cpu": (2, 0),
@@ -66,13 +67,14 @@ class Products(TorchDispatchMode):
         self.counts[self.phase, shapes] += 1
         if shapes not in self.examples:
             self.flops[shapes] = _flops(name, args, out)
-            # New memory with the same shapes and strides. Small tensors are ends of runs.
+            # New memory with the same shapes and strides. Integer tensors keep their values: they
+            # are the ends of groups.
             copies = [_like(value) for value in args]
             named = {key: _like(value) for key, value in kwargs.items()}
             self.examples[shapes] = lambda: operator(*copies, **named)
 
     def alone(self) -> dict[str, dict[str, float]]:
-        """GFLOP of each phase, and the seconds of its products without anything in between."""
+        """Return the GFLOP of each phase, and the seconds of its products without other work."""
         with torch.inference_mode():
             seconds = {shapes: _fastest(run) for shapes, run in self.examples.items()}
         found: dict[str, dict[str, float]] = {}
@@ -97,13 +99,13 @@ def _like(value: Any) -> Any:
 
 
 def _flops(name: str, args: Any, out: Any) -> float:
-    """Two operations for each multiplication."""
+    """Return the FLOPs of an operator: two for each multiplication."""
     if name in ATTENTION:
         products, first = ATTENTION[name]
         query, key = args[first], args[first + 1]
         return 2.0 * products * query.numel() * key.shape[-2]
     left = args[PRODUCTS[name]]
-    if name == "_grouped_mm" and left.dim() == args[1].dim() == 2:  # runs of what is summed over
+    if name == "_grouped_mm" and left.dim() == args[1].dim() == 2:  # the groups split the sum
         return 2.0 * left.numel() * args[1].shape[-1]
     return 2.0 * out.numel() * left.shape[-1]
 

@@ -39,8 +39,8 @@ from gspo_megatron.types import RolloutBatch
 
 
 class WordTokenizer:
-    """Text is a list of ids. The end-of-sequence id is outside the vocabulary, so every response
-    has its full length. The reward reads the ids from the text of a response."""
+    """A tokenizer whose texts are lists of ids. The end-of-sequence id is outside the vocabulary,
+    so every response has its full length. The reward reads the ids from a response's text."""
 
     name = "benchmark"
     bos_id = None
@@ -71,8 +71,8 @@ def even_share(sample: Any) -> float:
 
 class PlannedLengths:
     """An engine that gives responses their planned lengths. No token ends a response, so the limit
-    decides. Limits are set for prompts, so every response is a separate request. This costs us a
-    prefill of the prompt for each response, as in transformers."""
+    decides. A limit belongs to a prompt, so each response gets a prompt of its own in the request.
+    This costs us a prefill of the prompt for each response, as in transformers."""
 
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine, self.work = engine, work
@@ -91,7 +91,7 @@ class PlannedLengths:
 
 
 def configuration(size: str, steps: int, folder: str) -> Any:
-    """The run's Config: GSPO at the paper's clip range, no evaluation."""
+    """Return the run's Config: GSPO at the paper's clip range, no evaluation."""
     from gspo_megatron.config import parse_config
 
     shape, work = shape_of(size), WORKLOADS[size]
@@ -129,7 +129,7 @@ def configuration(size: str, steps: int, folder: str) -> Any:
 
 
 def build_loop(size: str, steps: int, folder: str) -> Any:
-    """The package's loop on random prompts."""
+    """Build the package's loop on random prompts."""
     loop = loop_of(
         configuration(size, steps, folder), WORKLOADS[size], shape_of(size)["vocab_size"]
     )
@@ -140,7 +140,7 @@ def build_loop(size: str, steps: int, folder: str) -> Any:
 
 
 def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
-    """The loop of a configuration, with enough random prompts for all its steps."""
+    """Build the loop of a configuration, with enough random prompts for all its steps."""
     from gspo_megatron.config import check_config
     from gspo_megatron.data.inputs import Inputs
     from gspo_megatron.objectives import build_objective
@@ -163,13 +163,13 @@ def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
 
 
 def step(loop: Any, number: int) -> dict[str, float]:
-    """RL step `number` and its metrics."""
+    """Run RL step `number`. Returns its metrics."""
     loop.collector.source.engine.step = number  # for PlannedLengths
     return loop.step(number)
 
 
 def measure(size: str, steps: int) -> dict[str, Any]:
-    """Median seconds a step and its parts over `steps` steps after the warm-up."""
+    """Measure `steps` steps after the warm-up. Returns the record with median seconds."""
     import torch
 
     work = WORKLOADS[size]
@@ -202,7 +202,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
 
 
 def world_size() -> int:
-    """Number of ranks: 1 unless the launcher started this process as one of several."""
+    """Return the number of ranks: 1 unless the launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

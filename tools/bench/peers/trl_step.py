@@ -2,8 +2,9 @@
 
 The peer's side of the RL-step benchmark: a random Qwen3-MoE model, a rollout with the lengths that
 workload.py plans, old log-probabilities, 4 optimizer steps. It runs in its own environment
-(requirements.txt beside this file) and prints one JSON line on stdout, in the fastest configuration
-found: grouped_mm experts, eager attention up to 128 positions and sdpa beyond, a growing cache.
+(requirements.txt beside this file) and prints one JSON line on stdout. TRL has the fastest
+configuration that we found: grouped_mm experts, eager attention up to 128 positions and sdpa
+beyond, a growing cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-NO_TOKEN = 2**31 - 1  # an id of no token
+NO_TOKEN = 2**31 - 1  # an id that no token has
 
 
 class StepClock:
@@ -48,7 +49,7 @@ class StepClock:
     def timed(
         self, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
     ) -> Callable[..., Any]:
-        """`function`, with the seconds of each call made while `when()` added to part `name`."""
+        """Wrap `function`: if `when()` is true, add the seconds of a call to the part `name`."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not when():
@@ -62,7 +63,7 @@ class StepClock:
         return wrapper
 
     def begin(self) -> None:
-        """The first RL step begins."""
+        """Mark the start of the first RL step."""
         self.boundaries.append(time.perf_counter())
 
     def end_of_step(self) -> None:
@@ -73,12 +74,12 @@ class StepClock:
         self._current.clear()
 
     def steps(self, warmup_steps: int) -> list[float]:
-        """Seconds of each step after the first `warmup_steps`."""
+        """Return the seconds of each step after the first `warmup_steps`."""
         measured = itertools.pairwise(self.boundaries[warmup_steps:])
         return [end - start for start, end in measured]
 
     def summary(self, warmup_steps: int) -> dict[str, float]:
-        """Median seconds over the steps after the first `warmup_steps`: step, parts and rest."""
+        """Return median seconds of the step, its parts and the rest, without warm-up steps."""
         step = statistics.median(self.steps(warmup_steps))
         parts = {
             name: statistics.median(seconds[warmup_steps:]) for name, seconds in self.parts.items()
@@ -87,11 +88,11 @@ class StepClock:
 
 
 def build_tokenizer(vocab_size: int, *, has_end: bool) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of words w0, w1, … and one token for the end and for padding.
+    """Return a word-level tokenizer with words w0, w1, … and one token for the end and for padding.
 
-    Without `has_end` that token is beyond the model's vocabulary: the model cannot emit it, and
-    every response has its full length at no cost. With it, it is the vocabulary's last token (see
-    `plan_lengths`). All prompts have the same length, so they need no padding.
+    Without `has_end`, the end token is beyond the model's vocabulary: the model cannot emit it, and
+    every response has its full length at no cost. With `has_end`, it is the vocabulary's last token
+    (see `plan_lengths`). All prompts have the same length, so they need no padding.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -107,7 +108,7 @@ def build_tokenizer(vocab_size: int, *, has_end: bool) -> PreTrainedTokenizerFas
 
 
 def build_model(size: str) -> Qwen3MoeForCausalLM:
-    """A randomly initialised Qwen3-MoE."""
+    """Return a randomly initialised Qwen3-MoE."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -134,8 +135,8 @@ def build_model(size: str) -> Qwen3MoeForCausalLM:
 
 
 def even_share_of(work: Workload) -> Callable[..., list[float]]:
-    """Reward: the share of even token ids, so that every group has a spread at no cost. It checks
-    the lengths of the responses, too."""
+    """Return the reward function: the share of even token ids, so that every group has a spread at
+    no cost. The function also checks the lengths of the responses."""
     steps = itertools.count(1)
 
     def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -146,7 +147,7 @@ def even_share_of(work: Workload) -> Callable[..., list[float]]:
 
 
 def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
-    """Let the responses of each rollout have their planned lengths."""
+    """Make the responses of each rollout have their planned lengths."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -154,9 +155,9 @@ def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
     steps = itertools.count(1)
 
     class PlannedEnds(StoppingCriteria):
-        """Puts the end token where a response is to end, and another token where the end came by
-        chance. These are a few operations on one number a row, which cost nothing compared with a
-        decoding step."""
+        """Writes the end token where a response must end, and replaces end tokens that were sampled
+        elsewhere. These are a few operations on one number a row, which cost nothing compared with
+        a decoding step."""
 
         eos_token_id = end  # transformers then pads the rows that have ended
 
@@ -175,7 +176,7 @@ def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
 
 
 def training_arguments(output_dir: str, rl_steps: int, work: Workload) -> dict[str, Any]:
-    """GRPOConfig arguments: the GSPO loss; everything that only costs time is off."""
+    """Return GRPOConfig arguments: the GSPO loss, and nothing that only costs time."""
     end_is_drawn = {} if work.median is None else {"eos_token_id": NO_TOKEN}
     return {
         "output_dir": output_dir,
@@ -209,7 +210,7 @@ def training_arguments(output_dir: str, rl_steps: int, work: Workload) -> dict[s
 
 
 def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -> GRPOTrainer:
-    """TRL's trainer for `rl_steps` rollouts, with its generation and old log-probs timed."""
+    """Build TRL's trainer for `rl_steps` rollouts. Generation and old log-probs are timed."""
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -252,7 +253,7 @@ def build_trainer(size: str, rl_steps: int, output_dir: str, clock: StepClock) -
 
 
 def run(size: str, steps: int) -> dict[str, Any]:
-    """Measure `steps` RL steps of TRL at `size` after the warm-up; tokens/s and seconds a step."""
+    """Measure `steps` RL steps of TRL after the warm-up. Returns tokens/s and seconds a step."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import transformers

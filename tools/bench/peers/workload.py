@@ -13,9 +13,10 @@ import statistics
 from dataclasses import dataclass, replace
 
 SEED = 1
-THREADS = 2  # of a side: one process with two, or two ranks with one
+THREADS = 2  # of each side: one process with two threads, or two ranks with one thread each
 
-# TRL would add the model config's own 1e-3; without it TRL is faster. Both sides must agree.
+# TRL would use the 1e-3 of the model's configuration, but is faster without this loss. Both sides
+# must have the same value.
 ROUTER_AUX_LOSS_COEF = 0.0
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -42,7 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 1024,
     },
 }
-# All experts together, 100 MB, are far larger than the caches, as in a real model.
+# All experts together have 100 MB. As in a real model, this is far more than the CPU's caches.
 SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
 # The sizes of examples/smollm2_moe: 374 million parameters, 214 million for each token.
 SHAPES["smollm2"] = {
@@ -60,11 +61,11 @@ SHAPES["smollm2"] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The responses of an RL step. With a `median` their lengths are log-normal."""
+    """The responses of an RL step. If `median` is set, their lengths are log-normal."""
 
-    prompts: int  # a step
+    prompts: int  # of a step
     group: int  # responses to a prompt
-    longest: int  # tokens of a response; of every one unless there is a median
+    longest: int  # the most tokens of a response; without a median, all responses have so many
     median: float | None = None
     sigma: float = 1.0  # standard deviation of the logarithm of the length
     prompt_tokens: int = 8
@@ -79,8 +80,8 @@ class Workload:
         return self.prompts * self.group
 
     def lengths(self, step: int) -> list[int]:
-        """[responses]: tokens of each response of a step, prompt by prompt. Both sides force them:
-        otherwise one might draw shorter responses than the other."""
+        """Return the tokens of each response of a step, prompt by prompt: [responses]. Both sides
+        force these lengths, because otherwise one side might have shorter responses."""
         if self.median is None:
             return [self.longest] * self.responses
         source = random.Random(SEED * 1_000_003 + step)
@@ -90,7 +91,7 @@ class Workload:
         return [min(max(round(length), 1), self.longest) for length in drawn]
 
     def rate(self, seconds: list[float]) -> float:
-        """Median tokens per second of the steps after the warm-up."""
+        """Return the median tokens per second of the steps after the warm-up."""
         first = self.warmup_steps + 1
         return statistics.median(
             sum(self.lengths(first + number)) / took for number, took in enumerate(seconds)

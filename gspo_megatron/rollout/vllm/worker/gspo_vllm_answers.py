@@ -192,7 +192,7 @@ def _checked_spans(given: Iterable[Sequence[Any]], tokens: int) -> tuple[tuple[s
 
 
 def _parse_routes(encoded: str, tokens: int, facts: ModelFacts) -> np.ndarray:
-    """Read the experts of prompt and response: [tokens, layers, k]; the last token's mean nothing.
+    """Read the experts of prompt and response, [tokens, layers, k]; the last row means nothing.
 
     A token becomes zeros if, in any MoE layer, its experts are not k different experts of the
     model.
@@ -349,7 +349,7 @@ def part_request(
         "moe_layers": facts.moe_layers,
         "routes": routes,
     }
-    if model is not None:  # earlier versions of the middleware know none
+    if model is not None:  # earlier versions of the middleware do not know this key
         given["model"] = model
     return json.dumps(given).encode()
 

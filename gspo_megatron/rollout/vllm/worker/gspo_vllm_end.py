@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.02
 
 
 def kill_group(group: int) -> None:
-    """Kill all processes of a group. If this process belongs to it, it is the last."""
+    """Kill all processes of a group. If this process belongs to the group, it is killed last."""
     if not os.path.isdir("/proc/self"):  # not Linux
         os.killpg(group, signal.SIGKILL)
         return

@@ -24,8 +24,8 @@ def make_group(
 ) -> Group:
     """Join the group. Its rank 0 is rank 0 of the run.
 
-    host: the address of this machine at which the others find it; without it gloo would use the
-    address of the host's name. Raises RuntimeError.
+    host: the address of this machine at which the other members find it; without it, gloo would use
+    the address of the host's name. Raises RuntimeError.
     """
     groups: Any = dist  # torch's annotations lack the options of the groups too
     if backend == "nccl":

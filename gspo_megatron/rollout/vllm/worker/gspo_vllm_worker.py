@@ -93,21 +93,22 @@ class GspoWorker:
     def weight_sums(self, folder: str | None = None) -> dict[str, list[float]]:
         """Return [elements, sum, sum of squares] of each family of tensors in each layer.
 
-        Without `folder`, of this worker's parameters. With a Hugging Face folder, of its tensors;
-        only worker 0 reads them. vLLM fuses, pads and reorders tensors for its kernels. That does
-        not change the sums, so a tensor that differs from the folder's is detected in any layout.
-        The sums are float64.
+        Without `folder`, they are the sums of this worker's parameters. With a Hugging Face folder,
+        they are the sums of its tensors, which only worker 0 reads. vLLM fuses, pads and reorders
+        tensors for its kernels. That does not change the sums, so a tensor that differs from the
+        folder's is detected in any layout. The sums are float64.
         """
         if folder is None:
             return _sums(self.model_runner.get_model().named_parameters())
         return {} if self.rank else _sums(_tensors_of(Path(folder), self.device))
 
     def adapter_sums(self, folder: str | None = None) -> dict[str, float]:
-        """The sum of squares of each adapter's A, by the name of its matrix from `layers.` on: of
-        the adapter that this worker has loaded last, or of a PEFT folder, which one worker reads
-        for all. The experts of a layer are one matrix.
+        """Return the sum of squares of each matrix A of an adapter. The key is the name of the
+        adapted matrix, from `layers.` on. The experts of a layer count as one matrix.
 
-        vLLM loads an adapter without a word about the parts that none of its layers takes.
+        folder: a PEFT folder, which only worker 0 reads; None: the adapter that this worker loaded
+        last. The sums are needed because vLLM silently ignores parts of an adapter that none of its
+        layers takes.
         """
         if folder is None:
             return _adapter_sums(_loaded_parts(self.model_runner.lora_manager._adapter_manager))
@@ -141,7 +142,7 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        # The address of this host's name may be one that rank 0 cannot reach.
+        # not the address that the host's name has, because rank 0 may not be able to reach it
         own = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
         return make_group(plan["backend"], shared, rank, world_size, seconds, own)
@@ -179,8 +180,8 @@ def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch
 
 
 def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The As of the adapter with the highest number, as vLLM's layers compute with them, padded
-    with zeros. manager: its LoRAModelManager."""
+    """Yield the matrices A of the adapter with the highest number, as vLLM's layers hold them:
+    padded with zeros. manager: vLLM's LoRAModelManager."""
     newest = max((n for n in manager.lora_index_to_id if n is not None), default=None)
     if newest is None:
         return
@@ -194,7 +195,7 @@ def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(stacked, torch.Tensor):  # of the embedding and the output layer
             stacked = (stacked,)
         parts = manager.packed_modules.get(name, [name])
-        if len(parts) != len(stacked):  # a layer that joins matrices in a way of its own
+        if len(parts) != len(stacked):  # the layer joins matrices in its own way
             parts = [name] * len(stacked)
         yield from ((part, each[place]) for part, each in zip(parts, stacked, strict=True))
 
@@ -291,7 +292,7 @@ class TokenGuard:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             told = f"this server wants the token in its {TOKEN_VARIABLE}\n"
             await send({"type": "http.response.body", "body": told.encode()})
-        else:  # a websocket: closed before it is open, the server answers 403
+        else:  # a websocket: if it is closed before it is open, the server answers 403
             await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
