@@ -1,4 +1,4 @@
-"""What a conversion of files refuses and what it notices."""
+"""Mistakes that a conversion of files refuses, and faults that it notices."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def make_trained(checkpoint: Path, tokenizer: Path) -> None:
 
 
 def test_the_export_of_a_run_says_where_its_answers_end(ours: Path, tmp_path: Path) -> None:
-    """The run's tokenizer says it, wherever the training began. A folder that was only converted is
-    exported as it was."""
+    """The export of a run has the end-of-sequence tokens of the run's tokenizer, wherever its
+    weights came from. A folder that was only converted gets no such file."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)
