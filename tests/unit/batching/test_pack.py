@@ -64,7 +64,8 @@ def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
 
 
 def predictions_of(packed: PackedBatch) -> list[tuple[int, int, int, int, int]]:
-    """The predictions of one rank's shard. The batch is packed, or has one row for each sequence."""
+    """The predictions of one rank's shard. The batch is packed, or has one row for each
+    sequence."""
     rows = packed.input_ids.shape[0]
     # Each index is into [tokens / CP, rows].
     step, row = packed.token_rows // rows, packed.token_rows % rows

@@ -19,7 +19,8 @@ Command = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """Restore the environment afterwards. A command sets torchrun's variables from those of srun."""
+    """Restore the environment afterwards. A command sets torchrun's variables from those of
+    srun."""
     with mock.patch.dict(os.environ):
         yield
 

@@ -1,4 +1,5 @@
-"""The command `check`: the problems that it finds in a configuration and its files, and its output."""
+"""The command `check`: the problems that it finds in a configuration and its files, and its
+output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The messages of `check` about prompts that cannot be used: exit code 2 and one clear line each."""
+"""The messages of `check` about prompts that cannot be used: exit code 2 and one clear line
+each."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ def test_what_does_not_fit_the_stage_is_told(sft: Path, pretrain: Path, gspo: Co
 def test_the_configurations_on_the_page_about_slurm_are_sound(
     stage: str, tmp_path: Path, gspo: Command
 ) -> None:
-    """The page also quotes the memory of the pre-training run. The estimate gives the same figure."""
+    """The page also quotes the memory of the pre-training run. The estimate gives the same
+    figure."""
     page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
     (text,) = re.findall(rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$", page)
     path = tmp_path / f"{stage}_30b.yaml"

@@ -85,9 +85,9 @@ def test_what_a_command_line_does(
         options = [word.removeprefix("--") for word in given if word.startswith("--")]
         overrides = [word for word in given if not word.startswith("--")]
         assert calls == [("train", load_config(path, overrides), *options)]
-    # The launcher passes the same arguments to the ranks, and knows whether the run saves
-    # checkpoints.
     else:
+        # The launcher passes the same arguments to the ranks, and knows whether the run saves
+        # checkpoints.
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
         assert calls == [("launch", command, world_size, *saves)]

@@ -481,7 +481,8 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 
 
 def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
-    """The characters include those that YAML reads as the end of a line, and some beyond 16 bits."""
+    """The characters include those that YAML reads as the end of a line, and some beyond 16
+    bits."""
     points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
     texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
     values = {"stop": texts, **{f"k{chr(c)}": c for c in points}}
