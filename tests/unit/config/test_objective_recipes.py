@@ -118,7 +118,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
 @pytest.mark.parametrize(
     ("keys", "key_and_value", "reason", "legal"),
     [
-        # A sequence ratio, summed over tokens.
+        # Bug 1 of test_known_bugs.py: a sequence ratio in a sum over tokens.
         *(
             ({"name": name, "aggregation": aggregation},
              f"objective.aggregation = '{aggregation}'", "by its length", "sequence_mean, or")
@@ -131,7 +131,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "by its length", "sequence_mean"),
         ({"name": "luspo", "ratio": "sequence_token"}, "objective.aggregation = 'token_sum'",
          "by its length", "sequence_mean"),
-        # Clip bounds that were left over from a configuration for token ratios.
+        # Bug 2: clip bounds that were meant for token ratios.
         ({"name": "gspo", "clip_low": 0.2}, "objective.clip_low = 0.2", "vary much less",
          "below 0.05, or objective.allow_wide_clip = true"),
         ({"name": "gspo", "clip_high": 0.05}, "objective.clip_high = 0.05", "vary much less",
@@ -142,14 +142,14 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "vary much less", "below 0.05"),
         ({"name": "grpo", "allow_wide_clip": True}, "objective.allow_wide_clip = true",
          "clips no ratios of whole sequences", "false"),
-        # Token weights on a sequence ratio.
+        # Bug 8: token weights on a sequence ratio.
         *(
             ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
              "would vary within it", "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
             for name in ("gspo", "gspo_token", "luspo", "gmpo", "reinforce_leave_one_out")
             for correction in TOKEN_CORRECTIONS
         ),
-        # A product over tokens beside a geometric mean.
+        # Bug 7: a correction that is a product, with a ratio that is a geometric mean.
         *(
             ({"name": name, "correction": "sequence_product_tis"},
              "objective.correction = 'sequence_product_tis'", "exponential in the length",
@@ -226,7 +226,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "not defined on ratio sequence", "min_clip, dual_clip, soft_gate, geometric_clip"),
         ({"name": "grpo", "rule": "geometric_clip"}, "objective.rule = 'geometric_clip'",
          "not defined on ratio token", "min_clip, dual_clip, capped, soft_gate, masked"),
-        # Numbers that nothing reads.
+        # Bug 11: numbers that nothing reads.
         *(
             ({"name": name, key: 0.2}, f"objective.{key} = 0.2", "nothing reads it", "null")
             for name, key in (("cispo", "clip_low"), ("sapo", "clip_high"),
