@@ -57,7 +57,7 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     loggers: list[RunLogger] = []
 
     def make(ahead: int, selection: dict[str, Any] | None = None) -> Recorded:
-        stop_processes()  # leaves the processes of an earlier loop
+        stop_processes()  # leaves the process group of an earlier loop
         config = tiny_config(
             data={
                 "tokenizer": str(folder),

@@ -62,7 +62,7 @@ def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: 
 
 
 class HasEndedError(Exception):
-    """The stand-in's run has been saved and ends."""
+    """Raised in place of the end of a run that was saved."""
 
 
 class Unwritable:
