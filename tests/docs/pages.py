@@ -1,16 +1,16 @@
 """The code blocks of a page. They are run as a reader would run them: in order, in one new folder.
 
-How a page marks its blocks; the marks are HTML comments, which no reader sees:
+A page marks its blocks in these ways. Marks are HTML comments, so a reader does not see them:
 
     ```bash, ```sh, ```shell, ```python    run; a failing block fails the test
     ```yaml title="my.yaml"                saved under that name, whatever the language
     <!-- not run: REASON --> before it     not run
     <!-- shorter: WORDS --> before it      run with these words in each `gspo-megatron train`
-    <!-- output --> before a ```text       what the block above prints; `...` stands for anything
-    <!-- setup, then lines of bash, -->    run like a block: what the page takes for granted
+    <!-- output --> before a ```text       the output of the block above; `...` stands for any text
+    <!-- setup, then lines of bash, -->    run like a block, to prepare what the page assumes
 
-Every block must name its language; those that are none of the above (yaml, json, text) are only
-read. The new folder has links to the repository's folders, for commands like `bash examples/...`.
+Every block must name its language. A block of another kind (yaml, json, text) is only read. The new
+folder has links to the repository's folders, for commands like `bash examples/...`.
 """
 
 from __future__ import annotations
