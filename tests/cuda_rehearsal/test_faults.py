@@ -311,7 +311,7 @@ def test_what_costs_time_is_over_the_budget(host: Host, make_config: MakeConfig,
     assert is_slow or figures.doubles > MOST_DOUBLES[part] * figures.size, figures
 
 
-@pytest.mark.full  # for the same reason
+@pytest.mark.full  # shows why the rehearsal is needed, but tests nothing of the package
 @pytest.mark.parametrize("name", COSTS)
 def test_results_do_not_tell_what_it_costs(cpus: Pool, make_config: MakeConfig, name: str) -> None:
     _, fault = COSTS[name]

@@ -34,7 +34,7 @@ def reward(sample):
 
 
 def draws(run: Run) -> list[dict[str, Any]]:
-    """The whole lines of draws.jsonl."""
+    """The complete lines of draws.jsonl."""
     path = run.out / "draws.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

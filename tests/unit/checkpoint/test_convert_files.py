@@ -80,8 +80,8 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None
 def test_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, limit: int
 ) -> None:
-    """Blocks may end in the middle of an expert, a query group, a matrix or a row, also where
-    queries, keys and values come from one matrix."""
+    """Blocks may end in the middle of an expert, a query group, a matrix or a row. In one of the
+    families, queries, keys and values come from one matrix."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", family, seed=4, num_hidden_layers=2)
     assert_same_bits(there_and_back(source), read_folder(source))
@@ -147,8 +147,8 @@ def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> None:
-    """The result has the tensors that a model of this shape saves, and the weights that the model
-    reads itself."""
+    """The result has the tensors that a model of this shape saves. Its weights equal those that the
+    model reads from the folder."""
     family, changes = variant
     source = write_model(tmp_path / "hf", family, seed=7, **changes)
     hf_to_megatron(source, tmp_path / "ours")

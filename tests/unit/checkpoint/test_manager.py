@@ -1,4 +1,5 @@
-"""The checkpoint manager: the metric of the best checkpoint, disk space, and what is removed."""
+"""The checkpoint manager: the metric of the best checkpoint, disk space, and the checkpoints that
+are removed."""
 
 from __future__ import annotations
 

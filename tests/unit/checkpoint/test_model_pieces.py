@@ -1,4 +1,4 @@
-"""A rank's parameters as boxes of global tensors, for any cut by an optimizer."""
+"""A rank's parameters as boxes of global tensors, however an optimizer cuts them."""
 
 from __future__ import annotations
 

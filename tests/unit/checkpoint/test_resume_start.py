@@ -241,7 +241,7 @@ def test_given_weights_are_looked_at(config: Config) -> None:
     path = add(config, Position("rl", 4))
     new = changed(config, f"model.checkpoint_path={path}", "model.max_sequence_length=64")
     check_given(new, 48)
-    (path / STATE_FILE).unlink()  # nothing of the run is needed
+    (path / STATE_FILE).unlink()  # only the weights are needed
     check_given(new, 48)
     with pytest.raises(ConfigError, match="model.vocab_size = 64: .* has 48"):
         check_given(new, 64)

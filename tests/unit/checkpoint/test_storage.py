@@ -210,7 +210,8 @@ class _Attribute:
 
 
 def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
-    """Python 3.11.2 pickles them as attributes of their class, other versions by their value."""
+    """Python 3.11.2 pickles members of enums as attributes of their class, other versions by their
+    value."""
     path = folder / ".metadata"
     content = io.BytesIO()
     _AsAttributes(content).dump(pickle.loads(path.read_bytes()))

@@ -155,7 +155,7 @@ def test_without_replay_nothing_is_set_that_would_not_be_read(choose: Choose) ->
 
 def test_the_reference_replays_in_every_variant_what_the_configuration_says(plan: Plan) -> None:
     given = ["objective.kl=k3", "objective.kl_coefficient=0.1", "routing.reference_replay=r2"]
-    # every variant needs it for the routes of the reference
+    # Every variant needs this key for the routes of the reference.
     given.append("routing.store_on_host=true")
     runs = plan([], *given)
     assert all(run.config.routing.reference_replay == "r2" for run in runs)

@@ -1,4 +1,4 @@
-"""`check` of configurations of pre-training and fine-tuning."""
+"""`check` on configurations of pre-training and fine-tuning."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def described(gpu: object = None, **versions: str | None) -> dict[str, object]:
 def table(
     gpu: object = None, trouble: str | None = None, **versions: str | None
 ) -> dict[str, tuple[str, str]]:
-    """The lines of the table by name: what was found, and what to do."""
+    """The lines of the table by name. Each has the text about what was found, and the advice."""
     rows = doctor.findings(described(gpu, **versions), trouble)
     return {name: (text, remedy) for name, text, remedy in rows}
 

@@ -28,7 +28,8 @@ assert RUNS.keys() == STAGES.keys() - {"reward_model"}
 def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     stage: str, tmp_path: Path
 ) -> None:
-    """The suites are the given ones, and every key of the stage is written down."""
+    """The configuration of the run has every key of its stage. The evaluation's has the keys that
+    it shares with the run, and the given suites."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
         "parallel": {"layout": "tp=2"},

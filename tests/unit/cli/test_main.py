@@ -1,4 +1,5 @@
-"""The command line: what it accepts, and the exit code and message of each mistake."""
+"""The command line: the arguments that it accepts, and the exit code and message of
+each mistake."""
 
 from __future__ import annotations
 

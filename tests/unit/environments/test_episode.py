@@ -1,4 +1,4 @@
-"""Episodes: the text between turns, limits, and what an environment may return."""
+"""Episodes: the text between turns, limits, and the values that an environment may return."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
 
 
 def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """For each element and update, 4 bytes of gradient and 2 of weight; half of the elements go to
-    the other rank."""
+    """Each element sends 4 bytes of gradient and 2 bytes of weight in an update. Half of the
+    elements go to the other rank."""
     traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
     elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
     both = traffic["dp"] + traffic["edp"]

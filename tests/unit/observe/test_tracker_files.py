@@ -131,11 +131,13 @@ def test_what_a_tracker_has_of_runs_that_were_resumed(tracker: str, tmp_path: Pa
     write(one, tracker, [2, 3, 4], after=1)
     assert read(one) == of_steps(one, range(5))
 
-    # killed after step 6 was recorded, and before the tracker got it
+    # The note names the last step that the tracker got.
     write(one, tracker, [5, 6], after=4)
     note = json.loads((one / SENT_FILE).read_text())
     assert (note["tracker"], note["step"]) == (tracker, 6)
     write(two, tracker, [2], after=1)
+    # The records of steps 3 and 4 are written but not sent, as if the run was killed in between.
+    # The next start sends step 3.
     with (two / "metrics.jsonl").open("a") as file:
         for step in (3, 4):
             file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": reward(two, step)}))

@@ -163,7 +163,7 @@ def test_the_advice_is_of_the_log_probs_in_use() -> None:
     assert "but not out of the samples" in warned(NOISE, old_logprobs="recompute")
 
 
-# What is saved
+# Steps that are saved
 
 
 class Saved:
